@@ -34,7 +34,7 @@ from policy_update import CASES, PRESETS, build_model, build_processor
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.data.rows.row import DatasetRows
+from trl_multimodal_rft.data.rows.batches import DatasetRows
 
 
 class Emulated(MultimodalGRPOTrainer):

@@ -48,7 +48,7 @@ from trl_multimodal_rft.extras.fake_run import FakeFloats, Watch, kernels_of_gpu
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 

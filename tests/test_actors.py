@@ -26,15 +26,15 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import is_flash_attn_2_available
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.algorithms.completions import mask_completions
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward.inputs import left_pad
+from trl_multimodal_rft.forward.layout import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.models.towers import find_tower
+from trl_multimodal_rft.lightrft.models.completions import mask_completions
+from trl_multimodal_rft.models.parts import find_tower
 
 
 pytestmark = pytest.mark.gate

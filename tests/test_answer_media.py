@@ -302,15 +302,15 @@ def test_the_prompt_is_encoded_once_and_the_self_check_measures_answers(make, tm
 
 @pytest.mark.parametrize("make", TRAINERS)
 def test_the_self_check_finds_answers_at_other_positions(make, tmp_path, monkeypatch):
-    from trl_multimodal_rft.forward import contexts
+    from trl_multimodal_rft.forward import scores
 
     def misplaced(*arguments):
         whole = encode_prefix(*arguments)
         whole.position_ids = torch.arange(len(whole)).expand_as(whole.position_ids)
         return whole
 
-    encode_prefix = contexts.encode_prefix
-    monkeypatch.setattr(contexts, "encode_prefix", misplaced)
+    encode_prefix = scores.encode_prefix
+    monkeypatch.setattr(scores, "encode_prefix", misplaced)
     with pytest.raises(RuntimeError, match="scores of padded rows differ by .* from the model's forward"):
         make(files(tmp_path)[:1] * 4, tmp_path, max_steps=1).train()
 

@@ -23,8 +23,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
-from trl_multimodal_rft.encoding.budgets import budgeted_size
-from trl_multimodal_rft.encoding.media import decode_media
+from trl_multimodal_rft.encoding.media import budgeted_size, decode_media
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards.model import RewardModel

@@ -28,7 +28,7 @@ from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.engines.samplers import Sampler
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.views import as_view
 

@@ -30,8 +30,8 @@ from trl_multimodal_rft.cli.parsers import of_run_check
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.reading.sizes import media_size
+from trl_multimodal_rft.data.rows.batches import DatasetRows
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
-from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 

@@ -14,7 +14,7 @@ from transformers.utils.logging import warning_once
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.encoding.control_tokens import checked_texts
+from trl_multimodal_rft.encoding.processors import checked_texts
 from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 

@@ -20,7 +20,7 @@ from trl_multimodal_rft import models
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.logprobs import completion_values
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.lightrft import Critic
 from trl_multimodal_rft.models.critic import add_critic, policy_alone
 

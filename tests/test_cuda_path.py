@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, logprobs, masks
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.forward.states import gather_copies
 
 

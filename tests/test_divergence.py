@@ -25,7 +25,7 @@ from trl_multimodal_rft.forward.divergence import (
     top_k_tokens,
 )
 from trl_multimodal_rft.forward.head import HeadRule, head_rule
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 

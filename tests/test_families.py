@@ -22,7 +22,7 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.trainers.engine import check_settings
 

@@ -27,9 +27,9 @@ from trl_multimodal_rft.data.reading.decoding import load_image
 from trl_multimodal_rft.data.reading.files import mp4
 from trl_multimodal_rft.data.reading.refs import Encoded, MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.batches import DatasetRows
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.features import Decoded, as_encoded, restore_media, restore_rows, undecoded
-from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 

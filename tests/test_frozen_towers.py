@@ -34,14 +34,13 @@ from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import features, inputs, logprobs
+from trl_multimodal_rft.forward import features, logprobs
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.modes import fix_encoders
-from trl_multimodal_rft.models.parts import freeze, named_parts
-from trl_multimodal_rft.models.towers import find_tower
+from trl_multimodal_rft.models.parts import find_tower, freeze, named_parts
 from trl_multimodal_rft.rollout import prompt_encoder
 
 
@@ -297,8 +296,8 @@ def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
 
 def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
     """Also those of an encoder that is trained, for its forwards with gradients."""
-    moved, to_device = [], inputs.to_device
-    monkeypatch.setattr(inputs, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
+    moved, to_device = [], features.to_device
+    monkeypatch.setattr(features, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
     options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 4, "max_steps": 4}
     trainer = run(trainer_class("grpo", samples=True), FAMILY, image_rows(), **options).trainer
@@ -371,7 +370,7 @@ def test_forwards_without_kept_features_follow_those_with(monkeypatch):
     model, prompts = frozen_model()
     logps, _ = of_media(model, prompts)
     assert features.learned_ways(model)[0][1] and len(prompts) > 1
-    monkeypatch.setattr("trl_multimodal_rft.forward.inputs.encode_frozen", lambda *args: None)
+    monkeypatch.setattr("trl_multimodal_rft.forward.features.encode_frozen", lambda *args: None)
     for prompt in prompts:
         prompt.on_device.clear()
     assert of_media(model, prompts)[0].allclose(logps, atol=1e-5)

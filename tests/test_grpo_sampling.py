@@ -26,7 +26,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 
 
 FAMILY = {"image": "qwen2_5_vl", "audio": "qwen2_audio"}

@@ -26,7 +26,7 @@ from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.wrapped import replaced
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 

@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 
 from trl_multimodal_rft import rewards
-from trl_multimodal_rft.rewards.checks import RowError
+from trl_multimodal_rft.rewards.calls import RowError
 from trl_multimodal_rft.rewards.named import REWARD_NAMES, load_reward_funcs
 
 

@@ -37,7 +37,7 @@ from trl_multimodal_rft.evaluation import (
 )
 from trl_multimodal_rft.evaluation.result import summary
 from trl_multimodal_rft.rewards import RewardModel, preference_reward
-from trl_multimodal_rft.rewards.checks import RowError
+from trl_multimodal_rft.rewards.calls import RowError
 from trl_multimodal_rft.rewards.preference import verdict_in
 
 

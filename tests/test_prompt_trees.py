@@ -36,7 +36,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import _is_causal, linear_masks, trees_of
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import PolicyForward
 
 

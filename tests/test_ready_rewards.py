@@ -19,7 +19,7 @@ from torchvision.ops import box_iou as torchvision_iou
 from trl_multimodal_rft import MultimodalGRPOTrainer, rewards
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import regions
-from trl_multimodal_rft.rewards.checks import RowError, checked_reward
+from trl_multimodal_rft.rewards.calls import RowError, checked_reward
 from trl_multimodal_rft.rewards.grounding import number_in
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
 

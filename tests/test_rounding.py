@@ -16,7 +16,7 @@ from helpers.trainer_utils import audio_rows, image_rows
 from test_self_check import asking, picture
 
 from trl_multimodal_rft.checks.rounding import exceeds, noise_of, tolerance_of, two_steps
-from trl_multimodal_rft.forward import inputs
+from trl_multimodal_rft.forward import features as encoder_features
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.policy import Fallbacks
 
@@ -112,8 +112,8 @@ def media(checked, monkeypatch):
         first, *others = parts
         return join_tensors([*others, first])
 
-    join_tensors = inputs.join_tensors
-    monkeypatch.setattr(inputs, "join_tensors", swapped)
+    join_tensors = encoder_features.join_tensors
+    monkeypatch.setattr(encoder_features, "join_tensors", swapped)
 
 
 def neighbours(checked, monkeypatch):

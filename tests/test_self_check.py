@@ -38,7 +38,7 @@ from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.forward.masks import linear_masks
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.versions import cache_name

@@ -21,7 +21,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 
 
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")

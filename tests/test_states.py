@@ -25,7 +25,7 @@ from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import pack
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 
 
 pytestmark = pytest.mark.skipif(

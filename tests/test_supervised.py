@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.batches import EndlessRows
 from trl_multimodal_rft.data.rows.features import restore_rows
-from trl_multimodal_rft.data.rows.row import EndlessRows
 from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 
 

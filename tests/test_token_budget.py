@@ -26,7 +26,7 @@ from peft import LoraConfig
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.forward.partition import split_by_tokens
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 
 
 # GRPO divides by their number within the loss, RLOO after it

@@ -12,9 +12,9 @@ from test_decoding import build, options, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.engines import graphs
+from trl_multimodal_rft.engines import decoding
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.engines.graphs import weights_cast_once
+from trl_multimodal_rft.engines.decoding import weights_cast_once
 from trl_multimodal_rft.engines.transformers import Branches, shares_prompts
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
@@ -26,7 +26,7 @@ DEFAULT = ("qwen2_5_vl", "gemma3", "qwen3_5")
 @pytest.fixture
 def recorded(monkeypatch):
     """Captures on the CPU, in rooms of 5, 10, ... tokens. Returns the steps."""
-    monkeypatch.setitem(graphs.STEPS, "cpu", RecordedStep)
+    monkeypatch.setitem(decoding.STEPS, "cpu", RecordedStep)
     monkeypatch.setattr(generation, "ROOM", 5)
     monkeypatch.setattr(RecordedStep, "instances", [])
     return RecordedStep.instances

@@ -30,7 +30,7 @@ from helpers.trainer_utils import (
 from trl import chat_template_utils
 
 from trl_multimodal_rft import MultimodalDPOTrainer, MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
-from trl_multimodal_rft.data.rows.row import Row
+from trl_multimodal_rft.data.rows.batches import Row
 from trl_multimodal_rft.encoding.conversations import Contexts, Conversation, keeps_earlier_turns
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer

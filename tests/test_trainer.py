@@ -48,9 +48,9 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.data.rows.row import DatasetRows
+from trl_multimodal_rft.data.rows.batches import DatasetRows
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.rewards.checks import check_rewards, checked_reward
+from trl_multimodal_rft.rewards.calls import check_rewards, checked_reward
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}

@@ -19,14 +19,12 @@ from trl.models.utils import _ForwardRedirection
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
-from .forward.contexts import by_context, context_rows
-from .forward.layout import States, split_samples
+from .forward.layout import States, packed_length, split_samples
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
-from .forward.partition import packed_length, split_by_tokens
+from .forward.partition import split_by_tokens
 from .forward.processes import Processes, unreached_parameters
-from .forward.requests import ScoreRequest
-from .forward.scores import DeferredParts, Scores, load_balancing_loss
+from .forward.scores import DeferredParts, ScoreRequest, Scores, by_context, context_rows, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
 from .models.critic import Critic, ValueHead
@@ -94,12 +92,20 @@ class Live:
     model: nn.Module = field(init=False)  # the policy, as prepared for training
     model_wrapped: nn.Module = field(init=False)  # the policy in the wrappers of training engines
     ref_model: nn.Module | None = None  # `None` if the reference is the policy without its adapter
+    critic: Critic | ValueHead | None = None
     state: TrainerState = field(default_factory=TrainerState)
 
     def profile(self, name: str) -> AbstractContextManager:
         """Returns a context that logs the seconds of a block, as TRL does."""
         is_main, step = PartialState().is_main_process, self.state.global_step
         return ProfilingContext(f"{self.trainer_name}.{name}", self.report_to, is_main, step)
+
+    def feature_dtype(self) -> torch.dtype | None:
+        """Returns the dtype in which all models take features of media, or `None` if they differ."""
+        models = [model for model in (self.model, self.ref_model, getattr(self.critic, "model", None)) if model]
+        weights = [filter(torch.is_floating_point, model.parameters()) for model in models]
+        dtypes = {next(floating).dtype for floating in weights}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 @dataclass

@@ -19,7 +19,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.forward.scores import ScoreRequest
 
 
 KINDS = {

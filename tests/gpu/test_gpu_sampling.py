@@ -18,7 +18,7 @@ from helpers.recorded_step import RecordedStep
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.engines.graphs import step_on
+from trl_multimodal_rft.engines.decoding import step_on
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 

@@ -9,10 +9,10 @@ from helpers.checks import subject
 from helpers.encoding import extended
 from helpers.real_models import REAL, load, rows_of
 
-from trl_multimodal_rft.algorithms.completions import up_to_first_end
 from trl_multimodal_rft.checks.measure import outputs_of
-from trl_multimodal_rft.forward.inputs import to_model
-from trl_multimodal_rft.forward.requests import ScoreRequest
+from trl_multimodal_rft.engines.decoding import up_to_first_end
+from trl_multimodal_rft.forward.features import to_model
+from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 
 

@@ -476,7 +476,7 @@ def gae(
 
 
 def estimate_advantages(
-    name: str | Callable,
+    name: str | Estimator | Callable,
     *,
     rewards: torch.Tensor,
     rewards_per_func: torch.Tensor,
@@ -492,9 +492,9 @@ def estimate_advantages(
     Computes the advantages of a whole batch, by the name of an estimator or by a user's function.
 
     Args:
-        name (`str` or `Callable`):
-            Name of an estimator, with settings behind it (`"cpgd(weight='std')"`), or a function that takes the next
-            six arguments by name and returns advantages of shape `(N,)` or `(N, T)`.
+        name (`str`, [`Estimator`] or `Callable`):
+            Name of an estimator, with settings behind it (`"cpgd(weight='std')"`), the estimator, or a function that
+            takes the next six arguments by name and returns advantages of shape `(N,)` or `(N, T)`.
         rewards (`torch.Tensor`):
             Weighted and shaped rewards, `NaN` where unscorable, shape `(N,)`.
         rewards_per_func (`torch.Tensor`):
@@ -533,11 +533,12 @@ def estimate_advantages(
     if callable(name):
         return _checked(name(**tensors), name, rewards, mask)
     try:
-        chosen = as_estimator(name)
+        chosen = name if isinstance(name, Estimator) else as_estimator(name)
     except KeyError:
         chosen = None
     if chosen is None or chosen.needs == "critic" or (chosen.reads and steps is None):
-        raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
+        spelling = chosen.spelling if chosen else name
+        raise ValueError(f"`advantage_estimator={spelling!r}` can't be computed from rewards alone.")
     names = inspect.signature(chosen.function).parameters
     if kl_coef and not chosen.per_token and "kl_coef" not in names:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")

@@ -12,7 +12,7 @@ from torch import nn
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.layout import group_by_prompt
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..models.modes import measuring
 from ..models.wrapped import computing_dtype
 from ..policy import Completions, PolicyForward

@@ -18,9 +18,9 @@ from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
-from ..forward.inputs import to_model
+from ..forward.features import to_model
 from ..forward.logprobs import takes_logits_to_keep
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
 from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps

@@ -11,7 +11,7 @@ from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..models.modes import measuring
 from ..policy import Completions, PolicyForward
 from ..views.views import View, as_view

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.towers import find_towers
+from ..models.parts import find_towers
 
 
 # Number of forwards that measure the noise

@@ -17,11 +17,10 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from ..algorithms.completions import up_to_first_end
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
-from ..engines.graphs import STEPS
+from ..engines.decoding import STEPS, up_to_first_end
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring

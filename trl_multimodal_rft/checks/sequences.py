@@ -15,8 +15,7 @@ from ..data.rows.pairs import COMPLETIONS
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
-from ..forward.contexts import with_answer
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest, with_answer
 from ..models.modes import measuring
 from ..policy import PolicyForward
 from .measure import Case, Measure

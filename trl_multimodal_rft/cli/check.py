@@ -23,13 +23,12 @@ from ..credentials import shown_url, without_credentials
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
-from ..data.rows.batches import too_few_rows
+from ..data.rows.batches import DatasetRows, Row, too_few_rows
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
-from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.media import decode_media
 from ..encoding.messages import opened_thoughts

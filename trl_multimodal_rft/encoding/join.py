@@ -1,21 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Functions that join the media and token fields of prompts for one forward, and that compare prompts."""
+"""Functions that join the token fields of prompts for one forward, and that compare prompts."""
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..data.reading.refs import MediaRef
-from ..families import PATCH_ROWS, family_of, indexed_media, media_padding
+from ..families import family_of
+from .media import join_tensors
 from .prompts import EncodedPrompt
 
 
@@ -85,45 +84,12 @@ def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_n
     return torch.cat([values, new.expand(-1, n_new, *new.shape[2:])], dim=1)
 
 
-def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
-    """
-    Joins the media of several prompts for one forward: concatenated on the first dimension (rows of patches on the
-    last), right-padded on the others. Indices into another tensor are shifted by its length in earlier prompts.
-    """
-    return join_tensors(prompt.media for prompt in prompts)
-
-
-def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Joins media like [`join_media`], from tensors by name on any device."""
-    collected: dict[str, list[torch.Tensor]] = {}
-    lengths: Counter[str] = Counter()  # of each tensor so far
-    for tensors in media:
-        for name, value in tensors.items():
-            indexed = indexed_media(name)
-            if indexed is not None:
-                value = torch.where(value < 0, value, value + lengths[indexed])
-            collected.setdefault(name, []).append(value)
-        lengths.update({name: value.shape[:-1].numel() for name, value in tensors.items()})
-    rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
-    return {
-        name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
-        for name, values in collected.items()
-    }
-
-
 def padded(ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns right-padded ids of completions, `(B, C)`, and their mask, `(B, C)`."""
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     return pad_sequence([*ids], batch_first=True), mask
 
 
-def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors on one dimension and right-pads the others to the largest."""
-    largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
-    padded = []
-    for tensor in tensors:
-        missing = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
-        missing[dim] = 0
-        pairs = [p for m in reversed(missing) for p in (0, m)]
-        padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
-    return torch.cat(padded, dim)
+def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    """Joins the media of several prompts for one forward, see [`~encoding.media.join_tensors`]."""
+    return join_tensors(prompt.media for prompt in prompts)

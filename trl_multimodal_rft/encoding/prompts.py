@@ -25,8 +25,7 @@ from ..data.reading.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from ..views.views import View
-from .budgets import with_budgets
-from .media import SOUNDS, decode_media, frame_sampling, replace_refs
+from .media import SOUNDS, decode_media, frame_sampling, replace_refs, with_budgets
 from .messages import check_media, check_placeholders, check_text, check_written, has_template, of_row, template_error
 from .processors import Processor, tokenizer_of
 

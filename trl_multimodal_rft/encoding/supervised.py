@@ -12,17 +12,16 @@ from trl.data_utils import extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.batches import Row
 from ..data.rows.cells import filled, truth_value
 from ..data.rows.columns import read_messages, rows_to_messages
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
-from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views.views import View
-from .control_tokens import checked_prompt
 from .conversations import check_joins, encode_continuation, encode_prefix
 from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat
-from .processors import Processor, tokenizer_of
+from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
 
@@ -132,7 +131,7 @@ class SupervisedEncoder:
 
         Args:
             row (`Mapping[str, Any]`):
-                Row. Errors name its index if it is a [`~data.rows.row.Row`].
+                Row. Errors name its index if it is a [`~data.rows.batches.Row`].
             completion_only (`bool`, *optional*):
                 Whether to learn only the completion, by default `True` for rows that have one.
             assistant_only (`bool`, *optional*, defaults to `False`):
@@ -224,7 +223,7 @@ class SupervisedEncoder:
         and `rejected_ids`.
 
         Args:
-            row ([`~data.rows.row.Row`]):
+            row ([`~data.rows.batches.Row`]):
                 Row.
             whole (`bool`, *optional*, defaults to `False`):
                 Whether to tokenize a row without media as two texts, with their common first tokens as the prompt. A
@@ -264,7 +263,7 @@ class SupervisedEncoder:
         Encodes a prompt once, with its media, and its completion. A text gets the EOS token.
 
         Args:
-            row ([`~data.rows.row.Row`]):
+            row ([`~data.rows.batches.Row`]):
                 Row with `prompt` and `completion`.
 
         Returns:
@@ -285,7 +284,7 @@ class SupervisedEncoder:
         Returns the prompt of a row, or its whole `messages`, with its media.
 
         Args:
-            row ([`~data.rows.row.Row`]):
+            row ([`~data.rows.batches.Row`]):
                 Row.
             answer (`str`, *optional*):
                 Column of a pair's completion, to include it after the prompt.
@@ -304,7 +303,7 @@ class SupervisedEncoder:
         Encodes the prompt of a row with preferences under a view of its media.
 
         Args:
-            row ([`~data.rows.row.Row`]):
+            row ([`~data.rows.batches.Row`]):
                 Row.
             view ([`~views.View`]):
                 The view.
@@ -335,7 +334,7 @@ class SupervisedEncoder:
         Encodes a tokenized row of text. Tokens that have a label other than -100 in [`row_labels`] are learned.
 
         Args:
-            row ([`~data.rows.row.Row`]):
+            row ([`~data.rows.batches.Row`]):
                 Row.
             completion_only (`bool`, *optional*):
                 Whether to learn only tokens of the row's `completion_mask`.

@@ -16,22 +16,18 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from transformers.utils import ModelOutput
 from trl.models import unwrap_model_for_generation
 
-from ..algorithms.completions import up_to_first_end
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import takes_layouts
 from ..forward.decoding import ROOM, CompletionLayer, share_prompts
-from ..forward.features import frozen_features
-from ..forward.inputs import encode_once, left_pad, media_inputs
-from ..forward.layout import group_by_prompt, split_samples
-from ..forward.masks import linear_masks, trees_of, windows_as_forwarded
+from ..forward.features import encode_once, frozen_features, media_inputs
+from ..forward.layout import group_by_prompt, left_pad, split_samples
+from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forwarded
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from ..versions import cache_name
-from .decoding import decode, decodes
-from .graphs import GraphedStep, TokenStep, step_on
+from .decoding import GraphedStep, TokenStep, decode, decodes, step_on, up_to_first_end
 
 
 # Cache layers without keys; older versions of transformers lack the second class
@@ -173,7 +169,7 @@ def generate_completions(
         cache_config = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and cache_config is not unwrapped_model.config:
-            inputs[cache_name()] = DynamicCache(config=cache_config)  # the default drops tokens that leave a window
+            inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens that leave a window
         with frozen_features(unwrapped_model, rows):
             return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
@@ -198,7 +194,7 @@ def generate_completions(
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
     options = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
     loop = functools.partial(decode, logits=logits[index], layout=layout, **options)
-    inputs |= {"attention_mask": mask, cache_name(): cache, "custom_generate": loop}
+    inputs |= {"attention_mask": mask, KV_CACHE: cache, "custom_generate": loop}
     output = _generate(model, unwrapped_model, inputs, config, len(order))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
@@ -280,7 +276,7 @@ def _prefill(
             attention_mask=mask,
             use_cache=True,
             is_first_iteration=True,
-            **{cache_name(): cache, **batch, **media},
+            **{KV_CACHE: cache, **batch, **media},
         )
         return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
 

@@ -18,9 +18,9 @@ from trl import is_conversational
 
 from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
+from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
 from ..data.rows.features import restore_rows
-from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of

@@ -22,13 +22,13 @@ from ..encoding.prompts import EncodedPrompt
 from ..engines.transformers import Branches, sample_completions, trim_after_eos
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.encoders import install_encoder_attention
+from ..forward.features import install_encoder_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
-from ..rewards.checks import distinct_names
+from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.prompt_encoder import PromptEncoder

@@ -16,15 +16,14 @@ from trl.trainer.utils import get_callable_name
 
 from ..data.reading.refs import MediaError, checksum
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
 from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, put_answer_media, read_answer
-from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
-from ..rewards.calls import call_rewards, reward_arguments, reward_loop
-from ..rewards.checks import checked_reward
+from ..rewards.calls import call_rewards, checked_reward, reward_arguments, reward_loop
 from ..rewards.preference import verdict_in
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, estimate, mean

@@ -31,7 +31,8 @@ from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import load_trained
 from ..reporting.curves import FILE_NAME
-from ..reporting.model_card import conversation_of, in_text
+from ..reporting.model_card import in_text
+from ..rollout.stream import conversation_of
 
 
 if TYPE_CHECKING:

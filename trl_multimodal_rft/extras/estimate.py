@@ -24,7 +24,7 @@ from ..forward.layout import group_by_prompt
 from ..forward.logprobs import completion_scores, completion_values, prompt_states
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..forward.split_groups import chunk_ends, keeps_states
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations

@@ -19,7 +19,7 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, has_media, rows_to_messages, strip_media
 from ..rewards.answers import completion_text, extract_answer, references_of
-from ..rewards.checks import Argument
+from ..rewards.calls import Argument
 from ..rewards.model import rows_of_batch
 from .remote import Server, base64_encoder
 

@@ -20,7 +20,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import filled
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from ..rewards.checks import Argument, check_rewards
+from ..rewards.calls import Argument, check_rewards
 from ..rewards.model import rows_of_batch
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..data.reading.refs import MediaRef
 from ..data.reading.rules import MediaRules
-from ..encoding.budgets import budgeted_size
+from ..encoding.media import budgeted_size
 from ..encoding.processors import Processor, audio_rate, load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of

@@ -18,7 +18,7 @@ from ..families import family_of
 from ..models.wrapped import replaced
 from . import kernels
 from .decoding import Decoding
-from .encoders import install_encoder_attention, original_encoders
+from .features import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
 from .layout import PrefixLayout
 from .masks import sharing_obstacle
@@ -45,7 +45,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
     [`PrefixLayout`] or a [`Decoding`] from the keyword arguments of the forward. Without this argument, they compute
     the same as before. Encoders get a faster attention with the same results
-    ([`~forward.encoders.install_encoder_attention`]).
+    ([`~forward.features.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The packed row: every prompt once, followed by its completions."""
+"""The packed row: every prompt once, followed by its completions. Also padded rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -404,6 +404,11 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
     return groups
 
 
+def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
+    """Returns the number of tokens of the packed row that holds these completions."""
+    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
+
+
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
     Splits completions into parts that share a forward, as ascending indices. A group stays in one part, unless its
@@ -448,6 +453,35 @@ def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list
         by_shapes.setdefault(tuple(sorted(shapes)), []).append(i)
     names = [name for name, _ in {shape for shapes in by_shapes for shape in shapes}]
     return [group] if len(names) == len({*names}) else list(by_shapes.values())
+
+
+def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
+    """
+    Returns a left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and `fields` `(B, P, ...)`.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    gaps = [longest - len(prompt) for prompt in prompts]
+    names = sorted({name for prompt in prompts for name in prompt.token_fields})
+
+    def stack(tensors: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
+        padded = [
+            F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
+        ]
+        return torch.stack(padded)
+
+    n_dims = max(prompt.position_ids.dim() for prompt in prompts)
+    axes = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == n_dims)
+    positions = [
+        F.pad(prompt.position_ids.expand(*axes, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
+    ]
+    return {
+        "input_ids": stack([prompt.input_ids for prompt in prompts], pad_token_id),
+        "attention_mask": stack([torch.ones_like(prompt.input_ids) for prompt in prompts]),
+        "position_ids": torch.cat(positions, dim=-2),
+        "fields": {
+            name: stack([p.token_fields.get(name, torch.zeros_like(p.input_ids)) for p in prompts]) for name in names
+        },
+    }
 
 
 def pack(

@@ -23,13 +23,11 @@ from ..models.critic import ValueHead
 from ..models.wrapped import hidden_states
 from .attention import decoder_inputs
 from .divergence import divergences, head_of
-from .features import frozen_features
+from .features import encode_once, frozen_features, media_inputs
 from .head import run_backbone, scores_of_logits
-from .inputs import encode_once, left_pad, media_inputs
-from .layout import PrefixLayout, States, group_by_prompt, pack, split_samples, with_equal_dims
+from .layout import PrefixLayout, States, group_by_prompt, left_pad, pack, split_samples, with_equal_dims
 from .masks import linear_masks, trees_of
-from .requests import ScoreRequest
-from .scores import Scores, router_statistics
+from .scores import ScoreRequest, Scores, router_statistics
 from .split_groups import behind_prompt
 
 
@@ -74,7 +72,7 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         model, unwrapped_model (`torch.nn.Module`, [`~transformers.PreTrainedModel`]):
             Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for packed rows,
             [`install_prefix_attention`] applied; and the same model without wrappers.
-        request ([`~forward.requests.ScoreRequest`]):
+        request ([`~forward.scores.ScoreRequest`]):
             Completions and their scores. Only a [`~models.ValueHead`] computes values here. `compute_aux_loss`
             requests router statistics. `rows` and `supervised` aren't read.
 

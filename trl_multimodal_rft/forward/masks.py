@@ -19,6 +19,9 @@ from .states import STATE_LAYERS, names_in_code, states_obstacle
 from .trees import Node, prompt_trees
 
 
+# Name of the KV cache in inputs and outputs of models
+KV_CACHE = cache_name()
+
 # Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -84,7 +87,7 @@ def _model_masks(
             attention_mask=torch.ones(1, total, dtype=torch.long),
             position_ids=torch.arange(total)[None],
             is_first_iteration=True,
-            **{cache_name(): None, **fields},
+            **{KV_CACHE: None, **fields},
         )
     masks = masks if isinstance(masks, dict) else {None: masks}
     masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from ..encoding.prompts import EncodedPrompt
-from .layout import group_by_prompt
+from .layout import group_by_prompt, packed_length
 from .trees import prompt_trees
 
 
@@ -52,11 +52,6 @@ def micro_batch_order(
     if generator is not None:
         batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]
     return [i for b in torch.randperm(n_batches, generator=generator).tolist() for i in batches[b]]
-
-
-def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-    """Returns the number of tokens of the packed row that holds these completions."""
-    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
 
 
 def split_by_tokens(

@@ -15,8 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..encoding.dummies import dummy_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
-from ..models.parts import CRITIC, named_parts
-from ..models.towers import find_towers
+from ..models.parts import CRITIC, find_towers, named_parts
 from ..models.wrapped import is_unsharded, unwrapped
 from .features import leaves_of_graph
 from .layout import split_samples

@@ -1,14 +1,202 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of completions as tensors, and their combination from parts of a batch."""
+"""Requests for scores of completions, rows per context of a completion, and the scores as tensors."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import cast
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from .layout import rows_of, to_device
+from ..encoding.conversations import conversation, encode_prefix
+from ..encoding.prompts import EncodedPrompt
+from ..models.critic import Critic, ValueHead
+from .divergence import Target
+from .layout import States, rows_of, to_device
+from .masks import linear_masks
+
+
+@dataclass(eq=False)
+class ContextRows:
+    """`N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context."""
+
+    prompts: list[EncodedPrompt]  # the context of each row
+    lengths: list[list[int]]  # per completion, the number of its tokens after each of its contexts
+    width: int  # C
+
+    def cut(self, values: torch.Tensor) -> torch.Tensor:
+        """Splits values of the completions' tokens `(N, C, ...)` into rows `(M, L, ...)`, 0 on padding."""
+        parts = [row[: sum(split)].split(split) for row, split in zip(values, self.lengths, strict=True)]
+        return pad_sequence([part for split in parts for part in split], batch_first=True)
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """Joins values of rows `(M, L, ...)` to values of completions `(N, C, ...)`, the reverse of [`cut`]."""
+        parts = [row[:n] for row, n in zip(values, chain.from_iterable(self.lengths), strict=True)]
+        rows = pad_sequence([*torch.cat(parts).split([*map(sum, self.lengths)])], batch_first=True)
+        return F.pad(rows, (*(0, 0) * (rows.dim() - 2), 0, self.width - rows.size(1)))
+
+    def rows_of(self, chosen: set[int]) -> list[int]:
+        """Returns the rows of the completions with these batch indices."""
+        completions = [i for i, lengths in enumerate(self.lengths) for _ in lengths]
+        return [row for row, i in enumerate(completions) if i in chosen]
+
+
+def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | None:
+    """Returns the rows of completions padded to a `width`, or `None` if each completion has one context."""
+    contexts = [context for prompt in prompts for context in prompt.contexts]
+    behind = [prompt.lengths_behind(width) for prompt in prompts]
+    return None if len(contexts) == len(prompts) else ContextRows(contexts, behind, width)
+
+
+def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
+    """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
+    behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
+    return [context for prompt in prompts for context in prompt.contexts], [n for counts in behind for n in counts]
+
+
+def with_media(
+    model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
+) -> EncodedPrompt:
+    """Returns the prompt for scoring a completion with media in its turns `shown`, from the `whole` sequence."""
+    if not shown:
+        return prompt
+    # Media after the prompt may change its positions and masks
+    positions = whole.position_ids[..., : len(prompt)]
+    is_same = torch.equal(positions, prompt.position_ids.expand_as(positions))
+    is_causal = is_same and all(mask is None for mask in linear_masks(model, whole, 0).values())
+    return conversation(prompt, shown, whole, is_causal)
+
+
+def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
+    """Returns the prompt for scoring an `answer` with media, or the prompt itself if `answer` is `None`."""
+    if answer is None:
+        return prompt
+    whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)
+    return with_media(model, prompt, [answer], whole)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRequest:
+    """
+    Completions, the scores to compute for them, and settings of the forwards.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each completion's prompt, length `B`; completions of a group share one object.
+        ids, mask (`torch.Tensor`):
+            Right-padded completions, and 1 on their tokens, shape `(B, C)`.
+        packed (`bool`, *optional*, defaults to `True`):
+            Whether prompts are forwarded once for all their completions.
+        logps, hidden (`bool`, *optional*, default to `True` and `False`):
+            Whether to compute log-probabilities and entropies, and to return the LM head's inputs, `(B, C, H)`.
+        compute_aux_loss (`bool`, *optional*, defaults to `False`):
+            Whether to compute the load-balancing loss of a mixture of experts, in which a prompt counts once for each
+            of its completions.
+        whole (`bool`, *optional*, defaults to `False`):
+            Whether `prompts` are whole sequences. `ids` are then the next tokens at each position of a sequence, and
+            `mask` is 1 where they are scored.
+        critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
+            Critic that computes values. For values alone, a separate critic needs no forward of the policy.
+        target ([`~forward.divergence.Target`], *optional*):
+            Target to compare distributions of tokens with. The scores are then divergences and entropies.
+        supervised ([`ScoreRequest`], *optional*):
+            Supervised completions, whose log-probabilities are computed in the same forward of the wrapped model.
+        rows (`Sequence[int]`, *optional*):
+            Batch indices of the completions to forward. Other completions have scores of 0.
+        isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
+            Prompts that get a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for
+            all; by default, all prompts share one forward. At least `min_forwards` forwards run, and surplus forwards
+            have weight 0.
+        logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
+            For models without a fused head, whose logits are in memory for all tokens: temperature of
+            log-probabilities, biases to add to logits, by token, and further fields of the head's output to compute.
+        states (`dict`, *optional*):
+            [`~forward.logprobs.prompt_states`] of a single prompt, so that only its completions are forwarded.
+    """
+
+    prompts: Sequence[EncodedPrompt]
+    ids: torch.Tensor
+    mask: torch.Tensor
+    packed: bool = True
+    logps: bool = True
+    hidden: bool = False
+    compute_aux_loss: bool = False
+    whole: bool = False
+    critic: Critic | ValueHead | None = None
+    target: Target | None = None
+    supervised: "ScoreRequest | None" = None
+    rows: Sequence[int] | None = None
+    isolate: Literal["media", "prompt"] | None = None
+    min_forwards: int = 1
+    logits_temperature: float | None = None
+    logit_bias: dict[int, float] | None = None
+    extra_outputs: Collection[str] = ()
+    states: States | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def needs_policy(self) -> bool:
+        """`True` if a score needs a forward of the policy."""
+        return self.logps or self.hidden or self.target is not None or not isinstance(self.critic, Critic)
+
+    def select(self, index: Sequence[int]) -> "ScoreRequest":
+        """
+        Chooses completions.
+
+        Args:
+            index (`Sequence[int]`):
+                Batch indices of the completions.
+
+        Returns:
+            [`ScoreRequest`]: The request for these completions, in their order.
+        """
+        prompts = [self.prompts[i] for i in index]
+        return replace(self._map_rows(prompts, lambda values: rows_of(values, index)), rows=None)
+
+    def padded(self, dummies: Sequence[EncodedPrompt]) -> "ScoreRequest":
+        """
+        Adds dummy prompts, which have no completion and don't affect the other prompts.
+
+        Args:
+            dummies (`Sequence[EncodedPrompt]`):
+                Prompts to add at the end.
+
+        Returns:
+            [`ScoreRequest`]: The request with these prompts, without scores of their tokens.
+        """
+        if not dummies:
+            return self
+
+        def pad_rows(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, len(dummies)))
+
+        return self._map_rows([*self.prompts, *dummies], pad_rows)
+
+    def by_context(self, contexts: ContextRows) -> "ScoreRequest":
+        """
+        Splits completions whose contexts were rewritten.
+
+        Args:
+            contexts ([`~forward.scores.ContextRows`]):
+                Rows of the completions, one for each context.
+
+        Returns:
+            [`ScoreRequest`]: The request for these rows.
+        """
+        rows = None if self.rows is None else contexts.rows_of({*self.rows})
+        return replace(self._map_rows(contexts.prompts, contexts.cut), rows=rows)
+
+    def _map_rows(
+        self, prompts: Sequence[EncodedPrompt], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> "ScoreRequest":
+        target = None if self.target is None else self.target.map(change)
+        return replace(self, prompts=prompts, ids=change(self.ids), mask=change(self.mask), target=target)
 
 
 # The types of scores leave `None` out, so that callers needn't assert that requested scores exist

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..encoding.model_folders import check_weights, loading_errors
+from .parts import freeze_as_built
 from .pretrained import SOURCE, is_adapter, whole_weights
 from .reward_model import is_reward_model, load_trained_reward_model, reward_model_class
-from .towers import freeze_as_built
 from .wrapped import hidden_states
 
 

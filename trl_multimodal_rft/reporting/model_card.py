@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ..encoding.processors import audio_rate
 from ..families import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
+from ..rollout.stream import CardNotes
 from ..spelling import split_settings
 from ..views.options import sigmoid
 from .curves import FILE_NAME as CURVES
@@ -127,31 +128,6 @@ def base_metadata(name: str) -> dict[str, str]:
     base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
     metadata = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
     return {key: value for key, value in metadata.items() if isinstance(value, str)}
-
-
-@dataclass
-class CardNotes:
-    """The modalities, columns and conversations that a run has read so far, for its model card."""
-
-    modalities: set[str] = field(default_factory=set)
-    columns: set[str] = field(default_factory=set)
-    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # two or more if prompts differ
-
-    def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
-        """Adds the columns, prompts and modalities of rows."""
-        self.columns.update(columns)
-        if len(self.conversations) < 2:
-            self.conversations.update(map(conversation_of, prompts))
-        self.modalities.update(*modalities)
-
-
-def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    if isinstance(prompt, str):
-        return (("user", prompt),)
-    return tuple(
-        (role, content if isinstance(content, str) else "".join(block.get("text") or "" for block in content))
-        for role, content in [(message["role"], message.get("content") or "") for message in prompt]
-    )
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import torch
 from ..data.rows.cells import filled
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
-from .checks import Argument, Completion, Reference, RowError, require_column
+from .calls import Argument, Completion, Reference, RowError, require_column
 
 
 T = TypeVar("T")

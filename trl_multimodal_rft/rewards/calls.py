@@ -1,14 +1,349 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Calls of reward functions, sync and async."""
+"""Calls of reward functions, sync and async, with checks of their parameters, errors and return values."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import builtins
+import dis
+import inspect
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from decimal import Decimal
+from functools import partial
+from numbers import Real
+from typing import Any, TypeVar, cast
 
-from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
+import numpy as np
+import torch
+from transformers import TrainerState
+from trl.trainer.utils import (
+    get_callable_name,
+    is_async_callable,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+)
 
-from .checks import StepwiseReward
+from ..data.reading.rules import MediaRules
+from ..data.rows.columns import as_text, strip_media
+from ..spelling import did_you_mean
+from .failures import RewardError, line_of, user_frames
+
+
+T = TypeVar("T")
+
+_LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
+# A text, or messages, of which the last one is the answer
+Completion = str | list[dict[str, Any]]
+# A reference in a column of the dataset
+Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Tensor | None
+# An argument of a reward function: a column of the dataset, or a value that trainers add
+Argument = Sequence | TrainerState | MediaRules | Callable[..., None] | None
+# The result of a reward function before its check
+Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
+# Arguments of a reward function, a context for its errors, and a function that converts its rewards
+PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
+# Keyword arguments of every reward function, in addition to the columns of the dataset
+CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class StepwiseReward(float):
+    """The sum of the rewards of a completion's steps. `steps` are pairs (index of a step's last token, reward)."""
+
+    steps: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[int, float]]) -> "StepwiseReward":
+        total = cls(sum(reward for _, reward in steps))
+        total.steps = tuple(steps)
+        return total
+
+
+class RowError(ValueError):
+    """
+    An error of a row, raised with the row's position in the batch. Callers replace the position by the row index in
+    the dataset. `problem` contains the remedy.
+    """
+
+    def __init__(self, position: int, problem: str):
+        super().__init__(position, problem)
+        self.position, self.problem = position, problem
+
+    def __str__(self) -> str:
+        return f"row {self.position}, {self.problem}"
+
+
+def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
+    """Returns the column that a reward function compares with. Raises `ValueError` if it is missing."""
+    if values is None:
+        raise ValueError(
+            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
+            f"that holds it. Columns of the dataset: {sorted({*columns} - {*CALLED_WITH, 'group_ids'})}."
+            f"{did_you_mean(column, columns)}"
+        )
+    return values
+
+
+def check_signature(reward_func: Callable, name: str, arguments: Collection[str] | None = None) -> None:
+    """Raises `ValueError` if a function can't be called with these arguments, by default with `CALLED_WITH`."""
+    try:
+        parameters = inspect.signature(reward_func).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    kinds = {param.kind for param in parameters.values()}
+    by_name = {
+        key for key, param in parameters.items() if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
+    }
+    names = CALLED_WITH if arguments is None else arguments
+    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
+    if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
+        raise ValueError(
+            f"The reward function '{name}' takes ({', '.join(map(str, parameters))}), but {called}, all by name; add "
+            "`**kwargs` to its parameters."
+        )
+    missing = [key for key in by_name.difference(names) if parameters[key].default is inspect.Parameter.empty]
+    if arguments is not None and missing:
+        raise ValueError(
+            f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
+            "parameter after a column, or give it a default."
+        )
+
+
+@contextmanager
+def _explain_errors(
+    columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
+) -> Iterator[None]:
+    """
+    Adds the function, the row of the dataset and the format of completions to errors of a reward function, in a
+    [`~rewards.failures.RewardError`] if the traceback has code of the user.
+    """
+    indices = range(len(columns["completions"])) if rows is None else rows
+    try:
+        yield
+    except RowError as error:
+        raise RowError(indices[error.position], error.problem) from None
+    except Exception as error:
+        failing = _failing_position(reward_func, columns, type(error))
+        location = f"row {indices[failing]}" if failing is not None else f"one of the rows {sorted(set(indices))}"
+        hint, frames = _hint_about_format(error, columns["completions"]), user_frames(error)
+        if not frames:
+            for note in [f"The reward function '{name}' raised this for {location}.", *hint]:
+                error.add_note(note)
+            raise
+        raised = f"raised {type(error).__name__} for {location}, at {line_of(frames[-1])}: {error}"
+        text = " ".join([f"The reward function '{name}' {raised}", *getattr(error, "__notes__", ()), *hint])
+        raise RewardError(text) from error
+
+
+def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> list[str]:
+    """Returns at most one sentence on the format of completions, for an error that another format may explain."""
+    conversational = not all(isinstance(completion, str) for completion in completions)
+    if not isinstance(error, (AttributeError, TypeError)):
+        return []
+    if conversational and re.search(r"\b(list|dict)\b", str(error)):
+        return [
+            "Completions are lists of messages here, as the prompts are; the text of one is "
+            "`completion[-1]['content']`."
+        ]
+    if not conversational and re.search(r"string ind|\bstr\b", str(error)):
+        return [
+            "Completions are texts here, as the prompts are; a function that reads messages needs prompts of "
+            "messages: `[{'role': 'user', 'content': ...}]`."
+        ]
+    return []
+
+
+def _failing_position(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
+    """Returns the position of a completion that alone raises the error. Skips functions that may wait for servers."""
+    is_local = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
+    for position in range(len(columns["completions"])) if is_local and not torch.distributed.is_initialized() else ():
+        row_columns = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
+        try:
+            reward_func(**row_columns | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
+        except kind:
+            return position
+        except Exception:
+            continue
+    return None
+
+
+def compares_completions(reward_func: Callable) -> bool:
+    """Returns whether a function's code compares values, calls no helpers and reads no `content` of messages."""
+    codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
+    for code in codes:  # the loop also reaches code that it appends, such as comprehensions
+        codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
+    steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
+    helpers = [name for kind, name in steps if kind == "LOAD_GLOBAL" and not hasattr(builtins, name)]
+    compares = any(kind == "CONTAINS_OP" or (kind == "COMPARE_OP" and value in ("==", "!=")) for kind, value in steps)
+    return compares and not helpers and not any(value == "content" for _, value in steps)
+
+
+def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
+    """Returns warnings about reward functions whose `required_in_prompt` no prompt contains, see [`format_reward`]."""
+    required = {
+        name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
+    }
+    texts = [as_text(strip_media(prompt)) for prompt in prompts] if any(required.values()) else []
+    return [
+        f"No prompt of the first batch mentions `{text}`, which '{name}' rewards, so completions rarely contain it: "
+        f'request it in the prompts or in a system message (`--system_prompt "Output the final answer in <answer> '
+        f"</answer>.\"`), or remove '{name}'."
+        for name, text in required.items()
+        if text is not None and not any(text in prompt for prompt in texts)
+    ]
+
+
+def checked_reward(
+    reward_func: Callable,
+    name: str | None = None,
+    media_rules: MediaRules | None = None,
+    rows: Sequence[int] | None = None,
+    turns: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> Callable:
+    """Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]."""
+    name = name or get_callable_name(reward_func)
+    takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
+    extra = {"media_rules": media_rules} if takes_rules else {}
+
+    def prepare(columns: dict[str, Any]) -> PreparedCall:
+        check_signature(reward_func, name, {**columns, **extra})
+        finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows, turns=turns)
+        return {**columns, **extra}, _explain_errors({**columns, **extra}, rows, name, reward_func), finish
+
+    return wrap_reward(reward_func, name, prepare)
+
+
+def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, Any]], PreparedCall]) -> Callable:
+    """
+    Wraps a sync or async reward function. `prepare` gets the wrapper's arguments, and returns the function's arguments
+    (`None` skips the call), a context for errors, and a function that converts rewards to the wrapper's result.
+    """
+    if is_async_callable(reward_func):
+
+        async def wrapper(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Argument
+        ) -> list[float | None]:
+            arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
+            with context:
+                rewards = [] if arguments is None else await reward_func(**arguments)
+            return finish(rewards)
+
+    else:
+
+        def wrapper(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Argument
+        ) -> list[float | None]:
+            arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
+            with context:
+                rewards = [] if arguments is None else reward_func(**arguments)
+            return finish(rewards)
+
+    wrapper.__name__ = name
+    vars(wrapper)["required_in_prompt"] = getattr(reward_func, "required_in_prompt", None)
+    return wrapper
+
+
+def check_rewards(
+    rewards: Returned,
+    n_completions: int,
+    name: str,
+    rows: Sequence[int] | None = None,
+    turns: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> list[float | None]:
+    """
+    Checks the rewards of a reward function, and returns them as a list. With `turns`, the token spans of each
+    completion's turns, a reward may be a list: one number per turn, or pairs (index of a step's last token, reward).
+    """
+    source = f"The reward function '{name}' returned"
+    try:
+        if isinstance(rewards, (dict, str)):
+            raise TypeError
+        values: list = list(rewards)  # pyrefly: ignore[bad-argument-type]
+    except TypeError:  # also of arrays and tensors without a dimension
+        raise ValueError(
+            f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "
+            "where the reward doesn't apply."
+        ) from None
+    if len(values) != n_completions:
+        raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
+    # If any array has several numbers, an array of one number is the reward of a turn, not of a whole completion
+    by_turn = turns is not None and any(_is_vector(reward) and len(reward) > 1 for reward in values)
+    for position, reward in enumerate(values):
+        value = reward.tolist() if by_turn and _is_vector(reward) else _plain(reward)
+        row = f"completion {position}" if rows is None else f"row {rows[position]}"
+        if turns is not None and isinstance(value, (list, tuple)):
+            value = _stepwise([*map(_plain, value)], turns[position], source, row)
+        if value is not None and not is_finite(value):
+            raise ValueError(
+                f"{source} {value!r:.40} for {row}; return a finite number, or None where the reward doesn't apply. "
+                "Rewards are float32, up to 3.4e38."
+            )
+        values[position] = value
+    return values
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1
+
+
+def _plain(value: Any) -> Any:
+    """Returns an array or tensor as a list, or as a number if it has one element, and other values unchanged."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
+def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
+    """Returns the reward of a completion from the rewards of its turns, or of other steps."""
+    if not any(isinstance(step, (list, tuple)) for step in values):
+        if len(values) != len(turns):
+            raise ValueError(
+                f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
+                "number per turn, or (last token, reward) pairs. Turns are the assistant's messages in `completion`."
+            )
+        values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
+    steps: list[tuple[int, float]] = []
+    for step in values:
+        end, reward = map(_plain, step) if isinstance(step, (list, tuple)) and len(step) == 2 else (None, None)
+        is_sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
+        if not is_sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
+            spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
+            raise ValueError(
+                f"{source} the step {step!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
+                f"number. The sampled tokens are {spans}."
+            )
+        steps.append((cast(int, end), float(cast(float, reward))))
+    return StepwiseReward.of(steps)
+
+
+def is_finite(value: str | float | list | dict | None) -> bool:
+    """Returns whether a value is a number that float32, the dtype of rewards, can hold."""
+    return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
+
+
+def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: str) -> torch.Tensor:
+    """Returns the rewards of a reward function, float32 on the CPU, shape `(n_completions,)`, `NaN` for `None`."""
+    if isinstance(rewards, torch.Tensor):
+        if rewards.shape != (n_completions,):
+            raise ValueError(
+                f"'{name}' returned rewards of shape {tuple(rewards.shape)} for {n_completions} completions."
+            )
+        rewards = [None if math.isnan(value) else value for value in rewards.tolist()]
+    values = check_rewards(rewards, n_completions, name)
+    return torch.tensor([math.nan if value is None else float(value) for value in values])
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Returns names for metrics: duplicates, such as the names of two lambdas, get `_2`, `_3` and so on."""
+    distinct: list[str] = []
+    for name in names:
+        unique, number = name, 1
+        while unique in distinct or number > 1 and unique in names:
+            number += 1
+            unique = f"{name}_{number}"
+        distinct.append(unique)
+    return distinct
 
 
 # Columns that reward functions get under other names, as in TRL

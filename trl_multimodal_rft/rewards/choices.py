@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..data.rows.letters import listed_letters, read_letter
 from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
-from .checks import Argument, Completion, Reference, RowError, require_column
+from .calls import Argument, Completion, Reference, RowError, require_column
 
 
 _WORD = re.compile(r"\w+")

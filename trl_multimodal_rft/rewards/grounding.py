@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from .answers import Json, extract_answer, normalize_answer, rewards_by_reference
-from .checks import Argument, Completion, Reference
+from .calls import Argument, Completion, Reference
 from .regions import (
     Box,
     Scale,

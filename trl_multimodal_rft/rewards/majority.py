@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .answers import accuracy_reward, completion_text, normalize_answer
-from .checks import Argument, Completion
+from .calls import Argument, Completion
 from .choices import choice_reward, extracted_answer, named_choice
 
 

@@ -24,10 +24,10 @@ from ..forward.attention import install_prefix_attention
 from ..forward.features import is_sharded
 from ..forward.logprobs import completion_rewards
 from ..forward.masks import sharing_obstacle
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..models.reward_model import as_reward_model, load_trained_reward_model
 from ..models.wrapped import unwrapped as unwrapped_model
-from .checks import Argument
+from .calls import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from trl.trainer.utils import get_callable_name
 
 from .. import rewards
 from ..data.rows.counts import empty_cells, empty_rows
-from ..data.rows.nested import Rows
+from ..data.rows.features import Rows
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
-from .checks import CALLED_WITH, check_signature
+from .calls import CALLED_WITH, check_signature
 from .recipe import apply_recipe
 
 

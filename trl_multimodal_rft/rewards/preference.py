@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .answers import completion_text, extract_answer, normal_form, references_of
-from .checks import Argument, Completion, Reference, RowError, require_column
+from .calls import Argument, Completion, Reference, RowError, require_column
 
 
 Verdict = Literal["A", "B", "tie"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from .checks import PreparedCall, RowError, check_rewards, check_signature, is_finite, wrap_reward
+from .calls import PreparedCall, RowError, check_rewards, check_signature, is_finite, wrap_reward
 
 
 def combine_rewards(

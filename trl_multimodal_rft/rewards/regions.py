@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeGuard, TypeVar
 
 from .answers import Json, extract_answer
-from .checks import RowError
+from .calls import RowError
 
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from numbers import Real
 from ..data.reading.decoding import require_module
 from ..data.rows.cells import filled
 from .answers import Json, extract_answer, normal_form, rewards_by_reference
-from .checks import Argument, Completion, Reference
+from .calls import Argument, Completion, Reference
 
 
 def ocr_reward(

@@ -18,7 +18,7 @@ from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs, find_media
 from ..encoding.conversations import keeps_earlier_turns
-from ..rewards.checks import Argument, distinct_names
+from ..rewards.calls import Argument, distinct_names
 
 
 # Methods of environments that aren't tools

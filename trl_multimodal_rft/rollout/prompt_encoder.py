@@ -9,11 +9,11 @@ import torch
 
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.batches import Row
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, rows_to_messages
-from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt
-from ..encoding.control_tokens import checked_prompt, checked_texts
 from ..encoding.media import check_hears_videos
+from ..encoding.processors import checked_prompt, checked_texts
 from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 from ..views.views import View
 

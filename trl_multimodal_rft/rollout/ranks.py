@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ..forward.contexts import by_context
-from ..forward.partition import micro_batch_order, packed_length
+from ..forward.layout import packed_length
+from ..forward.partition import micro_batch_order
+from ..forward.scores import by_context
 from .rollout import Rollout, join_rollouts
 
 

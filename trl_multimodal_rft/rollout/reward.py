@@ -21,8 +21,7 @@ from ..data.reading.refs import iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..engines.in_flight import EarlyCalls, EarlyRewards
-from ..rewards.calls import call_rewards, reward_arguments
-from ..rewards.checks import StepwiseReward, checked_reward
+from ..rewards.calls import StepwiseReward, call_rewards, checked_reward, reward_arguments
 from ..rewards.model import read_as_text
 from .ranks import local_rows
 from .rollout import Rollout, Source, Turn

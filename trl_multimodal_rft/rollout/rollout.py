@@ -12,8 +12,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards
-from ..forward.inputs import left_pad
-from ..forward.layout import rows_of, to_device
+from ..forward.layout import left_pad, rows_of, to_device
 from ..policy import Completions
 
 
@@ -202,7 +201,7 @@ class Rollout(_Part):
 
     @property
     def completions(self) -> Completions:
-        """First fields of a [`~forward.requests.ScoreRequest`]: prompts, ids and mask."""
+        """First fields of a [`~forward.scores.ScoreRequest`]: prompts, ids and mask."""
         return self.prompts, self.completion_ids, self.completion_mask
 
     @property

@@ -14,8 +14,7 @@ from trl.trainer.utils import nanmax, nanmin
 from ..algorithms.metrics import Metric
 from ..forward.divergence import Target, head_of
 from ..forward.head import HeadRule
-from ..forward.requests import ScoreRequest
-from ..forward.scores import Scores
+from ..forward.scores import ScoreRequest, Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
 from .ranks import sum_over_ranks
@@ -38,7 +37,7 @@ def score_with_view(
     Returns the scores of a micro-batch. If it has prompts under a view, the field `view` holds the scores with these.
 
     One forward computes both scores, as wrappers such as DDP require. Where the view replaces nothing, both are equal.
-    `options` are further fields of the [`~forward.requests.ScoreRequest`].
+    `options` are further fields of the [`~forward.scores.ScoreRequest`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:

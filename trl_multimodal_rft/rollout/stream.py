@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, islice
 from pathlib import Path
@@ -20,15 +20,17 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerState
+from transformers import (
+    PreTrainedModel,
+    TrainerState,
+)
 
 from ..data.reading.refs import MediaError, OverlongRow, iter_refs
-from ..data.rows.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
+from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
-from ..data.rows.row import DatasetRows, EndlessRows, Row
 from ..encoding.prompts import EncodedPrompt
 from ..spelling import read_settings
 
@@ -496,3 +498,28 @@ def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> i
         raise MediaError(_NONE_LEFT + [*skipped.values()][-1])
     candidates = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(index for index in candidates if index not in skipped)
+
+
+@dataclass
+class CardNotes:
+    """The modalities, columns and conversations that a run has read so far, for its model card."""
+
+    modalities: set[str] = field(default_factory=set)
+    columns: set[str] = field(default_factory=set)
+    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # two or more if prompts differ
+
+    def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
+        """Adds the columns, prompts and modalities of rows."""
+        self.columns.update(columns)
+        if len(self.conversations) < 2:
+            self.conversations.update(map(conversation_of, prompts))
+        self.modalities.update(*modalities)
+
+
+def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    if isinstance(prompt, str):
+        return (("user", prompt),)
+    return tuple(
+        (role, content if isinstance(content, str) else "".join(block.get("text") or "" for block in content))
+        for role, content in [(message["role"], message.get("content") or "") for message in prompt]
+    )

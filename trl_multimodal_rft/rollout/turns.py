@@ -23,14 +23,13 @@ from trl.chat_template_utils import parse_response
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs
-from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.messages import opened_thoughts
-from ..encoding.processors import Processor, tokenizer_of
+from ..encoding.processors import Processor, checked_texts, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
-from ..forward.contexts import with_media
+from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_error, check_without_media
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..data.rows.row import Row
+from ..data.rows.batches import Row
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards, InFlight, Key, request_keys
 from ..engines.samplers import Samples

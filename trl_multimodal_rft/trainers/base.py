@@ -30,8 +30,7 @@ from ..engines.transformers import Branches
 from ..forward.scores import Scores
 from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
-from ..reporting.model_card import CardNotes
-from ..rewards.checks import distinct_names
+from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs, check_reads
 from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
@@ -40,7 +39,7 @@ from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import Estimates, keep_estimates, weighted_sum
 from ..rollout.rollout import Rollout, TRLInputs, require
 from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
-from ..rollout.stream import RowStream
+from ..rollout.stream import CardNotes, RowStream
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
@@ -57,11 +56,11 @@ from .engine import (
     transformers_sampler,
     vllm_sampler,
 )
+from .finite import check_weights
 from .loading import (
     around_trl_constructor,
     compile_models,
     enable_packing,
-    feature_dtype,
     first_fallbacks,
     load_for_sampling,
     prepare_reference,
@@ -98,11 +97,13 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of that micro-batch
     _idle_critic: nn.Module | None = None  # critic that sampling doesn't use, so that it can be offloaded
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
+    _checked_step: int | None = None  # latest step after which weights were checked for sampling
     _trains_on_reference = True  # `False` if only rewards depend on the reference
     # Attributes that TRL's trainers set without types
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
     ref_model = attribute_of("_live", "ref_model")
+    critic = attribute_of("_live", "critic")
     state = attribute_of("_live", "state")
     reward_funcs = attribute_of("_rewards", "functions")
     reward_func_names = attribute_of("_rewards", "names")
@@ -170,6 +171,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.checks = Checks(self._policy, self.accelerator)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
+        self._shuffles = rollout_func is not None or args.packing_settings.shuffle
         self._set_tools(sources.of_environments)
         self.prompts = PromptEncoder(
             self._unwrapped(self.model),
@@ -181,7 +183,7 @@ class MultimodalTrainer(CheckpointMixin):
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
-            feature_dtype=lambda: feature_dtype(self._forwarded_models().values()),
+            feature_dtype=self._live.feature_dtype,
         )
         is_asynchronous = args.max_staleness > 0 and not self.tools  # with tools, later turns need the decoded media
         encode = (
@@ -350,6 +352,12 @@ class MultimodalTrainer(CheckpointMixin):
         log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
+    def _check_policy(self) -> None:
+        """Raises if weights aren't finite, before sampling. Checks once per update. All processes must call this."""
+        if self._checked_step != self.state.global_step:
+            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
+            self._checked_step = self.state.global_step
+
     def _draw_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
 
@@ -481,8 +489,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            shuffles = self.rollout_func is not None or self.args.packing_settings.shuffle
-            self._buffered_inputs = self._run.micro_batches(rollout, shuffles)
+            self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, index)
         return self._buffered_inputs[self._step % steps]

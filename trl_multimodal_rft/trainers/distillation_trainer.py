@@ -14,8 +14,7 @@ from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import scored_mean
 from ..data.rows.columns import TEACHER_COLUMNS
 from ..engines.samplers import Sampler
-from ..forward.requests import ScoreRequest
-from ..forward.scores import Scores
+from ..forward.scores import ScoreRequest, Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
 from ..rollout.rollout import Rollout, require

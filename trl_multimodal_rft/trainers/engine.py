@@ -16,16 +16,16 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.processors import Processor
 from ..encoding.prompts import EncodedPrompt
+from ..engines.decoding import up_to_first_end
 from ..engines.in_flight import InFlight
 from ..engines.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..engines.transformers import Branches, sample_completions
 from ..engines.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..engines.vllm_adapters import EngineAdapter
-from ..forward.contexts import by_context
+from ..forward.scores import by_context
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks

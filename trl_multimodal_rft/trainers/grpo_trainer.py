@@ -24,7 +24,7 @@ from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
 from ..engines.samplers import Sampler
 from ..forward.scores import Scores
-from ..rewards.checks import StepwiseReward
+from ..rewards.calls import StepwiseReward
 from ..rollout.ranks import gather_rows
 from ..rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ..rollout.rollout import Rollout, require
@@ -139,6 +139,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
             self._add_reward("soft_overlong_punishment", penalty)
+        self._estimator, self._policy_loss, self._kl_in_reward = args.estimator, args.loss, args.kl_in_reward
         self._reward_scale = RunningScale()
         if args.kl_control is None:
             self._kl_controller = FixedKLController(args.beta)
@@ -173,7 +174,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
-        if (scores_early and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
+        if (scores_early and self.model.training) or callable(args.advantage_estimator) or self._kl_in_reward:
             self._score_with_entropies([rollout])
         if args.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
@@ -213,7 +214,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _estimate(self, rollout: Rollout) -> None:
         super()._estimate(rollout)
-        if self.args.kl_in_reward:
+        if self._kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
             log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
@@ -237,30 +238,30 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
         advantages = self._estimate_advantages(rollout, shaped, group_ids)
-        if args.reads_steps:
+        if self._estimator.reads:
             return signal_of_steps(advantages, rewards, group_ids)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
         args = self.args
-        need_logps = callable(args.advantage_estimator) or args.kl_in_reward
+        need_logps = callable(args.advantage_estimator) or self._kl_in_reward
         ref_logps = rollout.ref_per_token_logps
         advantages = estimate_advantages(
-            args.advantage_estimator,
+            args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
             rewards=rewards,
             rewards_per_func=require(rollout.rewards.per_func),
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
             old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if need_logps else None,
             ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
-            kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
+            kl_coef=self.kl_coef if self._kl_in_reward else 0.0,
             scale=args.scale_rewards,
             steps=self._steps(rollout),
         )
-        per_completion = args.loss.per_completion or args.importance_sampling_level == "sequence"
+        per_completion = self._policy_loss.per_completion or args.importance_sampling_level == "sequence"
         if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
-            option = "loss_type" if args.loss.per_completion else "importance_sampling_level"
+            option = "loss_type" if self._policy_loss.per_completion else "importance_sampling_level"
             raise ValueError(
                 f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
                 "estimator return (N,)."
@@ -269,7 +270,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _steps(self, rollout: Rollout) -> Steps | None:
         """Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them."""
-        reads, rewards = self.args.estimator.reads, rollout.rewards
+        reads, rewards = self._estimator.reads, rollout.rewards
         if reads is None:
             return None
         turns = rollout.source.sampled_turns
@@ -343,13 +344,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             weights=self._token_weights(inputs, scores.entropies),
             sampling_logps=inputs.sampling_per_token_logps,
             sampling_ratio=inputs.importance_sampling_ratio,
-            ref_logps=inputs.ref_per_token_logps if args.beta != 0 and not args.kl_in_reward else None,
+            ref_logps=inputs.ref_per_token_logps if args.beta != 0 and not self._kl_in_reward else None,
             entropies=scores.entropies,
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
             scored=inputs.scored_mask,
         )
         output = grpo_loss(
-            args.loss,
+            self._policy_loss,
             tensors,
             args.loss_options(),
             self._normalizer(inputs),
@@ -373,7 +374,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
         has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
         has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
-        return has_terms or tokens_compete or not args.loss.needs_advantage
+        return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes

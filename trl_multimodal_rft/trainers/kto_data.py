@@ -11,9 +11,9 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
+from ..data.rows.batches import Row
 from ..data.rows.cells import Cell, finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
 from ..encoding.prompts import check_ids

@@ -4,12 +4,11 @@
 import atexit
 import logging
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_peft_model
@@ -36,14 +35,13 @@ from ..encoding.processors import adopt_template, check_processor, load_processo
 from ..engines.samplers import Sampler
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.encoders import install_encoder_attention
+from ..forward.features import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..models.modes import fix_encoders
-from ..models.parts import check_adapter
+from ..models.parts import check_adapter, freeze_as_built
 from ..models.pretrained import is_adapter, load_model, policy_class, trained_part, whole_weights
 from ..models.reward_model import load_trained_reward_model, register_reward_model
-from ..models.towers import freeze_as_built
 from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
@@ -433,10 +431,3 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
         )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
     return load_by_name(name, args, {**init_kwargs, **(args.model_init_kwargs or {})}, quantization_config)
-
-
-def feature_dtype(models: Iterable[nn.Module]) -> torch.dtype | None:
-    """Returns the dtype in which models take features of media, or `None` if the models differ."""
-    weights = [model.parameters() for model in models]
-    dtypes = {next(weight.dtype for weight in parameters if weight.is_floating_point()) for parameters in weights}
-    return dtypes.pop() if len(dtypes) == 1 else None

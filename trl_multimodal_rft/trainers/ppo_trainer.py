@@ -25,18 +25,16 @@ from ..algorithms.critic import critic_metrics, ptx_loss, value_loss
 from ..algorithms.losses import LossInputs, LossOutput, ratio_metrics
 from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
+from ..data.rows.batches import EndlessRows
 from ..data.rows.fingerprint import fingerprint
-from ..data.rows.row import EndlessRows
 from ..encoding.supervised import SupervisedEncoder
 from ..engines.samplers import Sampler
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
-from ..forward.requests import ScoreRequest
-from ..forward.scores import Scores
+from ..forward.scores import ScoreRequest, Scores
 from ..models.critic import Critic, ValueHead, add_critic, other_family, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
-from ..models.parts import freeze_backbone
-from ..models.towers import freeze_as_built
+from ..models.parts import freeze_as_built, freeze_backbone
 from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
@@ -260,7 +258,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         local = local_rows(self.accelerator, rewards, len(rollout))
         per_token = self._token_rewards(rollout, local)
         advantages, returns = gae(
-            per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self.args.estimator.settings
+            per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
         )
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
         tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
@@ -271,7 +269,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
         """Returns rewards per token, `(B, C)`, with the KL penalty, from the rewards of completions, `(B,)`."""
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
-        coef = self.kl_coef if self.args.kl_in_reward else 0.0
+        coef = self.kl_coef if self._kl_in_reward else 0.0
         return token_rewards(rewards, rollout.loss_mask, *logps, kl_coef=coef)
 
     @torch.no_grad()
@@ -303,7 +301,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         policy = super()._loss(scores, inputs)
         if not self.model.training:
             return policy
-        args, mask, loss_type = self.args, inputs.loss_mask, self.args.loss
+        args, mask, loss_type = self.args, inputs.loss_mask, self._policy_loss
         tensors = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
         unscaled = policy.loss * self._accumulation() if loss_type.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}

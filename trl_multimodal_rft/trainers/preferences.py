@@ -17,8 +17,7 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.unread import lists_columns
 from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair, SupervisedSequence
-from ..forward.requests import ScoreRequest
-from ..forward.scores import Scores
+from ..forward.scores import ScoreRequest, Scores
 from ..models.modes import evaluation_mode
 from ..models.wrapped import is_unsharded, replaced
 from .loading import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl

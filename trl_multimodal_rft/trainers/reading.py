@@ -17,12 +17,11 @@ from transformers.utils import ModelOutput
 
 from ..checks.run_checks import Checks
 from ..checks.sequences import check_pairs
-from ..data.rows.batches import BatchShape, seeded_order
-from ..data.rows.row import Row
+from ..data.rows.batches import BatchShape, Row, seeded_order
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.encoders import install_encoder_attention
+from ..forward.features import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -30,8 +29,7 @@ from ..models.parts import check_adapter
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
-from ..reporting.model_card import CardNotes
-from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
+from ..rollout.stream import CardNotes, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
 from .loading import Loaded, compile_models, load_parts

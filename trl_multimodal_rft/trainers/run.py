@@ -17,7 +17,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from ..checks.run_checks import Checks
-from ..data.rows.row import Row
+from ..data.rows.batches import Row
 from ..data.rows.unread import check_has_prompt, check_reward_columns
 from ..encoding.processors import ends_with, tokenizer_of
 from ..engines.samplers import Sampler
@@ -26,8 +26,7 @@ from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
-from ..reporting.model_card import CardNotes
-from ..rewards.checks import compares_completions, missing_instructions
+from ..rewards.calls import compares_completions, missing_instructions
 from ..rollout.collect import collect, complete
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
@@ -42,7 +41,7 @@ from ..rollout.reward import (
 )
 from ..rollout.rollout import Rollout
 from ..rollout.score import packing_metrics, score_in_batches
-from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
+from ..rollout.stream import CardNotes, EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
 from .setup import warn_of_unread
 

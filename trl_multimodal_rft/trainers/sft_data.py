@@ -17,10 +17,10 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
 from ..data.reading.refs import MediaError, OverlongRow
+from ..data.rows.batches import Row
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
-from ..encoding.control_tokens import checked_texts
+from ..encoding.processors import checked_texts
 from ..encoding.prompts import check_ids, placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow

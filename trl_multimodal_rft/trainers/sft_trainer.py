@@ -16,8 +16,7 @@ from trl import SFTTrainer
 from ..checks.sequences import check_sequences
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
-from ..forward.requests import ScoreRequest
-from ..forward.scores import Scores
+from ..forward.scores import ScoreRequest, Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .loading import IN_CONSTRUCTOR, loading_in_trl

@@ -21,7 +21,7 @@ from ..engines.vllm_teacher import ServerTeacher
 from ..families import MODALITIES, input_modalities
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
-from ..forward.requests import ScoreRequest
+from ..forward.scores import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained

@@ -2,7 +2,6 @@
 """Checks of the format, the streams and the completeness of media files, before a decoder reads them."""
 
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
@@ -70,46 +69,6 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     stream.seek(0)
     if missing is not None:
         raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
-
-
-def check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a PNG whose pixel stream ends early, as decoders leave further pixels black."""
-    offset = stream.tell()
-    stream.seek(8)
-    expected, count, pixels = 0, 0, zlib.decompressobj()
-    for _ in range(_MOST_PARTS):
-        head = stream.read(8)
-        length, kind = int.from_bytes(head[:4], "big"), head[4:]
-        next_offset = stream.tell() + length + 4
-        if kind == b"IHDR":
-            expected = _png_bytes(stream.read(13))
-        elif kind == b"IDAT":
-            data = stream.read(length)
-            while data and count < expected and not pixels.eof:
-                try:
-                    count += len(pixels.decompress(data, 2**20))
-                except zlib.error:  # the decoder will raise an error
-                    count = expected
-                data = pixels.unconsumed_tail
-        if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
-            break
-        stream.seek(next_offset)
-    stream.seek(offset)
-    if pixels.eof and count < expected:
-        raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
-
-
-def _png_bytes(header: bytes) -> int:
-    """Returns the number of bytes of all pixel rows, including one byte per row for its filter."""
-    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
-    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
-    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-    total = 0
-    for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
-        columns, rows = -((x - width) // across), -((y - height) // down)
-        total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
-    return total
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":

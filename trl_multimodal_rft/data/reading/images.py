@@ -2,7 +2,9 @@
 """Decoding of images with Pillow, only in formats that it decodes itself, within limits of time and header size."""
 
 import math
+import struct
 import time
+import zlib
 from io import BytesIO
 from typing import IO, BinaryIO, cast
 
@@ -11,7 +13,6 @@ import PIL.Image
 from PIL import ImageFile
 from PIL.GifImagePlugin import GifImageFile
 
-from .containers import check_png
 from .refs import MediaRef
 from .sources import Bounded
 
@@ -21,6 +22,7 @@ _IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM",
 
 _LONGEST_EDGE = 1_000_000  # pixels, limited as decoders need memory for each row of an image, too
 _MOST_GIF_HEADER = 2**21  # bytes, limited as Pillow joins comments in quadratic time
+_MOST_CHUNKS = 1_000_000  # of a PNG
 _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
 _SPARE = 2**20  # bytes that may be read beyond twice the size of the data, as headers may be read twice
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
@@ -79,7 +81,7 @@ def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
 def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) -> PIL.Image.Image:
     """Decodes an image. Raises a [`MediaError`] for a PNG or a JPEG that is cut off."""
     if stream is not None and image.format == "PNG":
-        check_png(ref, stream)
+        _check_png(ref, stream)
     if isinstance(image, GifImageFile) and image.tile and "transparency" not in image.info:
         return _on_screen(image)
     image.load()
@@ -119,6 +121,46 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
             is_complete = False
         if not is_complete:
             raise ref.error("the image is cut off, its scan ends early; repair it or remove the row")
+
+
+def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
+    """Raises a [`MediaError`] for a PNG whose pixel stream ends early, as decoders leave further pixels black."""
+    offset = stream.tell()
+    stream.seek(8)
+    expected, count, pixels = 0, 0, zlib.decompressobj()
+    for _ in range(_MOST_CHUNKS):
+        head = stream.read(8)
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        next_offset = stream.tell() + length + 4
+        if kind == b"IHDR":
+            expected = _png_bytes(stream.read(13))
+        elif kind == b"IDAT":
+            data = stream.read(length)
+            while data and count < expected and not pixels.eof:
+                try:
+                    count += len(pixels.decompress(data, 2**20))
+                except zlib.error:  # the decoder will raise an error
+                    count = expected
+                data = pixels.unconsumed_tail
+        if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
+            break
+        stream.seek(next_offset)
+    stream.seek(offset)
+    if pixels.eof and count < expected:
+        raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
+
+
+def _png_bytes(header: bytes) -> int:
+    """Returns the number of bytes of all pixel rows, including one byte per row for its filter."""
+    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    total = 0
+    for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
+        columns, rows = -((x - width) // across), -((y - height) // down)
+        total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
+    return total
 
 
 def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:

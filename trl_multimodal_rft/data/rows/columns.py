@@ -120,7 +120,8 @@ def rows_to_messages(
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], which may be `None`.
-            Errors name the `row_index` of a [`~data.rows.row.Row`], or the index of other rows. Rows aren't modified.
+            Errors name the `row_index` of a [`~data.rows.batches.Row`], or the index of other rows. Rows aren't
+            modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that aren't put into prompts.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):

@@ -9,7 +9,7 @@ from datasets import Dataset, Value
 
 from ...families import MODALITIES
 from .columns import MEDIA_COLUMNS, OPTIONS
-from .nested import Rows, feature_leaves
+from .features import Rows, feature_leaves
 
 
 # Keys in prompts that hold no media: those of texts, messages and text blocks, and options of placeholder blocks

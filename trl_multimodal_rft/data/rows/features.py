@@ -1,15 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media features of a dataset, whose media are decoded only when a function reads them."""
+"""Nested features of a dataset, and its media, which are decoded only when a function reads them."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeVar, cast, overload
+from typing import Any, SupportsIndex, TypeGuard, TypeVar, cast, overload
 
 import pyarrow as pa
-from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
+from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...versions import is_torchcodec_usable
@@ -17,7 +17,48 @@ from ..reading.decoding import check_file, decoding, encoded_source, install
 from ..reading.refs import Encoded, MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from ..reading.sources import fetch_file, open_file
-from .nested import feature_leaves, is_media_feature, map_features, map_items
+
+
+Rows = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
+
+def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
+    """Yields the leaves of a nested feature, except those of type `null`, each with the key that holds it."""
+    if isinstance(feature, (List, LargeList)):
+        yield from feature_leaves(feature.feature, key)
+    elif isinstance(feature, dict):
+        for name, item in feature.items():
+            yield from feature_leaves(item, name)
+    elif not (isinstance(feature, Value) and feature.dtype == "null"):
+        yield key, feature
+
+
+def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | Video]:
+    return isinstance(feature, (Audio, Image, Video))
+
+
+def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
+    """Returns a nested value, with `change(item, feature, path)` in place of the item of each leaf feature."""
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in value.items()})
+    if isinstance(feature, (List, LargeList)) and isinstance(value, list):
+        return cast(T, [map_features(item, feature.feature, change, f"{path}[{i}]") for i, item in enumerate(value)])
+    return change(value, feature, path)
+
+
+def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
+    """Returns nested lists and dictionaries, with `change(item, path)` for other items. Reuses unchanged parts."""
+    # `issubclass` of the type, since `isinstance` decodes a `Decoded`
+    if issubclass(type(value), list):
+        before = cast(list, value)
+        items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]
+        return cast(T, items) if any(map(operator.is_not, items, before)) else value
+    if issubclass(type(value), dict):
+        fields = cast(dict, value)
+        entries = {key: map_items(item, change, f"{path}.{key}") for key, item in fields.items()}
+        return cast(T, entries) if any(map(operator.is_not, entries.values(), fields.values())) else value
+    return change(value, path)
 
 
 D = TypeVar("D")

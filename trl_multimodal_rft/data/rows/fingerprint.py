@@ -10,7 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from .nested import Rows
+from .features import Rows
 
 
 # Evenly spaced rows that are compared

@@ -18,7 +18,7 @@ from ..reading.refs import MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from ..reading.sizes import media_size
 from ..reading.sources import fetch_file, open_file
-from .nested import feature_leaves, is_media_feature, map_features
+from .features import feature_leaves, is_media_feature, map_features
 
 
 # Bytes and rows after which another row group begins, and bytes after which another file begins

@@ -19,15 +19,15 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, concat
 
 from ...families import MODALITIES
 from ..reading.refs import MediaRef, shortened
+from .batches import Row
 from .benchmarks import PROBLEM_TEMPLATE
 from .cells import truth_value
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from .conversations import conversation, source_of, with_answers
+from .features import is_media_feature
 from .letters import without_letters
 from .load import json_file, load_rows, read_json, read_video_questions, required
-from .nested import is_media_feature
 from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, TIE, judge_rows
-from .row import Row
 
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 from ...families import MODALITIES
 from ..reading.refs import MediaError, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
+from .batches import Row
 from .cells import truth_value
 from .columns import MEDIA_COLUMNS, as_text, further_keys, read_messages, rows_to_messages, strip_media
-from .row import Row
 
 
 JUDGE_TEMPLATE = """\
@@ -136,14 +136,14 @@ def put_answer_media(
     Placeholders of `prompt`, `chosen` and `rejected`, in this order, take the media of columns in order.
 
     Args:
-        row ([`~data.rows.row.Row`]):
+        row ([`~data.rows.batches.Row`]):
             Row of `prompt`, `chosen`, `rejected` and media.
         ignored, placeholders, rules (`Collection[str]`, `Collection[str]`, [`~data.reading.rules.MediaRules`]):
             See [`rows_to_messages`].
 
     Returns:
-        [`~data.rows.row.Row`]: The row itself if its answers are text; otherwise a row without media columns, whose
-        `prompt`, `chosen` and `rejected` are messages with references.
+        [`~data.rows.batches.Row`]: The row itself if its answers are text; otherwise a row without media columns, with
+        `prompt`, `chosen` and `rejected` as messages with references.
 
     Raises:
         [`MediaError`]: If placeholders don't match the media of columns.

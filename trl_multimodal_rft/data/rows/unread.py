@@ -14,8 +14,8 @@ from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
 from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several, is_absent, is_empty
 from .counts import empty_rows
+from .features import Rows, feature_leaves
 from .load import check_separator
-from .nested import Rows, feature_leaves
 
 
 # Evenly spaced rows that are inspected

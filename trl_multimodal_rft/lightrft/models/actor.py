@@ -16,24 +16,23 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.utils import ModelOutput
 
-from ...algorithms.completions import mask_completions
 from ...data.reading.decoding import require_module
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import TOKEN_FIELDS, family_of, modality_of
 from ...forward.attention import install_prefix_attention
+from ...forward.features import to_model
 from ...forward.head import add_fused_head, scores_of_logits
-from ...forward.inputs import to_model
 from ...forward.masks import sharing_obstacle
 from ...models.modes import checkpoint_activations, evaluation_mode
-from ...models.parts import count_parts
+from ...models.parts import count_parts, find_tower, freeze_as_built
 from ...models.pretrained import load_model
 from ...models.quantization import keep_differentiable
-from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
 from ...versions import CACHE_NAMES
 from .bare_inputs import audio_inputs, packed_completions, padded_completions, token_fields
+from .completions import mask_completions
 
 
 if TYPE_CHECKING:
@@ -385,8 +384,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks sampled sequences `(B, S)`, see [`~algorithms.completions.mask_completions`]. Tokens after the first EOS
-        token of a completion become padding; all other tokens stay.
+        Masks sampled sequences `(B, S)`, see [`~lightrft.models.completions.mask_completions`]. Tokens after the first
+        EOS token of a completion become padding; all other tokens stay.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.

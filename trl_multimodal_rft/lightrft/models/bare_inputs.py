@@ -23,7 +23,7 @@ from ...families import (
     family_of,
     modality_of,
 )
-from ...forward.requests import ScoreRequest
+from ...forward.scores import ScoreRequest
 
 
 Rows = torch.Tensor | Sequence[torch.Tensor]

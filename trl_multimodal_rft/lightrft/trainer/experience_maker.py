@@ -14,7 +14,6 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ...algorithms.completions import mask_completions
 from ...algorithms.kl import FixedKLController, approx_kl
 from ...data.rows.features import restore_media
 from ...data.rows.unread import check_columns
@@ -22,7 +21,7 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
-from ...forward.inputs import left_pad
+from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.prompt_encoder import PromptEncoder
@@ -30,6 +29,7 @@ from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
+from ..models.completions import mask_completions
 from .experience import (  # noqa: F401  some of them only for users of LightRFT
     Experience,
     ExperienceVL,

@@ -19,8 +19,8 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.critic import explained_variance
+from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
-from ...data.rows.row import EndlessRows
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
 from ...spelling import spelled

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch.nn.utils.rnn import pad_sequence
 
-from ...encoding.join import cat_padded
+from ...encoding.media import cat_padded
 from ...families import media_padding
 from .experience import Experience, ExperienceVL, MediaFields, Record, VisionFields
 

@@ -16,8 +16,7 @@ from trl.trainer.utils import get_callable_name
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...extras.remote import RemoteReward
 from ...models.modes import evaluation_mode
-from ...rewards.calls import reward_arguments
-from ...rewards.checks import reward_tensor
+from ...rewards.calls import reward_arguments, reward_tensor
 from ...rewards.recipe import add_rewards, combine_rewards
 from .experience import Samples
 

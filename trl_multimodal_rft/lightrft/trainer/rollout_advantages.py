@@ -11,7 +11,7 @@ from ...algorithms.advantages import estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
-from ...encoding.join import cat_padded
+from ...encoding.media import cat_padded
 from ...rollout.ranks import gather_rows, local_rows
 from .experience import Experience, Tokens, info_of
 from .experience_config import ExperienceConfig

@@ -34,10 +34,10 @@ from ...reporting.console import PRINTERS, CompactLogCallback, console_of, show_
 from ...reporting.curves import TrainingCurvesCallback
 from ...reporting.events import EventPart
 from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
-from ...reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
+from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.groups import SAVED_CLASSES
 from ...rollout.ranks import any_rank
-from ...rollout.stream import RowStream, named_dataset
+from ...rollout.stream import CardNotes, RowStream, named_dataset
 from ..arguments import check_keywords
 from ..finite import check_weights, skip_broken_update
 from ..optimizer import check_rates, other_parts, save_parts, split_by_rate
@@ -111,7 +111,6 @@ class CheckpointMixin(Trainer):
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
-    _checked_step: int | None = None  # latest step after which weights were checked for sampling
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
@@ -536,12 +535,6 @@ class CheckpointMixin(Trainer):
         skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *counts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm
-
-    def _check_policy(self) -> None:
-        """Raises if weights aren't finite, before sampling. Checks once per update. All processes must call this."""
-        if self._checked_step != self.state.global_step:
-            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
-            self._checked_step = self.state.global_step
 
 
 class _RestoreState(TrainerCallback):

@@ -1,15 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Ends of completions."""
+"""Masks of sampled sequences."""
 
 from collections.abc import Sequence
 
 import torch
 
-
-def up_to_first_end(completions: torch.Tensor, eos_token_ids: Sequence[int]) -> torch.Tensor:
-    """Returns the mask `(B, N)` of completions up to their first end-of-sequence token, inclusive."""
-    is_eos = _is_any(completions, eos_token_ids).long()
-    return is_eos.cumsum(1) - is_eos == 0
+from ...engines.decoding import up_to_first_end
 
 
 def mask_completions(
@@ -42,7 +38,9 @@ def mask_completions(
     eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     prompts, completions = sequences[:, :input_len], sequences[:, input_len:]
     actions = up_to_first_end(completions, eos_ids)
-    truncated = ~_is_any(completions, eos_ids).any(1)
+    truncated = ~torch.isin(
+        completions, torch.tensor(eos_ids, dtype=completions.dtype, device=completions.device)
+    ).any(1)
     if pad_token_id not in eos_ids:
         trailing = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
         actions = actions & ~trailing
@@ -51,7 +49,3 @@ def mask_completions(
         prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
     sequences = torch.cat([prompts, completions.masked_fill(~actions, pad_token_id)], dim=1)
     return sequences, torch.cat([prompt_attention_mask.long(), actions.long()], dim=1), actions, truncated
-
-
-def _is_any(ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype, device=ids.device))
