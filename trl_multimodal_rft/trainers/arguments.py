@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks of the names, types and ranges of arguments, TRL's and this package's."""
+"""Checks of the names, types and ranges of TRL's and this package's arguments."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from ..spelling import check_value, did_you_mean
 
 
-# Valid intervals of arguments of TRL and transformers; annotations hold the intervals of this package's arguments
+# Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _IN_INTERVALS = {
     "[0, inf]": (
         "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
@@ -41,9 +41,9 @@ _IN_INTERVALS = {
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
 _INTERVALS = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
-_NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, whatever TRL's annotations say
+_NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
 
-# Remedies that error messages name, for arguments whose remedy isn't the default value
+# Remedies in error messages. For all other arguments, the remedy is the default value
 _REMEDIES = {
     "temperature": "completions of a prompt must differ, so take a low one such as 0.1; `trl-multimodal-rft evaluate` "
     "decodes greedily",
@@ -60,7 +60,7 @@ def help_from_docstring(config_class: type) -> type:
     for option in fields(config_class):
         if option.name in descriptions and "help" not in option.metadata:
             description = " ".join(descriptions[option.name].split())
-            # Replaces links by their texts, and leaves lists in brackets
+            # Replaces links by their texts, and keeps the brackets of lists
             description = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", description)
             description = description.replace("`~", "`").replace("$\\lambda$", "lambda")
             option.metadata = MappingProxyType({**option.metadata, "help": description})
@@ -68,7 +68,7 @@ def help_from_docstring(config_class: type) -> type:
 
 
 # Remedies for keyword arguments that these trainers don't have
-_INSTEAD = {
+_KEYWORD_REMEDIES = {
     "compute_metrics": " Measure completions by `trainer.add_callback(GenerationEvalCallback(trainer))`.",
     "data_collator": " The trainer encodes and joins the rows itself.",
 }
@@ -82,13 +82,13 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         name = min(unknown)
         message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
-        if name == "compute_metrics" and "reward_funcs" not in parameters:  # the alternative needs sampling
+        if name == "compute_metrics" and "reward_funcs" not in parameters:  # the remedy needs a trainer that samples
             raise TypeError(message)
-        raise TypeError(message + _INSTEAD.get(name, did_you_mean(name, parameters)))
+        raise TypeError(message + _KEYWORD_REMEDIES.get(name, did_you_mean(name, parameters)))
 
 
 class CheckedKeywords:
-    """Base of classes whose constructor checks its keywords, see [`check_keywords`]."""
+    """Base class that checks the keywords of its constructor, see [`check_keywords`]."""
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
@@ -96,14 +96,14 @@ class CheckedKeywords:
 
 
 def as_names(value: str | list[str] | None) -> list[str] | None:
-    """Returns the distinct names in a comma-separated text, or in a list of such texts; `None` without any."""
+    """Returns the distinct names in comma-separated text, or in a list of such texts, or `None` if there are none."""
     texts = [value] if isinstance(value, str) else value or []
     names = [name.strip() for text in texts for name in text.split(",")]
     return list(dict.fromkeys(filter(None, names))) or None
 
 
 def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
-    """Raises a `ValueError` if torch doesn't have the `dtype` among the arguments of `from_pretrained`."""
+    """Raises a `ValueError` if the `dtype` in `kwargs`, the arguments of `from_pretrained`, isn't a dtype of torch."""
     dtype = (kwargs or {}).get("dtype", "auto")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
@@ -112,7 +112,7 @@ def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
 
 
 def as_rates(value: Any) -> dict[str, float] | None:
-    """Returns `learning_rates` as numbers, also from texts such as YAML's "2e-6"; `None` without any."""
+    """Returns `learning_rates` with texts such as YAML's "2e-6" converted to numbers, or `None` if it is empty."""
     if not value:
         return None
     try:
@@ -142,15 +142,15 @@ class Needs:
 
 def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
-    Checks the types and ranges of a config's values, or of `values` for some of its fields. Also checks that the
-    options are set without which a field has no effect, see [`Needs`].
+    Checks the types and ranges of a config's values, or of `values` for some of its fields. Also raises an
+    error if a field has no effect without other options, see [`Needs`].
     """
     values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         annotation, remedy = annotations[option.name], f"the default is {option.default}"
-        # Only intervals of `_INTERVALS` may have other remedies than the default
+        # A config may annotate a narrower interval, which the remedy may not fit
         if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
         check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
@@ -163,8 +163,8 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 def _annotations(config_class: type) -> dict[str, Any]:
     """Returns the annotations of a config's fields, with the intervals of TRL's and transformers' arguments."""
     hints = typing.get_type_hints(config_class, include_extras=True)
-    plain = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
-    return {name: Annotated[hint, _INTERVALS[name]] if name in plain else hint for name, hint in hints.items()}
+    missing = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
+    return {name: Annotated[hint, _INTERVALS[name]] if name in missing else hint for name, hint in hints.items()}
 
 
 def check_generation_kwargs(config, names: set[str] | None) -> None:
@@ -189,8 +189,8 @@ def check_instances(**arguments: Any) -> None:
 
 def check_unsplit(args: Any, model: Any) -> None:
     """
-    Raises a `ValueError` for tensor, context or sequence parallelism: its ranks share rows, while these trainers draw
-    different rows on each rank.
+    Raises a `ValueError` for tensor, context or sequence parallelism. Their ranks must share rows, and these trainers
+    draw different rows on each rank.
     """
     parallelism = args.parallelism_config or ParallelismConfig()  # defaults to `accelerate launch`'s settings
     sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
@@ -281,7 +281,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Raises `OSError` if an output folder can't be made or written to, and makes no folder itself."""
+    """Raises `OSError` if an output folder can't be made or written to. Makes no folder."""
     path = os.path.abspath(folder)
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -294,8 +294,9 @@ def check_output_dir(folder: str) -> None:
         ) from error
 
 
-# TRL's options without use in trainers on completions: their neutral values, and why other values raise an error
-NOT_WHEN_READING = {
+# Options of TRL that the trainers on datasets with completions (SFT, DPO, KTO, reward models) don't use, with their
+# neutral values, and the reason why other values raise an error
+UNUSED_OPTIONS = {
     "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
     "pad_to_multiple_of": ((None, "auto"), "rows are as long as they are"),
     "pad_token": ((None,), "set `processing_class.tokenizer.pad_token`"),
@@ -310,7 +311,7 @@ NOT_WHEN_READING = {
 
 
 def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
-    """Raises a `ValueError` if an option that a method doesn't use has another value than its neutral ones."""
+    """Raises a `ValueError` for options that the method doesn't use, unless they have a neutral value."""
     for name, (neutral, reason) in options.items():
         if getattr(args, name, neutral[0]) not in neutral:  # not every config has every option
             raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Asynchronous rollouts: a trainer's requests to servers for later batches, and rollouts of the servers' answers."""
+"""Asynchronous rollouts, whose completions servers sample while the trainer still updates the weights."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .rollout_views import take_views, under_views
 from .run import Run
 
 
-# Number of completions that each rank samples to check the engine, and their largest number of tokens
+# Number of completions that each rank samples to check the engine, and the maximum length of a completion
 _PROBES, _PROBE_LENGTH = 4, 16
 
 
@@ -94,13 +94,13 @@ class AsynchronousSampling:
         batch, step = run.stream.batch(batch_index)
         rows = list(batch)
         rollout = run.collect(rows)
-        rollout.group_ids = rollout.group_ids.cpu()  # threads read the ids
+        rollout.group_ids = rollout.group_ids.cpu()  # threads that reward completions read the ids
         for row, prompt in zip(rows, rollout.prompts, strict=True):
-            row.prompt = prompt  # so that no prompt, even without media, is encoded again later
+            row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
         views = under_views(run, rollout, step)
         n, first = len(rollout), accelerator.process_index * len(rollout)
         origins, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Seeds are derived from these indices, so the contrast's indices start after the completions of all ranks
+        # Seeds depend on these indices. Indices under the contrast view follow the completions of all ranks
         indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(origins)]
         rows_of_prompts = [rollout.source.row_indices[i] for i in origins]
         keys = request_keys(prompts, rows_of_prompts, indices, batch_index, run.args.seed)
@@ -111,9 +111,10 @@ class AsynchronousSampling:
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
         is_due = check is not None and check.engine_updated is None
+        # Index of the first completion of each request
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
-        # Completions of the contrast start at `n`
+        # Requests from `n` on are under the contrast view, and aren't rewarded early
         rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(rollouts)
         self.flight.ask(
@@ -121,7 +122,10 @@ class AsynchronousSampling:
         )
 
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
-        """Returns, by request, functions that reward completions on arrival, by reward functions that only wait."""
+        """
+        Returns one function per request that rewards its completions on arrival. Threads call it, so it uses only
+        reward functions that wait for other processes, see [`only_waits`].
+        """
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
@@ -144,8 +148,8 @@ class AsynchronousSampling:
 
 def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
-    Returns a rollout of a few tokens after at most `n` of the last batch's prompts, sampled by the engine's current
-    weights. All ranks must call this.
+    Samples a few tokens after at most `n` prompts of the last batch with the engine's current weights, and returns
+    their rollout. All ranks must call this.
     """
     size, accelerator = min(n, _PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)

@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sizes of generation batches, without heavy imports, so that commands check them before these."""
+"""Sizes of generation batches. This module has no heavy imports, so commands can check sizes early."""
 
 import math
 from typing import Protocol
 
 
 class BatchConfig(Protocol):
-    """Options that decide the size of a generation batch, of a config or of a command line."""
+    """Options of a config or a command line that decide the size of a generation batch."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -33,8 +33,8 @@ def batch_size(config: BatchConfig) -> int:
 
 def check_batches(config, names: list[str]) -> None:
     """
-    Raises a `ValueError` that names the arguments whose product isn't a multiple of `num_generations`; TRL's error
-    names only the product.
+    Raises a `ValueError` if the size of a batch isn't a multiple of `num_generations`. The error names the arguments
+    whose product is the size, while TRL's error names only the size.
     """
     size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
     if config.do_eval and config.eval_strategy != "no":

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Types of the trainers' configs, and readers of options that several configs have."""
+"""Types of the trainers' configs, and functions that read options of several configs."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only i
     from .sft_config import MultimodalSFTConfig
 
 
-# PPO's config is a subclass of GRPO's
+# Configs of trainers that sample completions, and of trainers that read completions from a dataset. PPO's config is a
+# subclass of GRPO's
 SamplingConfig: TypeAlias = "MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig"
 ReadingConfig: TypeAlias = "MultimodalSFTConfig | MultimodalDPOConfig | MultimodalKTOConfig | MultimodalRewardConfig"
 TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"

@@ -160,7 +160,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns a rollout of rows with the teacher's prompts or scores, by the stages below in their order."""
+        """Samples completions of rows, and returns their rollout with the teacher's prompts or scores."""
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
@@ -196,7 +196,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         """Does nothing, as distillation needs no log-probabilities of the student before its updates."""
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores with their divergences from the teacher, with gradients."""
+        """Computes a micro-batch's scores and divergences from the teacher, with gradients."""
         target = self._teacher.target(rollout)
         request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
         self._scores = self._policy.score(model, request)

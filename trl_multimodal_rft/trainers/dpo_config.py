@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from trl import DPOConfig
 
 from ..views.options import RejectedView, view_option
-from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
+from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# TRL's options without use in this trainer: their neutral values, and the reason why other values raise an error
-_NOT_HERE = {
-    **NOT_WHEN_READING,
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+_UNUSED_OPTIONS = {
+    **UNUSED_OPTIONS,
     "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
     "truncation_mode": (("keep_start",), "prompts have media, which aren't cut"),
     "precompute_ref_batch_size": ((None,), "`per_device_eval_batch_size` is that of the reference, too"),
@@ -69,7 +69,7 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _NOT_HERE, "DPO")
+        check_unused(self, _UNUSED_OPTIONS, "DPO")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "

@@ -36,7 +36,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
     Extends [`~trl.DPOTrainer`] by audio and video. Losses, metrics and options are TRL's. A prompt and its media are
     encoded once, and forwarded once for both completions. Completions may hold media, too. The model reads such media,
-    but the loss takes only tokens of text, no placeholders nor tokens that the chat template writes around them.
+    but the loss takes only tokens of text. It leaves out placeholders and the tokens of the chat template around them.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -47,7 +47,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         args ([`MultimodalDPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with `prompt`, `chosen` and `rejected`, each text or messages, and with the media columns that
+            Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
             [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns. Media in columns
             belong to the prompt, or to placeholders of `prompt`, `chosen` and `rejected`, in this order. Without
             `prompt`, the common start of both completions is the prompt.
@@ -93,9 +93,9 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_reading(arguments, datasets)
-        self._rejected = args.rejected_view_settings
+        self._view_settings = args.rejected_view_settings
         collator = PreferenceCollator(
-            unwrapped(None, loaded.model), loaded.processing_class, args, view=self._rejected.view
+            unwrapped(None, loaded.model), loaded.processing_class, args, view=self._view_settings.view
         )
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
         stand_in = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
@@ -107,7 +107,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
             load_processor=loaded.load_processor,
         )
-        self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
+        self._reference = REFERENCE[: 2 if self._view_settings.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
@@ -122,13 +122,14 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference; with PEFT, the policy, whose adapter is disabled meanwhile.
+                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
         Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`; with
-            `rejected_view` also of the chosen completions under the view, NaN for rows without a view.
+            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`. With
+            `rejected_view`, a third tensor holds the sums of the chosen completions under the view, and NaN for rows
+            without a view.
         """
 
         n, view_logps = 2 * len(inputs["sequences"]), []
@@ -149,7 +150,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     # Update
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Returns scores of all completions, 0 on tokens that aren't learned, as TRL's loss sums without a mask."""
+        """Returns scores of all completions. Tokens that aren't learned score 0, as TRL's loss sums without a mask."""
         learned = inputs["learned"].bool()
         return (
             super()
@@ -171,16 +172,16 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             aux_loss=pair_scores.aux_loss,
         )
         loss = self._loss_of_trl(_as_rows(inputs), outputs)
-        if self._rejected.view is not None:
+        if self._view_settings.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """
-        Computes the loss of the view, a mean over all pairs, as TRL's loss. Pairs without a view add 0 to it. `logps`
-        are the log-probabilities of completions, `(2 * B + V,)`.
+        Computes the loss of `rejected_view`, a mean over all pairs like TRL's loss. Pairs without a view count as 0.
+        `logps`, `(2 * B + V,)`, are of the chosen, the rejected, and the `V` chosen completions under the view.
         """
-        settings, n, viewed = self._rejected, len(inputs["sequences"]), inputs["viewed"]
+        settings, n, viewed = self._view_settings, len(inputs["sequences"]), inputs["viewed"]
         chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
         view = logps[2 * n :] - inputs["ref_view_logps"][viewed]
         rewards = self.beta * chosen.detach(), self.beta * view.detach()
@@ -211,8 +212,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score, with a
-    mask of their learned tokens.
+    Returns a micro-batch in the format of TRL's loss. A token for padding stands before each completion, as the loss
+    doesn't score the first token. The mask marks learned tokens.
     """
     n = 2 * len(inputs["sequences"])
     return {

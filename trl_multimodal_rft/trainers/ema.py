@@ -60,8 +60,8 @@ class MovingAverage(TrainerCallback):
 
     def follow(self, model: nn.Module) -> None:
         """
-        Follows the weights of the same names in `model` from now on, as an engine may have moved, replaced or sharded
-        them. All processes have to call this.
+        Averages the weights of the same names in `model` from now on. FSDP, for example, may have moved, replaced or
+        sharded the weights since the last call. All processes have to call this.
         """
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -126,7 +126,7 @@ class MovingAverage(TrainerCallback):
 
 
 def _shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor, which may be sharded already, on the device and the mesh of `like`."""
+    """Moves a tensor to the device of `like`, and shards it like `like`, unless it is sharded already."""
     value = value.to(like.device)
     if isinstance(like, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value, like.device_mesh, like.placements)

@@ -43,10 +43,11 @@ from .setup import media_limits, sampling_changes
 
 logger = get_logger(__name__)
 
-# Arguments of the engine whose options in the config have the prefix `vllm_`, and arguments whose options have none
+# Arguments of the engine whose options in the config have the prefix `vllm_`
 _ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
 _ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
 _ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
+# Arguments of the engine whose options have no prefix
 _SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
 _SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
 
@@ -64,14 +65,14 @@ def make_engine(
     media_limits: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
-    """Makes the vLLM engine with TRL's arguments and the `media_limits` of a prompt, unless the user sets others."""
+    """Makes the vLLM engine with TRL's arguments. `media_limits` per prompt apply unless the user sets others."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
-        stops.pop("ignore_eos", None)  # vLLM ends completions of a grammar at the model folder's end of text
+        stops.pop("ignore_eos", None)  # with a grammar, vLLM ends completions at the end of text in the model folder
     # vLLM would detokenize the token of each log-probability, which is slow, and fails for ids beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in options,
@@ -81,14 +82,15 @@ def make_engine(
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
-    # TRL would round merged weights to 4 bits
+    # Without this adapter, TRL would merge weights and round them to 4 bits
     adapter = None
     if adapter_only or in_4bit:
         adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
-        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt is sent once
+        # Each prompt is sent once, so a cache of media is of no use
+        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}
         if (args.vllm_engine_kwargs or {}).get("speculative_config"):
             engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
@@ -175,7 +177,7 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
 def check_settings(
     run: Run, sampler: Sampler, transformers: TransformersSampler, load_processor: Callable[[], Processor]
 ) -> RunSettings:
-    """Returns the run's settings for the self-check; `load_processor` loads the processor as transformers does."""
+    """Returns the run's settings for the self-check. `load_processor` loads the processor as transformers does."""
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
         options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
@@ -231,14 +233,14 @@ def check_sampler(
         if flight is not None and is_old and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        if not is_old or has_tools:  # the newest weights sample turns after results
+        if not is_old or has_tools:  # the newest weights sample turns after results of tools
             run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
 
 
 def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
     """
-    Logs the share of tokens for which the sampler gave no log-probability, and warns of it once. Raises `RuntimeError`
-    if no token of the first batch has one, although log-probabilities should weigh completions.
+    Logs the share of tokens without a log-probability of the sampler, and warns once. Raises `RuntimeError` if
+    no token of the first batch has a log-probability although the trainer `corrects` for the engine.
     """
     checks, sampled, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampled is None:
@@ -281,7 +283,7 @@ def continue_after_tools(
         for prompt in (completion.prompt, *completion.closed)
         for part in prompt.parts
     ):
-        part.decoded = ()  # the engine has processed the last turn
+        part.decoded = ()  # no later turn needs decoded media
     rollout.prompts = with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [completion.messages for completion in trajectories]
     rollout.source.turns = [completion.sampled for completion in trajectories]
@@ -319,10 +321,10 @@ def vllm_sampler(
     host_memory: Callable[[], HostMemory | None],
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
-    """Returns the vLLM sampler, which reserves memory for the most media of a prompt, media of tools included."""
+    """Returns the vLLM sampler. It reserves memory for the most media of a prompt, with media of tools."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
     limits = {}
-    if not run.toolbox and n_tool_media is not None:  # else the number of media isn't known
+    if not run.toolbox and n_tool_media is not None:  # environments and unlimited tools add any number of media
         limits = {modality: n + n_tool_media for modality, n in media_limits(run.args, *datasets).items()}
     engine = make_engine(run, bias, revision, limits, host_memory)
 
@@ -340,7 +342,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
         engine.ask,
         args.max_staleness,
         args.vllm_server_timeout,
-        # Servers get each version of an adapter under another name, and requests in flight keep the old version
+        # Servers keep each version of an adapter under its own name, so requests in flight keep their version
         changes_weights=engine.adapter_alone is None,
         settings=engine.sampling,
     )

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from trl import KTOConfig
 
-from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
+from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# TRL's options without use in this trainer: their neutral values, and the reason why other values raise an error
-_NOT_HERE = {
-    **NOT_WHEN_READING,
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+_UNUSED_OPTIONS = {
+    **UNUSED_OPTIONS,
     "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),
     "label_smoothing_factor": ((0.0,), "the loss has no labels to smooth"),
 }
@@ -61,7 +61,7 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _NOT_HERE, "KTO")
+        check_unused(self, _UNUSED_OPTIONS, "KTO")
         if self.loss_type not in _LOSSES:
             raise ValueError(f"`loss_type` is {self.loss_type!r}; KTO has {' and '.join(map(repr, _LOSSES))}.")
         if self.sync_ref_model and self.precompute_ref_log_probs:

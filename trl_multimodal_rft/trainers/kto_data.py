@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of completions that are labelled as good or bad: the columns of a dataset, and the collator that encodes it."""
+"""Dataset columns and collator of completions that are labelled as good or bad."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +24,16 @@ from .sft_data import lacking
 
 logger = get_logger(__name__)
 
-# Columns of the reference's log-probabilities, and of the row whose completion `ref_KL_logps` scores
+# Columns of the reference's log-probabilities
 REFERENCE = ("ref_logps", "ref_KL_logps")
+# Column with the index of the row whose completion `ref_KL_logps` scores
 KL_ROW = "KL_row"
 COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)
 _UNPAIRED_AT_ONCE = 1000  # pairs per block, in which all chosen completions come first, as in TRL
 
 
 def label_of(cell: Cell, row: int) -> bool:
-    """Returns the label in a cell. Raises a `ValueError` for all but truth values, 0 and 1."""
+    """Returns the label in a cell. Raises a `ValueError` unless it is a truth value, 0 or 1."""
     return truth_value(cell, "label", row, is_required=True)
 
 
@@ -48,9 +49,9 @@ class LabelledCompletion(PreferencePair):
 @dataclass
 class LabelledCollator(PreferenceCollator):
     """
-    Collator that encodes a prompt once, with its media, for its own completion and for the completion of the row
-    before it in the micro-batch, as in TRL's estimate of the KL divergence. Larger batches in evaluation are split
-    into micro-batches for this estimate.
+    Collator that encodes a prompt and its media once for two completions: its own, and the completion of the previous
+    row in the micro-batch. TRL estimates the KL divergence from the latter. In evaluation, the estimate splits larger
+    batches into micro-batches of training's size.
     """
 
     calculate_kl: bool = True
@@ -65,11 +66,12 @@ class LabelledCollator(PreferenceCollator):
 
         Returns:
             `dict`: `sequences` ([`LabelledCompletion`]), length `B`. `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B, C)`, and `lengths` are of all rows' own completions, then of the completions in
-            the KL estimate. Without such an estimate in the loss, they are `(B, C)`. `KL_row`, `(B,)`, has the row
-            indices of the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, counts
-            the tokens of rows with their own completions. The reference's log-probabilities, `(B,)`, follow if rows
-            have them. `plain` and `encode_view` are described in [`~trainers.preference_data.PreferenceCollator`].
+            `completion_mask`, `(2 * B, C)`, and `lengths` hold the rows' own completions, then the completions of the
+            KL estimate. If the loss has no KL estimate, they are `(B, C)`. `KL_row`, `(B,)`, has the row indices of
+            the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, has an entry for
+            each token of the prompts and their own completions. If rows have log-probabilities of the reference, they
+            follow, `(B,)`. `plain` and `encode_view` are described in
+            [`~trainers.preference_data.PreferenceCollator`].
         """
         encoded, stored = self._encoded(rows), self._stored(rows)
         others = zip(encoded, self._estimate_indices(len(encoded)), strict=True)
@@ -91,7 +93,10 @@ class LabelledCollator(PreferenceCollator):
         }
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Returns labels, and the reference's log-probabilities in rows. Raises if another micro-batch gave these."""
+        """
+        Returns labels, and log-probabilities of the reference if rows have them. Raises `ValueError` if those are of
+        another micro-batch.
+        """
         labels = [label_of(row.get("label"), row.row_index) for row in rows]
         others = torch.tensor([rows[i].row_index for i in self._estimate_indices(len(rows))])
         columns = {"label": torch.tensor(labels), KL_ROW: others}
@@ -117,8 +122,8 @@ class LabelledCollator(PreferenceCollator):
 
     def encode(self, row: Row) -> LabelledCompletion:
         """
-        Encodes a row with its completion cut to `max_length` as `chosen`, and whole as `rejected`, for the KL estimate
-        of another row. Raises `OverlongRow` if the prompt leaves no room.
+        Encodes a row. `chosen` is its completion cut to `max_length`. `rejected` is its whole completion, for the KL
+        estimate of another row. Raises `OverlongRow` if the prompt leaves no room.
         """
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
@@ -127,7 +132,7 @@ class LabelledCollator(PreferenceCollator):
 
     def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
-            return dataset  # a transform returns other columns
+            return dataset  # the dataset's transform may return other columns
         columns, _ = self._columns_of(dataset, name)
         if {"chosen", "rejected"} <= columns and "completion" not in columns:
             dataset = unpaired(dataset, columns)
@@ -157,7 +162,7 @@ def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset |
     if "prompt" not in columns:
         texts = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
         dataset = concatenate_datasets([dataset.remove_columns(["chosen", "rejected"]), texts], axis=1)
-    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # label of a pair
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of the pair
     n, names = len(dataset), ("chosen", "rejected")
     sides = [
         dataset.remove_columns(other).rename_column(name, "completion").add_column("label", [name == "chosen"] * n)

@@ -115,7 +115,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._complete_parts()
 
     def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
-        """Raises `ValueError` for a label that is no truth value, and warns of unequal numbers of both labels."""
+        """Raises `ValueError` for a label that isn't true or false. Warns of unequal numbers of both labels."""
         if isinstance(dataset, Dataset) and lists_columns(dataset):
             labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
             warn_of_balance(labels, args.desirable_weight, args.undesirable_weight)
@@ -126,19 +126,18 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference; with PEFT, the policy, whose adapter is disabled meanwhile.
+                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
         Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, and of the completions in the KL
-            estimate, `(B,)` (`None` if the loss has none).
+            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, `(B,)`, and of the completions in the
+            KL estimate, `(B,)`. The second is `None` if the loss has no KL estimate.
         """
         n, logps = len(inputs["sequences"]), []
 
-        def score(
-            **kwargs: torch.Tensor,
-        ) -> SimpleNamespace:  # TRL asks for the completions, then for those of the estimate
+        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
+            # TRL asks for the rows' completions, then for the completions of the KL estimate
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 
@@ -172,7 +171,10 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
 
 def _as_rows(inputs: Batch) -> Batch:
-    """Returns a micro-batch as TRL's loss reads it: completions after a first token, which it doesn't score."""
+    """
+    Returns a micro-batch in the format of TRL's loss. A token for padding stands before each completion, as the loss
+    doesn't score the first token.
+    """
     ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
     n = len(inputs["sequences"])
     rows = {"input_ids": ids[:n], "completion_mask": mask[:n]}

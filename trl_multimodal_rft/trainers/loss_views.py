@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A view in the loss: its prompts, the dependency of completions on the media that it replaces, and its terms."""
+"""The option `loss_view`: prompts under the view, the dependency of completions on media, and terms of the loss."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from .run import Run
 def dependency_head(model: PreTrainedModel) -> HeadRule:
     """
     Returns the scale and soft cap of a model's LM head, from which divergences are computed. Raises `ValueError` if
-    the model does anything else there.
+    the model applies anything else to its logits.
     """
     rule = head_rule(model)
     if rule is None:
@@ -37,7 +37,7 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
-    """Sets the prompts of a rollout under the view in the loss, and the mask of completions that the view changes."""
+    """Sets the prompts of a rollout under `loss_view`, and the mask of completions whose prompts the view changes."""
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
@@ -45,7 +45,7 @@ def add_view(run: Run, rollout: Rollout) -> None:
         [clean is not viewed for clean, viewed in pairs], device=run.accelerator.device
     )
     for prompt in rollout.view.prompts:
-        prompt.decoded = ()  # the engine never samples from views in the loss
+        prompt.decoded = ()  # the engine never samples from this view
 
 
 def measure_dependency(
@@ -59,7 +59,7 @@ def measure_dependency(
     Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media.
 
     With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
-    and under the view; with `None`, it is the entropy of the reference under the view minus the policy's entropy.
+    and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy.
     """
     args, viewed = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
@@ -79,7 +79,7 @@ def measure_dependency(
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
-    """Weighs advantages and tokens by their dependency on media; weights are 1 if the view replaces no medium."""
+    """Weighs advantages and tokens by their dependency on media. Weights are 1 if the view replaces no media."""
     view, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if view.advantage_min is not None:
@@ -87,8 +87,8 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
         statistics = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
         weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, view.advantage_min)
         run.metrics.add({"view/weight_max": weights.max().item()})
-        local = local_rows(run.accelerator, weights, len(rollout))
-        rollout.advantages = advantages * (local if advantages.dim() == 1 else local[:, None])
+        local_weights = local_rows(run.accelerator, weights, len(rollout))
+        rollout.advantages = advantages * (local_weights if advantages.dim() == 1 else local_weights[:, None])
     weights = None
     if view.temperature is not None:
         weights = relevance_weights(dependency, mask, view.temperature)

@@ -21,11 +21,11 @@ Storages = dict[int, torch.UntypedStorage]
 
 class HostMemory:
     """
-    Host memory for the contents of storages while their device memory is freed. It is allocated once, in slabs of
-    `slab` bytes.
+    Host memory for the contents of storages while their device memory is freed. The host memory is allocated once, in
+    slabs of `slab` bytes.
 
-    A storage is emptied and allocated again, as FSDP does with gathered weights. So all references to it stay valid:
-    parameters, views, optimizers, buckets, and flat buffers of engines.
+    A storage is resized to 0 and back, as FSDP does with gathered weights. So everything that refers to the storage
+    stays valid, such as parameters, optimizer states, DDP's buckets and DeepSpeed's flat buffers.
     """
 
     def __init__(self, device: torch.device, slab: int = 2**26):
@@ -37,8 +37,8 @@ class HostMemory:
     @torch.no_grad()
     def holding(self, storages: Storages) -> Iterator[None]:
         """
-        Frees the device memory of storages within the context, except of storages on other devices, and of storages
-        that can't be resized, such as mapped files.
+        Frees the device memory of storages within the context. Skips storages on other devices, and storages that
+        can't be resized, such as memory-mapped files.
         """
         on_device = [
             storage for storage in storages.values() if storage.device.type == self.device.type and storage.resizable()
@@ -50,7 +50,7 @@ class HostMemory:
             try:
                 for storage in on_device:
                     storage.resize_(0)
-                clear_device_cache()  # engines allocate outside torch's cache
+                clear_device_cache()  # vLLM allocates outside torch's cache
                 yield
             finally:
                 for storage, size in zip(on_device, sizes, strict=True):
@@ -60,7 +60,7 @@ class HostMemory:
             self._used = start
 
     def _host_copies(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the bytes of a storage in parts, with the bytes of a slab for each part."""
+        """Splits the bytes of a storage into parts, and yields each part with as many free bytes of a slab."""
         remaining = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         while len(remaining):
             index, first = divmod(self._used, self.slab)
@@ -81,7 +81,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def storages(tensors: Iterable[Any]) -> Storages:
-    """Returns the storages of the tensors among `tensors`; of a sharded tensor, the storage of this process's part."""
+    """Returns the storages of tensors, and skips other objects. A sharded tensor has its local shard's storage."""
     by_address: Storages = {}
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
@@ -93,7 +93,7 @@ def storages(tensors: Iterable[Any]) -> Storages:
 
 
 def weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the weights of a model; with ZeRO-3, this process's part of them."""
+    """Yields the weights of a model, or with ZeRO-3 this process's part of each weight."""
     for parameter in model.parameters():
         yield getattr(parameter, "ds_tensor", parameter)
 
@@ -106,7 +106,7 @@ def update_states(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Any
         names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
         yield from tree_leaves([getattr(optimizer, name, None) for name in names])
         yield from tree_leaves([*getattr(optimizer, "state", {}).items()])
-        optimizer = getattr(optimizer, "optimizer", None)  # engines wrap the optimizer
+        optimizer = getattr(optimizer, "optimizer", None)  # Accelerate and DeepSpeed wrap the optimizer
 
 
 def idle_storages(
@@ -116,12 +116,15 @@ def idle_storages(
     average: MovingAverage | None = None,
     critic: nn.Module | None = None,
 ) -> Storages:
-    """Returns storages that sampling doesn't read: of gradients, optimizer, reference, weight average and critic."""
+    """
+    Returns the storages that sampling doesn't read. They hold gradients, optimizer states, the reference, the average
+    of the weights and the critic.
+    """
     critic_weights = [] if critic is None else [*weights(critic)]
     ids = set(map(id, critic_weights))
     # The critic may be a part of the model
     policy_storages = storages(weight for weight in weights(model) if id(weight) not in ids)
     reference_weights = [] if reference is None else [*weights(reference)]
-    averaged = [] if average is None else average.state_dict().values()
-    idle = storages([*update_states(model, optimizer), *reference_weights, *averaged, *critic_weights])
+    average_weights = [] if average is None else average.state_dict().values()
+    idle = storages([*update_states(model, optimizer), *reference_weights, *average_weights, *critic_weights])
     return {key: storage for key, storage in idle.items() if key not in policy_storages}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ppo_config import MultimodalPPOConfig
 
 
-# File of a checkpoint with the options on which the parameter groups of its optimizer depend
+# File in a checkpoint with the options that decide the optimizer's parameter groups
 _PARTS = "trained_parts.json"
 
 
@@ -62,8 +62,8 @@ def split_by_rate(
     keys: Mapping[int, str] | None = None,
 ) -> None:
     """
-    Splits the parameter groups of a new optimizer by `learning_rates`, and by further `rates`, for which `keys` maps
-    ids of parameters to the keys in `rates`.
+    Splits the parameter groups of a new optimizer by `learning_rates` and by further `rates`. `keys` maps ids of
+    parameters to the keys of `rates`.
 
     Weights with and without decay stay in different groups. The schedule multiplies the rate of each group.
     """
@@ -79,14 +79,14 @@ def split_by_rate(
         for key, parameters in by_key.items():
             rate = {} if all_rates[key] is None else {"lr": all_rates[key]}
             groups += [{**group, **rate, "params": parameters}] if parameters else []
-    grouped = {id(parameter) for group in groups for parameter in group["params"]}
-    if any(parameter.requires_grad and id(parameter) not in grouped for parameter in chosen):
+    grouped_ids = {id(parameter) for group in groups for parameter in group["params"]}
+    if any(parameter.requires_grad and id(parameter) not in grouped_ids for parameter in chosen):
         raise ValueError(f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no groups; drop one.")
     optimizer.param_groups[:] = groups
 
 
 def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: TrainerConfig) -> None:
-    """Raises `ValueError` for `learning_rates` if DeepSpeed's config has an optimizer or a schedule, with one rate."""
+    """Raises `ValueError` for `learning_rates` if DeepSpeed's config has an optimizer or a schedule of one rate."""
     is_dummy = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
     if args.learning_rates and any(is_dummy):
         raise ValueError(
@@ -125,10 +125,11 @@ def split_groups(
     model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
-    Sets the `part` of each parameter group, `"policy"` or `"critic"`, and returns for each whether it is the critic's.
+    Sets the `part` of each parameter group to `"policy"` or `"critic"`. Returns for each group whether it is the
+    critic's.
 
     With `regroup`, first moves the critic's weights to separate groups with the critic's learning rate. Raises
-    `ValueError` if a group has weights of both, or DeepSpeed makes the optimizer.
+    `ValueError` if a group has weights of policy and critic, or if DeepSpeed makes the optimizer.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -152,7 +153,7 @@ def split_groups(
 
 def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]) -> None:
     """
-    Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if an engine
+    Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
     calls the optimizer's step, even with one group at a time.
 
     A part that isn't in `trained()` keeps its weights and states. A part for which `trains(part)` is false keeps its
@@ -169,7 +170,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
                 group["thawed_lr"], group["lr"] = group["lr"], 0.0
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        parameter.grad.zero_()  # from the value loss, with a shared trunk
+                        parameter.grad.zero_()  # the value loss also has a gradient for a shared trunk
 
     def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
@@ -189,7 +190,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
 def two_schedules(
     args: "MultimodalPPOConfig", optimizer: Optimizer, critic_groups: tuple[bool, ...], n_steps: int
 ) -> LambdaLR:
-    """Returns a scheduler with the schedules of policy and critic; the policy's starts after its frozen steps."""
+    """Returns a scheduler of policy and critic. The policy's schedule starts after its frozen steps."""
     n_frozen = args.freezing_actor_steps
     policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
     value = args.value_schedule

@@ -15,7 +15,7 @@ from .grpo_config import MultimodalGRPOConfig
 
 @dataclass(frozen=True)
 class ValueSchedule:
-    """The option `value_learning_rate`, whose settings default to the policy's."""
+    """Settings of the option `value_learning_rate`, by default those of the policy."""
 
     rate: Annotated[float, "(0, inf)"]
     lr_scheduler_type: str
@@ -24,7 +24,7 @@ class ValueSchedule:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The option `vf_coef`."""
+    """Settings of the option `vf_coef`."""
 
     coef: Annotated[float, "(0, inf)"]
     cliprange: Annotated[float | None, "(0, inf]"] = 0.2
@@ -32,7 +32,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """The option `ptx_coef`."""
+    """Settings of the option `ptx_coef`."""
 
     coef: Annotated[float, "[0, inf)"]
     batch_size: Annotated[int, "[1, inf]"] = 1  # rows per micro-batch
@@ -45,7 +45,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     Configuration class for the [`MultimodalPPOTrainer`].
 
     Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling),
-    and those below. `docs/ppo.md` says how these arguments work together.
+    and the arguments below. `docs/ppo.md` says how they work together.
 
     Parameters:
         > Parameters that control the advantages
@@ -139,7 +139,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
 
     @property
     def value_schedule(self) -> ValueSchedule:
-        """The critic's learning rate with its schedule, by default those of the policy."""
+        """The critic's learning rate and schedule, by default the policy's."""
         make_schedule = functools.partial(
             ValueSchedule,
             lr_scheduler_type=str(SchedulerType(self.lr_scheduler_type).value),

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""PPO: policy and critic in one module, one forward and one backward."""
+"""Proximal policy optimization (PPO), with policy and critic in one module and one backward."""
 
 import copy
 import json
@@ -63,9 +63,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438)
     instead of a comparison of a prompt's completions, so one completion per prompt is enough. The critic forwards each
-    prompt and its media once for all its completions, as the policy does. It is a submodule of the policy, so that one
-    engine and one optimizer (with separate learning rates and schedules) train both in one backward. It is saved with
-    the policy, in the folder `critic`. The policy without this folder is a plain Hugging Face model.
+    prompt and its media once for all its completions, as the policy does. The critic is a submodule of the policy, so
+    that one backward computes the gradients of both. One optimizer trains both, with separate learning rates and
+    schedules.
+    The critic is saved with the policy, in the folder `critic`. Without this folder, the policy is a plain Hugging
+    Face model.
 
     Example:
 
@@ -195,14 +197,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
-            # The critic isn't idle if sharding engines gather it with the policy, or if continuous batching casts it
+            # The critic isn't idle if FSDP or ZeRO-3 gathers it with the policy, or if continuous batching casts it
             casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
             self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
             add_critic(self.model, self.critic)  # after TRL's constructor, which would adapt the critic, too
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
             if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
-                # PEFT switches checkpointing on in the model that it wraps, without the critic
+                # PEFT switches gradient checkpointing on in the model that it wraps, which lacks the critic
                 checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
         self._ptx_dataset = ptx_dataset
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
@@ -251,7 +253,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Sets the values and returns of this rank's completions, and returns the advantages of all ranks."""
+        """Computes advantages of all ranks' completions. Sets values and returns of this rank's completions."""
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
         values, bootstrap = self._score_values(rollout)
@@ -331,7 +333,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return True  # the value loss and metrics of ratios need all scores
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Returns scores of policy and critic, and of supervised completions, from one forward of the engine."""
+        """Returns scores of policy and critic, and of supervised completions, from one call of the wrapped model."""
         if self.model.training:
             self._ptx_batch = self._supervised_batch()
             options |= {"critic": self.critic, "supervised": self._ptx_batch}
@@ -384,7 +386,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = two_schedules(self.args, optimizer, self._critic_groups, num_training_steps)
             self._created_lr_scheduler = True
-        if not isinstance(self.lr_scheduler, LambdaLR):  # the user's, or one that DeepSpeed made
+        if not isinstance(self.lr_scheduler, LambdaLR):  # the user or DeepSpeed made it
             raise ValueError(
                 f"A {type(self.lr_scheduler).__name__} can't give policy and critic different schedules; remove the "
                 "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
@@ -398,8 +400,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
-        Returns the loss of a part if this update trains it, or else 0 with gradients of 0 for its scores, since
-        engines wait for the gradients of all weights.
+        Returns the loss of a part if this update trains the part. Otherwise returns 0 with gradients of 0, since DDP
+        and DeepSpeed wait for the gradients of all weights.
         """
         return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
@@ -448,7 +450,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
 
 class _SyncPolicy(SyncRefModelCallback):
-    """TRL's callback that moves the reference towards the policy, without the policy's critic."""
+    """TRL's callback that moves the reference towards the policy. Leaves out the critic in the policy."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

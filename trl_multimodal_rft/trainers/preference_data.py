@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of preferences: the columns of their datasets, and the collators that encode them."""
+"""Dataset columns and collators of preferences between two completions."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, lacking
 
 
-# Columns with log-probabilities of the reference, if they were computed before the run
+# Columns of the reference's log-probabilities, in datasets that were scored before the run
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
 
@@ -40,8 +40,8 @@ COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
 class PreferenceCollator(SupervisedCollator):
     """Collator that encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
-    chat_template = None  # stands for the model's own template
-    view: View | None = None  # view of the media under which chosen completions are rejected
+    chat_template = None  # `None` is the model's own template
+    view: View | None = None  # view under which chosen completions count as rejected
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -54,11 +54,11 @@ class PreferenceCollator(SupervisedCollator):
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`. `viewed` has the indices of the
             `V` pairs with a view. `prompts`, `completion_ids`, `completion_mask` and `learned` (1 on tokens of text),
-            `(2 * B + V, C)`, and `lengths` are of the chosen completions, then of the rejected completions, then of
-            the chosen completions under the view. `attention_mask`, `(1, tokens)`, counts the tokens of padded rows,
-            as TRL's does. The reference's log-probabilities, `(B,)`, follow if rows have them, or further columns of a
-            subclass. `plain` is described in [`~trainers.sft_data.SupervisedCollator`], and `encode_view` encodes a
-            row's prompt under a view.
+            `(2 * B + V, C)`, and `lengths` hold the chosen completions, then the rejected completions, then the chosen
+            completions under the view. `attention_mask`, `(1, tokens)`, has an entry for each token of padded rows,
+            as TRL's does. If rows have log-probabilities of the reference, they follow, `(B,)`. Subclasses may return
+            other columns in their place. `plain` is described in [`~trainers.sft_data.SupervisedCollator`].
+            `encode_view(i, view)` encodes the prompt of row `i` under a view.
         """
         pairs, stored = self._encoded(rows), self._stored(rows)
         if self.view is not None and self.view.type.needs_other:
@@ -99,18 +99,18 @@ class PreferenceCollator(SupervisedCollator):
         return pair
 
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair cut to `max_length`. Raises `OverlongRow` if a part that isn't cut is too long."""
+        """Encodes a row as a pair cut to `max_length`. Raises `OverlongRow` if the prompt or media are too long."""
         pair = self._encoded_pair(row)
         self._check_room(pair, row)
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
         chosen, rejected = (self._cut(pair, ids) for ids in (pair.chosen, pair.rejected))
         pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
-        if self.view is not None and not self.view.type.needs_other:  # else the view needs a micro-batch
+        if self.view is not None and not self.view.type.needs_other:  # otherwise it needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
 
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
-        """Raises if `max_length` leaves no token to the completions of a prompt."""
+        """Raises `OverlongRow` if `max_length` leaves no token to the completions of a prompt."""
         longest = self.args.max_length
         if longest is not None and len(prompt) >= longest:
             raise OverlongRow(
@@ -124,7 +124,7 @@ class PreferenceCollator(SupervisedCollator):
         return completion if longest is None else completion[: longest - len(prompt)]
 
     def _cut_answer(self, prompt: EncodedPrompt, answer: SupervisedSequence, name: str) -> SupervisedSequence:
-        """Cuts a completion with media to `max_length`. Raises if the cut would lose a medium, or all of the text."""
+        """Cuts a completion with media to `max_length`. Raises `OverlongRow` if this would lose media, or all text."""
         n, (_, end) = len(self._cut(prompt, answer.input_ids.tolist())), cast(tuple[int, int], answer.media_span)
         if n <= end or not answer.learned[:n].any():
             raise OverlongRow(
@@ -136,7 +136,7 @@ class PreferenceCollator(SupervisedCollator):
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
-            return dataset  # a transform returns other columns
+            return dataset  # the dataset's transform may return other columns
         columns, _ = self._columns_of(dataset, name)
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
@@ -167,7 +167,7 @@ class ComparisonCollator(PreferenceCollator):
         return dataset if is_tokenized else super()._prepare(dataset, name)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Returns `margin` and `tie`, `(B,)`, 0 and false for rows without these columns."""
+        """Returns `margin` and `tie`, `(B,)`. They are 0 and false for rows without these columns."""
         margins = [finite_number(row.get("margin"), "margin", row.row_index) or 0.0 for row in rows]
         ties = [truth_value(row.get(TIE), TIE, row.row_index) for row in rows]
         return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
@@ -187,7 +187,7 @@ class ComparisonCollator(PreferenceCollator):
 def completions_to_score(
     policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig
 ) -> tuple[Completions, bool]:
-    """Returns the completions of a micro-batch, and whether to pack them, if that saves enough tokens."""
+    """Returns the completions of a micro-batch, and whether to pack them. Packing must save enough tokens."""
     prompts = inputs["prompts"]
     packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
     return (prompts, inputs["completion_ids"], inputs["completion_mask"]), packed

@@ -40,7 +40,7 @@ class PreferenceTrainer(CompletionTrainer):
     def _construct(
         self, construct: Callable[..., None], arguments: dict[str, Any], loaded: Loaded, stand_in: dict[str, list]
     ) -> None:
-        """Runs TRL's constructor on stand-in rows, since it would tokenize the datasets."""
+        """Runs TRL's constructor on a few stand-in rows, since it would tokenize the real datasets."""
         args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._starts_as_reference = arguments["ref_model"] is None
         if self._starts_as_reference:
@@ -67,8 +67,8 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _precompute_reference(self, batch_size: int) -> None:
         """
-        Adds columns with the reference's log-probabilities to the datasets, and drops the reference. Scores the
-        training dataset in batches of `batch_size`.
+        Adds columns with the reference's log-probabilities to the datasets, and drops the reference. `batch_size` is
+        the batch size for the training dataset.
         """
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
@@ -116,7 +116,7 @@ class PreferenceTrainer(CompletionTrainer):
         return dataset
 
     def _with_logps_of_reference(self, inputs: Batch) -> Batch:
-        """Returns a micro-batch with the reference's log-probabilities, from columns of its rows or computed now."""
+        """Adds the reference's log-probabilities to a micro-batch, unless its rows have columns with them."""
         if all(name in inputs for name in self._reference):
             return inputs
         is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
@@ -135,7 +135,7 @@ class PreferenceTrainer(CompletionTrainer):
         return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
 
     def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns the rows of a pair as TRL's own forward has them."""
+        """Returns a pair as TRL's own forward reads it: one row per completion."""
         return pair.sequences(model)
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
@@ -148,8 +148,8 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _measure_contribution(self, model: nn.Module, inputs: Batch) -> None:
         """
-        Logs how far media move the log-probabilities of some completions, for the first micro-batch of an update
-        for which this is due, and for the first micro-batch with media of an evaluation.
+        Logs how far media move the log-probabilities of some completions. In training, measures the first micro-batch
+        of an update for which this is due. In evaluation, measures the first micro-batch with media.
         """
         step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
         metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])

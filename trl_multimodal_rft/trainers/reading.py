@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Base of the trainers on datasets with completions: encoding of rows, micro-batches and their scores."""
+"""Base of the trainers on datasets with completions (SFT, DPO, KTO and reward models)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -53,7 +53,7 @@ class CompletionTrainer(CheckpointMixin):
     data_collator: Any
     # Loss and scores of a micro-batch, from the model, the micro-batch, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
-    _unread_datasets: set[str]  # arguments of datasets whose columns are checked with the first batch
+    _unread_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
     _warned_of_positions = False
     _needs_plain_rows = False  # whether TRL's own forward gets the rows
     _keeps_outputs = False  # whether `compute_metrics` gets the scores
@@ -75,9 +75,9 @@ class CompletionTrainer(CheckpointMixin):
         """
         Freezes parts of the model, and sets up the stream of rows and the forward that scores completions.
 
-        Rows keep their `columns`. With `packs`, they are packed if the model and its reference allow it. `outputs` are
-        the outputs of TRL's fused head, none for reward models. `check` compares the first rows with the outputs of
-        the processor from `load_processor`.
+        Rows keep the `columns`, or all if it is `None`. With `packs`, rows are packed if the model and its reference
+        allow it. `outputs` are the outputs of TRL's fused head, none for reward models. `check` compares the first
+        rows with the outputs of the processor from `load_processor`.
         """
         self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
@@ -104,7 +104,7 @@ class CompletionTrainer(CheckpointMixin):
             )
         for model in models:
             install_encoder_attention(model)
-            if not obstacle:  # padded rows need this attention's corrections, too
+            if not obstacle:  # also for padded rows, which need this attention's corrections
                 install_prefix_attention(model)
         compile_models(self.accelerator, self.args, self.model, self.ref_model)
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
@@ -150,12 +150,12 @@ class CompletionTrainer(CheckpointMixin):
         return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
-        """Returns TRL's loss for padded rows, and logs its metrics; calls of the model return `outputs` in turn."""
+        """Returns TRL's loss for padded rows, and logs its metrics. TRL gets `outputs` when it calls the model."""
         calls = iter(outputs)
         return super().compute_loss(lambda **kwargs: next(calls), rows)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns a micro-batch for TRL's own forward, which keeps logits. Raises `ValueError` unless overridden."""
+        """Returns a micro-batch for TRL's own forward, which keeps logits. By default, raises `ValueError`."""
         raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class CompletionTrainer(CheckpointMixin):
         stored, sequences = [encoded.stored for encoded in rows], batch["sequences"]
         if name in self._unread_datasets:
             self._unread_datasets.remove(name)
-            first = {name: [dict(row) for row in stored]}
-            warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
+            first_rows = {name: [dict(row) for row in stored]}
+            warn_of_unread(self.args, first_rows, modalities(model, self.args), extent="first", supervised=True)
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]

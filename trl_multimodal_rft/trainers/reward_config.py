@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from trl import RewardConfig
 
-from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
+from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# TRL's options without use in this trainer: their neutral values, and the reason why other values raise an error
-_NOT_HERE = {
-    **NOT_WHEN_READING,
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+_UNUSED_OPTIONS = {
+    **UNUSED_OPTIONS,
     "label_smoothing_factor": ((0.0,), "the loss has no labels; rows without a better completion have a true `tie`"),
 }
 
@@ -52,4 +52,4 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _NOT_HERE, "training of reward models")
+        check_unused(self, _UNUSED_OPTIONS, "training of reward models")

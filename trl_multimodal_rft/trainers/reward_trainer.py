@@ -138,7 +138,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self._complete_parts()
 
     def _check_adapter(self) -> None:
-        """Raises `ValueError` for adapters that packed rows would ignore, and warns if none trains `score`."""
+        """Raises `ValueError` for prompt learning, and warns if no adapter trains `score`."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
         if any(part.is_prompt_learning for part in configs):
             raise ValueError(

@@ -70,7 +70,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the processing class pads audio on the wrong side, or if a processor, a reference or vLLM's
-            model must be loaded by the name of a model that has none.
+            model must be loaded by the name of a model without a name.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
@@ -131,7 +131,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
-        if self._corrects(rollout) and not is_corrected:  # weights the loss by the ratio
+        if self._corrects(rollout) and not is_corrected:  # weights the loss by the ratio, through advantages
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Views in sampling: a share of each group, or extra completions as its contrast, are sampled from other media."""
+"""Views in sampling: `rollout_view` for a share of each group, and `contrast_view` for extra completions."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,17 +23,17 @@ from .run import Run
 class Views(NamedTuple):
     """Prompts of a rollout under views, by the batch indices of their completions."""
 
-    share: dict[int, EncodedPrompt]  # from which a share of each group is sampled
-    contrast: dict[int, EncodedPrompt]  # from which extra completions, the contrast, are sampled
-    strength: float | None  # strength of the view of `share`, `None` without a view
+    share: dict[int, EncodedPrompt]  # prompts under `rollout_view`, for a share of each group
+    contrast: dict[int, EncodedPrompt]  # prompts under `contrast_view`, for extra completions
+    strength: float | None  # strength of `rollout_view`, or `None` without it
 
     def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
-        """Returns the prompts to sample from, for the rollout's completions and then for the contrast."""
+        """Returns the prompts to sample from: first for the rollout's completions, then for the extra completions."""
         return [*(self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts)), *self.contrast.values()]
 
 
 def under_views(run: Run, rollout: Rollout, step: int) -> Views:
-    """Returns the prompts of a rollout under the views of an optimizer step; none in evaluation."""
+    """Returns the prompts of a rollout under the views of an optimizer step. In evaluation, there are no views."""
     share_settings, contrast_settings, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
     share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
@@ -48,8 +48,8 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
 
 def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
-    Samples the completions of a rollout. In training, some completions may be sampled from a view, and extra
-    completions from another view as a contrast. [`take_views`] sets both in the rollout.
+    Samples the completions of a rollout. In training, some completions may be sampled under `rollout_view`, and
+    extra completions under `contrast_view`. [`take_views`] records both in the rollout.
     """
     views = under_views(run, rollout, run.step)
     # One call, as all ranks must call the sampler equally often
@@ -60,7 +60,7 @@ def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Br
 def take_views(
     run: Run, rollout: Rollout, views: Views, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
-    """Returns the samples of a rollout's completions without the contrast, and sets `from_view` and `contrast`."""
+    """Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast`."""
     n, (share, contrast, strength) = len(rollout), views
     if strength is not None:
         rollout.source.from_view = torch.tensor([i in share for i in range(n)], device=run.accelerator.device)
@@ -80,7 +80,7 @@ def take_views(
 def _last_prompts_under(
     run: Run, rollout: Rollout, view: View, fraction: float, step: int
 ) -> dict[int, EncodedPrompt]:
-    """Returns, by batch index, prompts under a view for each group's last completions, if the view replaces media."""
+    """Returns, by batch index, the prompts of each group's last completions under a view that changes them."""
     first = run.accelerator.process_index * len(rollout)
     indices = last_of_groups(fraction, len(rollout), first, run.group_size)
     prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
@@ -89,25 +89,25 @@ def _last_prompts_under(
 
 def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     """
-    Returns the bonus of all ranks' completions, `(N,)`, or `None` without a contrast. The first reward function
-    rewards the contrast. All ranks must call this.
+    Returns the bonus of all ranks' completions, `(N,)`, or `None` without `contrast_view`. The first reward function
+    rewards the extra completions. All ranks must call this.
     """
     settings, device = run.args.contrast_view_settings, run.accelerator.device
     if not run.is_training or settings.view is None:
         return None
-    contrasts = torch.full((len(rollout),), torch.nan, device=device)
+    contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The function may wait for other ranks, so a rank without a contrast calls it with a completion of its own
+        # The reward function may wait for other ranks, so a rank without extra completions rewards another completion
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
         rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
-        contrasts[indices] = rewards.to(device)
-    contrasts, size = run.accelerator.gather(contrasts), run.group_size
+        contrast_rewards[indices] = rewards.to(device)
+    contrast_rewards, size = run.accelerator.gather(contrast_rewards), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]
-    bonus = contrast_bonus(rewards, contrasts, size, ratio=settings.reward_ratio, bonus=settings.bonus)
-    if (mask := _in_same_groups(~contrasts.isnan(), size)).any():
+    bonus = contrast_bonus(rewards, contrast_rewards, size, ratio=settings.reward_ratio, bonus=settings.bonus)
+    if (mask := _in_same_groups(~contrast_rewards.isnan(), size)).any():
         means = {
-            "accuracy": contrasts.nanmean(),
+            "accuracy": contrast_rewards.nanmean(),
             "accuracy_clean": rewards[mask].nanmean(),
             "bonus": bonus[mask].mean(),
         }
@@ -118,7 +118,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
 def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int) -> dict[str, float]:
     """
     Returns the mean rewards of completions that were sampled from a view, and of the other completions of their
-    groups; empty without such completions. Shapes: `rewards` and `from_view` `(N,)`, of all ranks.
+    groups. Returns no metrics if no completion is from a view. `rewards` and `from_view` are of all ranks, `(N,)`.
     """
     if not from_view.any():
         return {}

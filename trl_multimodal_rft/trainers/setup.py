@@ -50,8 +50,8 @@ Config = TypeVar("Config", bound=TrainingArguments)
 # Number of rows of a dataset that are searched for media before training
 _ROWS_TO_LOOK_AT = 16
 
-# Options in `generation_kwargs`, of vLLM and of transformers, that don't change log-probabilities of sampled tokens.
-# Scores account for suppressed tokens and biases.
+# Options of vLLM and transformers in `generation_kwargs` that don't change log-probabilities of sampled tokens. The
+# trainer's scores account for suppressed tokens and biases.
 _NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize", "logit_bias"}
 _NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_implementation", "suppress_tokens"}
 
@@ -63,7 +63,7 @@ _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "t
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
-    """Returns a trainer's config, by default with a folder of the model's name. Raises `TypeError` for other types."""
+    """Returns `args`, or a default config with `output_dir` named by the model. Raises `TypeError` for other types."""
     ignore_deprecated_names()
     check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
@@ -84,7 +84,7 @@ def resolve_config(
     return args
 
 
-# Start of errors that go on with the thing that needs the name
+# Start of error messages, which go on with the part of the run that needs the name
 LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
@@ -94,7 +94,7 @@ def needs_reference(args: SamplingConfig) -> bool:
 
 
 def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config) -> None:
-    """Raises `ValueError` for a model without a name by which vLLM or a reference would be loaded."""
+    """Raises `ValueError` if a model has no name, and vLLM or a reference would be loaded by its name."""
     if get_config_model_id(model.config):
         return
     if args.use_vllm:
@@ -121,7 +121,7 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 def check_takes_media(
     processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets
 ) -> None:
-    """Raises if rows have media and the processing class is a tokenizer, which is enough only for rows of text."""
+    """Raises an error if rows have media and the processing class is only a tokenizer."""
     if isinstance(processing_class, ProcessorMixin):
         return
     for dataset in (part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])):
@@ -130,7 +130,7 @@ def check_takes_media(
         rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
         for i, row in enumerate(rows):
             prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
-            with suppress(MediaError):  # which training raises when it reads the row
+            with suppress(MediaError):  # training raises it when it reads the row
                 (row,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
             check_encodes(list(iter_refs(row)), processing_class)
 
@@ -145,7 +145,8 @@ def warn_of_unread(
 ) -> None:
     """
     Warns of media that no prompt contains, or raises an error, see [`check_columns`]. The keys of `datasets` are the
-    trainer's arguments, `takes` has the model's modalities, and `extent="first"` says that only first rows are there.
+    names of the trainer's arguments. `takes` are the model's modalities. With `extent="first"`, datasets hold only
+    their first rows.
     """
     for argument, value in datasets.items():
         reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
@@ -167,7 +168,7 @@ def warn_of_unread(
 
 
 def modalities(model: Any, args) -> Collection[str]:
-    """Returns the modalities that a model takes, given the model, or its name before it is loaded."""
+    """Returns the modalities that a model takes. `model` is its name if it isn't loaded yet."""
     if isinstance(model, str):
         source: Any = {"trust_remote_code": args.trust_remote_code}
         try:
@@ -179,13 +180,13 @@ def modalities(model: Any, args) -> Collection[str]:
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """Returns whether rows can't be checked before training reads them, as they are streamed or transformed."""
+    """Returns whether rows are streamed or transformed, so that they can't be checked before training reads them."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
-    """Returns the largest number of media per prompt, by modality, which an engine reserves memory for, if known."""
+    """Returns the largest number of media per prompt by modality, for an engine's memory. Empty if it isn't known."""
     parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
     results = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
     counts = [entry for entry in results if entry is not None]
@@ -207,7 +208,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # `accelerate launch` started this process alone; it sets `MASTER_ADDR` only if several processes were asked for
+    # `accelerate launch` started only this process. It sets `MASTER_ADDR` only if the user asked for several processes
     is_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if is_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
@@ -297,7 +298,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 
 
 def check_takes_tools(processing_class) -> None:
-    """Sets TRL's schema of tool calls. Raises `ValueError` if the chat template has no tools or an unknown schema."""
+    """Sets TRL's schema of tool calls. Raises `ValueError` if the chat template takes no tools or has no schema."""
     name = type(processing_class).__name__
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):

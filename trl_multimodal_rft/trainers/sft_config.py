@@ -6,13 +6,13 @@ from typing import Annotated
 
 from trl import SFTConfig
 
-from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
+from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# TRL's options without use in this trainer: their neutral values, and the reason why other values raise an error
-_NOT_HERE = {
-    **NOT_WHEN_READING,
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+_UNUSED_OPTIONS = {
+    **UNUSED_OPTIONS,
     "dataset_kwargs": (
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "of these options, only `skip_prepare_dataset` is known",
@@ -62,7 +62,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _NOT_HERE, "supervised training")
+        check_unused(self, _UNUSED_OPTIONS, "supervised training")
         self.dataset_kwargs = {"skip_prepare_dataset": True}  # since the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of supervised training: the checks of a dataset, and the collator that encodes its rows."""
+"""Dataset checks and collator of supervised training."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ from .setup import check_takes_media
 
 logger = get_logger(__name__)
 
-# Names that can't be variables of a row: `messages`, and arguments of `apply_chat_template`, except for `documents`
+# Names that a row's `chat_template_kwargs` can't have: `messages`, and arguments of `apply_chat_template` except
+# `documents`
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
 _ARGUMENTS = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
 
@@ -63,8 +64,9 @@ class SupervisedCollator:
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
-            aren't learned; and `plain(load, i)`, which returns the outputs for row `i` of the processor from `load()`.
+            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, which are -100
+            on tokens that aren't learned. `plain(load, i)` encodes row `i` with the processor that `load()` returns,
+            for the self-check.
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
@@ -85,7 +87,7 @@ class SupervisedCollator:
         return self._encoder_of(row).conversation(row, answer)
 
     def _plain(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
-        """Returns the outputs of a processor for the conversation of a row, by the chat template of the run."""
+        """Returns the outputs of a processor for the conversation of a row, with the run's chat template."""
         base, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
             self._encoder_of(row),
@@ -95,8 +97,8 @@ class SupervisedCollator:
 
     def encode(self, row: Row) -> SupervisedSequence:
         """
-        Returns a row as a sequence of at most `max_length` tokens. Raises `MediaError` if that would cut media, and
-        `OverlongRow` if no learned token is left.
+        Returns a row as a sequence of at most `max_length` tokens. Raises `MediaError` for a longer row with media,
+        and `OverlongRow` if no learned token is left.
         """
         args = self.args
         if row.get("input_ids"):
@@ -158,7 +160,7 @@ class SupervisedCollator:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """TRL's training template for `assistant_only_loss`; `None` if the model's own template is used."""
+        """TRL's training template for `assistant_only_loss`, or `None` for the model's own template."""
         if not self.args.assistant_only_loss:
             return None
         try:
@@ -189,7 +191,7 @@ class SupervisedCollator:
             if "conversations" in columns:
                 return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
             if isinstance(dataset, Dataset) and not lists_columns(dataset):
-                return dataset  # its transform makes other columns
+                return dataset  # the dataset's transform may return other columns
             if args.dataset_text_field not in columns:
                 layout = other_layout(dataset.features or dict.fromkeys(columns))
                 text = f"`{args.dataset_text_field}` (`dataset_text_field`)"
@@ -208,7 +210,7 @@ class SupervisedCollator:
         return dataset
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
-        """Returns the columns of a dataset, and those with media. Raises if it is empty, or a tokenizer gets media."""
+        """Returns a dataset's columns and media columns. Raises if there are no rows, or a tokenizer gets media."""
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"The {name} dataset has no rows.")
         columns = set(get_dataset_column_names(dataset))
@@ -219,7 +221,7 @@ class SupervisedCollator:
 
 
 def lacking(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
-    """Returns the error for a dataset without the needed columns; `layout` is the dataset's layout, if known."""
+    """Returns the error for a dataset without the needed columns. `layout` is another tool's layout that fits it."""
     remedy = "" if layout is None else f"; {prepared(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 

@@ -46,9 +46,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         args ([`MultimodalSFTConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with `prompt` and `completion`, as text or messages, or with `messages`; and with the media columns
-            that [`MultimodalGRPOTrainer`] takes. All tokens of a completion are learned; of `messages`, all tokens,
-            or with `assistant_only_loss` the assistant's turns. A dataset without media may have `text`, or be
+            Dataset with `prompt` and `completion`, as text or messages, or with `messages`, and with the media columns
+            that [`MultimodalGRPOTrainer`] takes. The loss is over all tokens of a completion or of `messages`, or with
+            `assistant_only_loss` over the assistant's turns. A dataset without media may have `text`, or be
             tokenized, with `input_ids` and optionally `labels`.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
@@ -76,7 +76,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
-            parallelism), if a processor must be loaded by the name of a model that has none, or if a dataset has no
+            parallelism), if a processor must be loaded by the name of a model without a name, or if a dataset has no
             columns to learn from, or media that a tokenizer can't encode.
     """
 
@@ -126,7 +126,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         with (
             loading_in_trl(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, and needs a chat template with generation markers
-            # for `assistant_only_loss`; the collator and this trainer implement both options
+            # for `assistant_only_loss`. The collator and this trainer implement both options
             replaced(args, packing=False, assistant_only_loss=False, **IN_CONSTRUCTOR),
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
@@ -172,14 +172,14 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         if args.average_tokens_across_devices and num_items_in_batch is not None:
             # `num_items_in_batch` counts the tokens of all ranks, and DDP averages over ranks
             loss = loss * self.accelerator.num_processes
-        if self.aux_loss_enabled:  # this loss is a mean over the micro-batch
+        if self.aux_loss_enabled:  # the auxiliary loss is a mean over the micro-batch
             n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
         self._log_scores(scores, mask, sum(map(len, sequences)))
         return loss, scores
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
-        """Logs TRL's metrics of a micro-batch of all ranks. `mask` `(B, P - 1)` is true on learned targets."""
+        """Logs TRL's metrics of a micro-batch over all ranks. `mask`, `(B, P - 1)`, is true on learned targets."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Signals that end a run after a checkpoint, among them one from the kernel when the launcher is gone."""
+"""Signals that end a run after a checkpoint. The kernel sends one of them when the launcher is gone."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from ..reporting.events import EventPart
 
 logger = get_logger(__name__)
 
-# Signals that end a run, if the system has them; Slurm sends SIGUSR1, and a terminal sends SIGHUP when it is closed
+# Signals that end a run, if the system has them. Slurm sends SIGUSR1, and a terminal sends SIGHUP when it is closed
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
 _MESSAGE = (
@@ -40,16 +40,18 @@ _LAUNCHERS = {
 
 class EndOnSignal(TrainerCallback):
     """
-    Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT, after the optimizer step in which
-    any of its processes got the signal, since weights, optimizer and rollouts match only between steps. A second
-    SIGINT ends the run at once; other signals don't, since launchers repeat signals to their processes.
+    Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT.
+
+    The run ends after the optimizer step in which any process got the signal, since weights, optimizer and rollouts
+    match only between steps. A second SIGINT ends the run at once. A repeated signal of another kind
+    doesn't, since launchers repeat signals.
 
     Args:
         any_process (`Callable[[bool], bool]`):
             Function that returns whether a condition holds on any process.
         only_interrupts (`bool`, *optional*, defaults to `False`):
-            Whether SIGINT alone is handled, and still raises its `KeyboardInterrupt` after the checkpoint, on all
-            processes, so that a script doesn't continue behind `train`.
+            Whether to handle SIGINT alone. All processes then raise `KeyboardInterrupt` after the checkpoint, so that
+            a script doesn't continue after `train`.
     """
 
     def __init__(self, any_process: Callable[[bool], bool], only_interrupts: bool = False):
@@ -60,8 +62,8 @@ class EndOnSignal(TrainerCallback):
     @contextmanager
     def listening(self):
         """
-        Handles the signals within the context, but not SIGINT in an interactive session of Python, whose user sees
-        the state of the interrupted run.
+        Handles the signals within the context. In an interactive session of Python, leaves SIGINT alone, so that the
+        user can look at the state of the interrupted run.
         """
         self._has_signal = self._ends = self._saved = False
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
@@ -93,7 +95,7 @@ class EndOnSignal(TrainerCallback):
         finally:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
-        if self._only_interrupts and (self._ends or self._has_signal):  # the latter after the last step
+        if self._only_interrupts and (self._ends or self._has_signal):  # a signal may come after the last step
             raise KeyboardInterrupt
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments that all trainers take."""
+"""Types of the arguments that all trainers take."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,5 +23,5 @@ Optimizers = tuple[Optimizer | None, LambdaLR | None]
 
 
 def arguments_of(scope: dict[str, Any], *left_out: str) -> dict[str, Any]:
-    """Returns a constructor's arguments, except the names in `left_out`, from the `locals()` in `scope`."""
+    """Returns a constructor's arguments from its `locals()`, without `self` and the names in `left_out`."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__", *left_out)}

@@ -123,7 +123,10 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
 
 
 def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
-    """Returns scale and soft cap of a model's LM head. Raises `ValueError` if the model does anything else there."""
+    """
+    Returns the scale and soft cap of a model's LM head. Raises `ValueError` if the model applies anything else to its
+    logits.
+    """
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
@@ -135,10 +138,10 @@ def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
 
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
-    Returns the prompts of completions as the teacher reads them: with the row's columns for the teacher in place of
-    the student's, and under the `teacher_view`. Completions that share a prompt share the teacher's prompt, too. If
-    teacher and student read the same prompt, both are one object. Raises `ValueError` if rows have columns for the
-    teacher and there are tools.
+    Returns the teacher's prompts of completions. They are encoded from columns for the teacher such as
+    `teacher_prompt`, if the row has any, and under `teacher_view`. Completions that share a prompt share the teacher's
+    prompt, too. If teacher and student read the same prompt, both are one object. Raises `ValueError` if rows have
+    columns for the teacher and there are tools.
     """
     separate = [reads_apart(row.stored) for row in rows]
     if any(separate):
@@ -154,6 +157,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
             conversation if is_separate else student
             for student, conversation, is_separate in zip(student_messages, conversations, separate, strict=True)
         ]
+        # `encoded` maps the id of a student's prompt to the teacher's. A `row` with media has been encoded already
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
             if not is_separate or row.teachers is not None:
                 encoded[id(prompt)] = row.teachers if is_separate else prompt
@@ -167,7 +171,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
 
 
 def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
-    """Returns the prompts of completions, under the view, if any, with the random numbers of this step."""
+    """Returns the prompts of completions, under `view` if there is one, with random numbers of this step."""
     if view is None:
         return rollout.prompts
     return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts)
@@ -190,7 +194,7 @@ def server_teacher(
 
 
 def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
-    """Adds the top tokens of a teacher on a server to a rollout; `requests` hold the teacher's prompts."""
+    """Adds the top tokens of a teacher on a server to a rollout. `requests` hold the teacher's prompts."""
     width, device = rollout.completion_ids.size(1), run.accelerator.device
     top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
     ids, logps = on_all_ranks(run.accelerator, top_k)
@@ -199,8 +203,8 @@ def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests:
 
 def keep_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], scored: bool) -> None:
     """
-    Sets the teacher's prompts, followed by the turns of tools, unless they are the student's or the completions are
-    `scored` already. Drops the decoded media of these prompts, which no sampler needs.
+    Sets the teacher's prompts in a rollout, continued by the turns after tool calls. Leaves them unset if they are the
+    student's prompts, or if the completions are `scored` already. Drops their decoded media, which no sampler needs.
     """
     prompts = [continued(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
     for prompt in prompts:
@@ -212,7 +216,7 @@ def keep_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], scored: boo
 
 @dataclass
 class Teacher:
-    """A teacher: another model, or the student itself without its adapter or with an average of its weights."""
+    """The teacher, which is another model or the student, perhaps without its adapter or with averaged weights."""
 
     run: Run
     model: nn.Module | None  # `None` if the student teaches itself
@@ -221,7 +225,7 @@ class Teacher:
 
     @contextmanager
     def _teaching(self) -> Iterator[nn.Module]:
-        """Yields the model that teaches, in the state in which it scores completions."""
+        """Yields the teacher's model, with the weights and modes that score completions."""
         if self.model is not None:
             yield self.model
             return
@@ -251,7 +255,7 @@ class Teacher:
             request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
             states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
-            # The target is used when the student has its own weights again
+            # The head is copied, as the student gets its own weights back before the target is used
             if self.average is not None and not args.loss_top_k:
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
             distributions: Any = {"hidden": states, "head": head}

@@ -54,17 +54,17 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path]) -> list[Path]:
-    """Returns checkpoints beyond a limit, to be deleted: first of steps after `newest`, then the oldest."""
+    """Returns the checkpoints to delete: as many as exceed `limit`, first those after `newest`, then the oldest."""
     if limit is None or limit <= 0:
         return []
-    # Sorted by step, as copying changes times of folders. Checkpoints of later steps were saved by an earlier run
+    # Sorted by step, as copying changes the times of folders. An earlier run saved the checkpoints after `newest`
     paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
     surplus = max(0, len(paths) - max(limit, len(needed)))
     return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]
 
 
 def replace_folder(written: Path, target: Path) -> None:
-    """Moves `written` to `target`; a folder that was there moves to the parent of `written`."""
+    """Moves `written` to `target`. An earlier `target` moves to the parent of `written`."""
     replaced = written.parent / _REPLACED
     if target.exists():
         target.rename(replaced)
@@ -78,7 +78,7 @@ def replace_folder(written: Path, target: Path) -> None:
 
 @contextmanager
 def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None]:
-    """Adds the checkpoint and a remedy to write errors within the context, and removes `partial` to free the disk."""
+    """Adds a checkpoint's name and a remedy to write errors within the context. Removes `partial` to free the disk."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -126,7 +126,7 @@ def load_rollout_state(
     """
     Loads onto the CPU the state that [`save_rollout_state`] saved, without running code in the file.
 
-    Returns the state; `None` if the checkpoint has none for this process.
+    Returns the state, or `None` if the checkpoint has no state of this process.
     """
     path = Path(checkpoint, f"rollout_state_{process_index}.pt")
     if not path.exists():
@@ -142,8 +142,8 @@ def whole_state_dict(
     accelerator: Accelerator, module: nn.Module, keeps: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    Gathers the sharded weights of a module on the CPU, one at a time, if `select` accepts their names. All processes
-    have to call this.
+    Gathers on the CPU, one at a time, the sharded weights whose names `select` accepts. All processes have to call
+    this.
 
     Returns the state dict, which is empty unless this process `keeps` it. Returns `None` if weights aren't sharded, as
     the module's `state_dict` is then whole.
@@ -181,7 +181,7 @@ def save_without_weights(
     writes: bool,
 ) -> None:
     """
-    Saves config and processor of a model whose weights are saved elsewhere. Adapters, which are small, are saved
+    Saves the config and processor of a model whose weights are saved elsewhere. Adapters, which are small, are saved
     whole. All processes have to call this.
     """
     policy = policy_alone(accelerator.unwrap_model(model))

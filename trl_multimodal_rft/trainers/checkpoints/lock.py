@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A lock for one run at a time in an output folder."""
+"""A lock that admits one run at a time to an output folder."""
 
 import os
 import socket
@@ -14,14 +14,14 @@ from filelock import FileLock, Timeout
 
 logger = get_logger(__name__)
 
-# Name of the lock in the output folder; pushes to the Hub leave out names with this prefix
+# Name of the lock in the output folder. Pushes to the Hub leave out names that start with `_`
 _FILE = "_run.lock"
 
 
 @contextmanager
 def holding(folder: str | Path) -> Iterator[str | None]:
     """
-    Locks a folder against other runs within the context. Yields the process that trains in it already, or `None`.
+    Locks a folder against other runs within the context. Yields the process that holds the lock already, or `None`.
 
     The kernel releases the lock however this process ends. Logs a warning if the file system has no locks.
     """
@@ -38,5 +38,5 @@ def holding(folder: str | Path) -> Iterator[str | None]:
         yield holder
     finally:
         if lock.is_locked:
-            path.unlink(missing_ok=True)  # before the release, after which another run may write the file
+            path.unlink(missing_ok=True)  # before the release, as another run may then write the file
             lock.release()

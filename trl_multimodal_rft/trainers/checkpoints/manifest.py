@@ -20,7 +20,7 @@ from ...data.rows.fingerprint import differences
 _MANIFEST = "manifest.json"
 
 _BLOCK = 1 << 24  # bytes read at once
-_READERS = 8  # files read at once; checksums are computed without the GIL
+_READERS = 8  # files read at once, in threads, as checksums are computed without the GIL
 
 
 def write_manifest(
@@ -31,8 +31,8 @@ def write_manifest(
     algorithm: str | None = None,
 ) -> None:
     """
-    Writes the sizes and checksums (CRC-32) of all files of a checkpoint, and the `algorithm` of the run. If `measured`
-    is `None`, the files are read to get sizes and checksums.
+    Writes the sizes and checksums (CRC-32) of a checkpoint's files, the run's `algorithm`, and the `fingerprints` of
+    its datasets. `measured` holds the sizes and checksums. If it is `None`, this function reads the files.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
@@ -40,13 +40,13 @@ def write_manifest(
 
 
 def measure_together(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
-    """Returns sizes and checksums of a folder's files; each process reads a share. All processes have to call this."""
+    """Returns sizes and checksums of a folder's files. Each process reads a share. All processes must call this."""
     (names,) = broadcast_object_list([[*_files(folder)]])
     return dict(sorted(gather_object([*_measure_files(folder, names[process_index::num_processes]).items()])))
 
 
 def verify_checkpoint(checkpoint: str | Path) -> list[str]:
-    """Returns the faults of a checkpoint: files that are missing, changed or unreadable; none if it is whole."""
+    """Returns messages about the missing, changed and unreadable files of a checkpoint."""
     folder = Path(checkpoint)
     try:
         if not folder.is_dir():
@@ -159,7 +159,7 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
 
 
 def _damage(file: Path) -> str | None:
-    """Returns the damage of a file that no manifest lists, if its format shows any, or `None`."""
+    """Returns the damage that the format of a file shows, or `None`. For checkpoints without a manifest."""
     if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
         return None
     try:
@@ -171,7 +171,7 @@ def _damage(file: Path) -> str | None:
             json.loads(file.read_bytes())
         elif file.suffix == ".safetensors":
             safe_open(file, "pt")
-        elif file.suffix != ".distcp" and start != b"\x80":  # older versions of torch wrote no archive
+        elif file.suffix != ".distcp" and start != b"\x80":  # older versions of torch wrote pickles
             with zipfile.ZipFile(file) as archive:
                 return archive.testzip() and "has other content than was written"
     except Exception as error:  # the file may hold anything

@@ -26,14 +26,14 @@ def writes_shards(accelerator: Accelerator) -> bool:
 
 
 def gathering(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Returns a context in which `Trainer.save_model` saves whole weights. With shards, it would save no weights."""
+    """Returns a context in which `Trainer.save_model` saves whole weights, even if the run saves shards."""
     if not writes_shards(accelerator):
         return nullcontext()
     return replaced(accelerator.state.fsdp_plugin, state_dict_type=StateDictType.FULL_STATE_DICT)
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
-    """Saves the weights of a module in shards or whole, like the policy's. All processes must call this."""
+    """Saves a module's weights in the layout of the policy's, in shards or whole. All processes must call this."""
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
@@ -64,7 +64,7 @@ def check_shards(checkpoint: Path) -> None:
 def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
     Returns an error message if a run can't resume from the layout of a checkpoint, or `None`. Runs with FSDP read
-    weights and optimizer states in the layout that they save, sharded or whole. Runs without FSDP read neither
+    weights and optimizer states only in the layout that they save, sharded or whole. Runs without FSDP read neither
     layout, and runs without DeepSpeed can't read optimizer states of DeepSpeed.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
