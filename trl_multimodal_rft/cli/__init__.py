@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The command `trl-multimodal-rft`: one module per command, imported when it runs."""
+"""The command line `trl-multimodal-rft`. Each command has a module, which is imported when the command runs."""
 
 import importlib
 import os
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             print(flush=True)  # fails only if standard output is the broken pipe, as with `| head`
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
             sys.exit(128 + signal.SIGPIPE)
         raise
     except Exception as error:

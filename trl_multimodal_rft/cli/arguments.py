@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments of the scripts that configs and [`~trl.ModelConfig`] lack, and the parser of all arguments."""
+"""Argument classes of the scripts, and the parser of a script's arguments."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ def option(default: T, text: str) -> T:
 
 @dataclass
 class PromptArguments(ScriptArguments, DatasetMixtureConfig):
-    r"""Arguments of scripts that read prompts from a dataset or from several ([`~trl.DatasetMixtureConfig`])."""
+    r"""Arguments of scripts that read prompts from a dataset or a mixture ([`~trl.DatasetMixtureConfig`])."""
 
     prompt: str | None = option(
         None,
@@ -44,7 +44,7 @@ class RunArguments(PromptArguments):
         False, "Show transformers' progress bar and dictionaries instead of one line per log."
     )
     dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
-    # Not options: values that the user set on the command line or in a config, the run's command, the trainer's state
+    # Fields that aren't options: values that the user set, the run's command, and the state of the trainer
     user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
     state: TrainerState | None = field(default=None, init=False, repr=False)
@@ -72,13 +72,13 @@ class RFTScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.reward_funcs, str):  # a config file may name one function as a text
+        if isinstance(self.reward_funcs, str):  # a config file may name one function as a string
             self.reward_funcs = [self.reward_funcs]
         if self.reward_funcs is not None and self.reward_recipe is not None:
             raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
 
     def load_rewards(self, default: Sequence[str]) -> list[Callable]:
-        """Returns the reward functions of `reward_recipe` or `reward_funcs`, or else of `default`."""
+        """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default`."""
         if self.reward_recipe is not None:
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
         return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)
@@ -95,13 +95,13 @@ class ToolArguments:
     )
 
     def tool_inputs(self) -> dict[str, Any]:
-        """Returns the tools as arguments of a trainer or an evaluation. A config file may name one tool as a text."""
+        """Loads tools as keyword arguments of a trainer or evaluation. A config file may name one tool as a string."""
         return load_tools([self.tools] if isinstance(self.tools, str) else self.tools or [])
 
 
 @dataclass
 class HarnessArguments:
-    """Server and options of a benchmark of lmms-eval or EvalScope."""
+    """Arguments for benchmarks that lmms-eval or EvalScope runs."""
 
     server_url: str | None = field(
         default=None,
@@ -157,7 +157,7 @@ class PPOScriptArguments(RunArguments, RFTScriptArguments):
 def parse(
     arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Parses command line and `--config` into one instance per class. `demo` adds options if no model is named."""
+    """Parses a command line into one instance per class. `demo` holds defaults for a command line without a model."""
     argv = sys.argv[1:] if argv is None else argv
     parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
     values = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft check`: a report on rows of a dataset that would not train, and on lengths of the others."""
+"""`trl-multimodal-rft check`: a report on a dataset, with rows that can't train, lengths, and sizes of media."""
 
 import argparse
 import hashlib
@@ -59,9 +59,9 @@ class CheckedRow:
     index: int  # row index in the dataset
     media: dict[str, int] = field(default_factory=dict)  # number of media by modality
     tokens: int | None = None  # tokens of the prompt, `None` if it can't be encoded
-    thinks: bool = False  # whether the prompt opens thoughts (`<think>`)
-    media_tokens: dict[str, int] = field(default_factory=dict)  # placeholders of the prompt by modality
-    sizes: dict[str, list[float]] = field(default_factory=dict)  # sizes of the media by the name of the measure
+    thinks: bool = False  # whether the prompt ends with an open `<think>`
+    media_tokens: dict[str, int] = field(default_factory=dict)  # number of placeholders in the prompt, by modality
+    sizes: dict[str, list[float]] = field(default_factory=dict)  # by measure, such as 'seconds of a sound'
     is_cut: bool = False  # whether the row has audio longer than the model's window
     files: dict[str, str] = field(default_factory=dict)  # names of media files by column
     silent: str | None = None  # column of the first silent sound
@@ -71,7 +71,7 @@ class CheckedRow:
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """Dataset of [`CheckedRow`], which encodes rows as trainers do. Keys are indices, or tuples of index and row."""
+    """Dataset that encodes rows like the trainers. A key is a row index, or a tuple of row index and row."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    # Workers get indices of a dataset's rows. Rows of a stream are passed on, as only this process reads the stream.
+    # Workers read a dataset's rows by index. A stream is read in this process, which sends the rows to the workers.
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
@@ -179,7 +179,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
                 yield checked
                 n_checked += 1
                 bar.update()
-    except RuntimeError as error:  # not an error of a row, which `CheckedRow.error` holds
+    except RuntimeError as error:  # an error of a worker; `CheckedRow.error` holds errors of rows
         raise ValueError(
             f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
             f"ran out, of which fewer `--num_workers` need less ({error})."
@@ -192,7 +192,7 @@ class Rows:
 
     example: str = ""  # error of the first row
     count: int = 0
-    first: list[str] = field(default_factory=list)  # index of each first row, with a file or the earlier equal row
+    first: list[str] = field(default_factory=list)  # indices of the first rows, with a file or an earlier equal row
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
     def add(self, row: CheckedRow, note: str | None = None) -> None:
@@ -211,8 +211,8 @@ class Rows:
 @dataclass
 class Report:
     """
-    Findings of a check, for a report in Markdown. It holds numbers and a digest per row, and names and errors of the
-    first rows with a finding, but no texts or media.
+    Findings of a check, for a report in Markdown. To save memory, it stores only numbers and a digest per row, and
+    names and errors of the first rows with a finding.
     """
 
     title: str
@@ -223,12 +223,12 @@ class Report:
     is_refused: bool = False  # whether the dataset as a whole would not train
     rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)
-    causes: dict[tuple[str, str], Rows] = field(default_factory=dict)
+    causes: dict[tuple[str, str], Rows] = field(default_factory=dict)  # by column and masked error
     overlong: Rows = field(default_factory=Rows)
     cut: Rows = field(default_factory=Rows)
     silent: Rows = field(default_factory=Rows)
     repeated: Rows = field(default_factory=Rows)
-    thinks: int = 0  # rows whose prompt opens thoughts
+    thinks: int = 0  # rows whose prompt ends with an open `<think>`
     first_rows: dict[bytes, int] = field(default_factory=dict)  # index of the first row with a digest
     tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
     media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
@@ -249,7 +249,7 @@ class Report:
         if row.is_cut:
             self.cut.add(row)
         if row.error is not None:
-            # Errors of one cause differ in the names, numbers and objects that they quote, so these are masked
+            # Errors with one cause quote different names, numbers and objects, so these are masked
             key = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
             column = re.sub(r"\[\d+\]", "[]", row.column or "")
             self.causes.setdefault((column, key), Rows(row.error)).add(row)
@@ -310,7 +310,7 @@ def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
 
 
 def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
-    """Returns the lines of a table under its title, or none without rows."""
+    """Returns a title and a table, or an empty list without rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
     return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 

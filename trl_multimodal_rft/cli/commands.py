@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scripts of the launched commands: a module, or a trainer with its arguments."""
+"""Scripts of the launched commands. A script is a module, or a trainer with its arguments."""
 
 import importlib
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from .training import run
 
 @dataclass(frozen=True)
 class Script:
-    """Script of a trainer, which is imported on first use. `main` takes one instance of each class in `ARGUMENTS`."""
+    """Script that runs a trainer. `main` takes one instance of each class in `ARGUMENTS`."""
 
     name: str
     arguments: type
-    prefix: str  # start of the names of the trainer and its config
+    prefix: str  # start of the names of the trainer and its config, which are imported on first use
 
     @property
     def ARGUMENTS(self) -> tuple[type, ...]:
@@ -49,5 +49,5 @@ _SCRIPTS = {script.name: script for script in tuple(globals().values()) if isins
 
 
 def script_of(name: str) -> Script | ModuleType:
-    """Returns the script of a command by the name of the command."""
+    """Returns the script of a command."""
     return _SCRIPTS.get(name) or importlib.import_module(f".{name}", __package__)

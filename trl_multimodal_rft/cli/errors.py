@@ -42,8 +42,8 @@ def input_error(error: BaseException) -> str | None:
 
 def leave(error: BaseException) -> None:
     """
-    Passes an input error of a launched process to the command that launched it, and prints the own frames of a reward
-    function. Raises other errors.
+    Writes an input error of a launched process to the folder in `FOLDER`, where the command reads it. For an error of
+    a reward function, also prints the traceback of the user's code. Raises other errors.
     """
     text, folder = input_error(error), os.environ.get(FOLDER)
     if text is None or folder is None:

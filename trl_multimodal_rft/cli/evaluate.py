@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Accuracy of a model on the rows of a dataset, see `trl-multimodal-rft evaluate --help`."""
+"""`trl-multimodal-rft evaluate`: accuracy of a model on a dataset."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -155,7 +155,7 @@ def evaluate_by_name(
     load: Callable[..., Dataset] = load_rows,
     default: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
-    """Evaluates a model on a dataset; loads both by name. Rewards default to the benchmark's, or else to `default`."""
+    """Loads and evaluates a model on a dataset, both by name. Rewards default to the benchmark's or `default`."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:

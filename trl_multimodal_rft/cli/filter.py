@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Selection of a dataset's rows by a model's completions, see `trl-multimodal-rft filter --help`."""
+"""`trl-multimodal-rft filter`: selection of a dataset's rows by a model's completions."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ from .evaluate import EvaluationArguments, evaluate_by_name
 from .preflight import check_ablated_modality
 
 
-# Name of the report in the folder of the rows
+# File name of the report, in the folder of the kept rows
 REPORT = "filter.json"
 
 
@@ -73,7 +73,7 @@ def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: fl
 def why_dropped(
     record: dict[str, Any], modality: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
-    """Returns the reason to drop a row, or `None` to keep a row whose completions show that it needs its medium."""
+    """Returns the reason to drop a row, or `None` if correct completions need the row's medium."""
     if record["correct_without"] is None:
         return f"no {modality}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
@@ -133,7 +133,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _check_config(config: EvaluationConfig, by: str) -> EvaluationConfig:
-    """Returns the checked config. With `--by accuracy`, several completions of each row are the default."""
+    """Checks the config and returns it. With `--by accuracy`, it samples several completions per row by default."""
     if by == "contribution":
         check_ablated_modality(config.ablate)
         return config

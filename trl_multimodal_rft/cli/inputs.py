@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets, models and reward functions that the arguments of scripts name."""
+"""Keyword arguments of trainers from the arguments of scripts, with loaded datasets and reward functions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 
 
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    # `load_dataset` supports neither paths of files nor `~`
+    # `get_dataset` passes the sources to `load_dataset`, which takes no path of a file and no `~`
     sources = [
         source
         if source.data_files or source.data_dir
@@ -56,7 +56,7 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
     if size is not None:
         if script_args.streaming:
             raise ValueError("A stream can't be split; leave out `streaming` or `test_split_size`.")
-        # TRL splits with a seed that differs between processes, and after a resume
+        # TRL would split with a random seed: other rows in each process and in a resumed run
         splits = splits["train"].train_test_split(test_size=size, seed=0)
     if split not in splits:
         raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")
@@ -68,7 +68,7 @@ def trainer_inputs(
 ) -> dict[str, Any]:
     """Makes a trainer's keyword arguments from the arguments of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    options = training_args.model_init_kwargs  # the config has read the option from JSON
+    options = training_args.model_init_kwargs  # a dictionary, as the config has parsed the option's JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
@@ -95,7 +95,7 @@ def trainer_inputs(
 
 
 def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
-    """Returns the trainer arguments that only PPO has."""
+    """Returns the keyword arguments that only the PPO trainer has."""
     name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
     return {
         "value_model": script_args.value_model_name_or_path,
@@ -122,7 +122,7 @@ def _with_chat_template(
 
 
 def _check_same_rows(script_args: PromptArguments) -> None:
-    """Raises if training and evaluation would use the same file, which is one split under any name."""
+    """Raises a `ValueError` if training and evaluation would use the same rows of one file."""
     name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)
     if path is not None and path.is_file() and not any("[" in split for split in splits):

@@ -19,7 +19,7 @@ from .preflight import check_run, is_harness
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Checks the options without heavy imports, and launches a script."""
     check_run(name, args)
-    # A harness asks a server, for which one process is enough
+    # lmms-eval and EvalScope send requests to a server, for which one process is enough
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
         from . import arguments, evaluate
 
@@ -46,10 +46,10 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    """Launches a script without messages of accelerate and torch on defaults and failures. Returns its exit code."""
+    """Launches a script, and returns its exit code. Hides messages of accelerate and torch."""
     logging.disable(logging.ERROR)
-    # The terminal also sends Ctrl-C to the launched process, which may save a checkpoint, so this process has to wait.
-    # With several processes, torch installs its own handler, and would kill them after 30 seconds.
+    # Ctrl-C also reaches the launched processes, which may save a checkpoint. So this process ignores it and waits.
+    # Torch's launcher of several processes would kill them 30 seconds after Ctrl-C, so it gets a longer timeout.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:

@@ -38,7 +38,7 @@ def collect() -> dict[str, Any]:
 
 
 def options(classes: Sequence[type]) -> list[dict[str, Any]]:
-    """Returns the options of a script, as [`~trl.TrlParser`] takes them."""
+    """Returns the options that [`~trl.TrlParser`] makes from the argument classes of a script."""
     hints = {name: hint for entry in classes for name, hint in get_type_hints(entry).items()}
     groups = {entry.name: _group(cls, entry.name) for cls in classes for entry in fields(cls) if entry.init}
     actions = {}
@@ -65,7 +65,7 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """Returns the group of a field: in a trainer's config, the package of the most derived class with this field."""
+    """Returns the group of a field. For a trainer's config, it is the package that defines the field last."""
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
@@ -75,7 +75,7 @@ def _group(owner: type, name: str) -> str:
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Returns the options of `accelerate launch`. Values other than numbers and booleans stay text."""
+    """Returns the options of `accelerate launch`, as integers, floats, booleans or strings."""
     rows = []
     for action in launch_command_parser()._actions:
         if action.dest in _RESERVED or not action.option_strings:

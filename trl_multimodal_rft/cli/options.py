@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parsers of the commands. So that `--help` is quick, this module imports no code that the commands run."""
+"""Parsers of the commands. This module doesn't import the commands' code, so that `--help` is quick."""
 
 import argparse
 import difflib
@@ -52,14 +52,14 @@ TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH = "launch "  # prefix of `dest` for options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
-_LISTED = 8  # maximum number of choices that `--help` lists before the description
+_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
 
 Value = bool | int | float | str | list | dict | None
 
 
 def read_config(path: str) -> dict[str, Value]:
-    """Reads a config file into values by option. Scalars stay texts, as on the command line."""
+    """Returns the values of a config file by option. Scalars stay strings, as on the command line."""
     import yaml
 
     try:
@@ -86,7 +86,7 @@ def read_config(path: str) -> dict[str, Value]:
 
 
 def _option_name(key: str) -> str:
-    """Returns the option that a key names. Keys may have dashes, as on the command line."""
+    """Returns a key as the name of an option. Keys may have dashes, as on the command line."""
     return str(key).replace("-", "_")
 
 
@@ -108,7 +108,7 @@ def packaged(folder: str, name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Errors are one line with the closest option, and `--config` reads options from a file."""
+    """Parser of a command. Its errors are one line, and `--config` reads options from a file."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """
-        Parses a command line. An unknown option is reported before a missing one. Names of options may have dashes in
-        place of underscores.
+        Parses a command line. Names of options may have dashes in place of underscores. Unknown options are reported
+        first, before missing required options.
         """
         words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
         for name in (word.split("=")[0] for word in words if word.startswith("--")):
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
-        """Adds options of a launched command: `names` with that command's defaults, and the options in `defaults`."""
+        """Adds options of a launched command by name. `defaults` maps further names to new defaults."""
         options = {option["name"]: option for option in options_of(command)}
         trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
@@ -156,9 +156,9 @@ class Parser(argparse.ArgumentParser):
         self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
     ) -> argparse.Namespace:
         """
-        Parses a command line whose `--config` names a file or a recipe of this package. The command line takes
-        precedence. `of_run` converts the entries of a training run's config to options. Options that this command
-        lacks are dropped.
+        Parses a command line, and the file or built-in recipe of its `--config`. The command line takes precedence.
+        `of_run` converts the config of a training run to options of another command. Entries that aren't options of
+        the command are then dropped.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
@@ -189,14 +189,14 @@ class Parser(argparse.ArgumentParser):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
         return parsed
 
-    def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
+    def _read(self, entries: dict[str, Value], namespace: argparse.Namespace) -> None:
         """Parses a config file's entries like a command line. Options that the file sets are no longer required."""
         words = []
-        for name, value in keys.items():
+        for name, value in entries.items():
             action = self._option_string_actions.get(f"--{name}")
             if value is None:
                 if name in self.optional:
-                    setattr(values, name, None)
+                    setattr(namespace, name, None)
                 continue
             if action is not None:
                 action.required = False
@@ -209,7 +209,7 @@ class Parser(argparse.ArgumentParser):
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
-        self.parse_args(words, values)
+        self.parse_args(words, namespace)
         for action in required:
             action.required = True
 
@@ -310,10 +310,10 @@ def launched_parser(
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    unique: dict[str, dict[str, Any]] = {}  # by name; options of the command win over those of `accelerate launch`
+    unique: dict[str, dict[str, Any]] = {}  # by name; the command's options win over `accelerate launch`
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
         unique.setdefault(option["name"], option)
-    unique.pop("debug", None)  # transformers' option, which isn't the `--debug` above
+    unique.pop("debug", None)  # transformers' `debug` isn't the `--debug` above
     parser.table = [*unique.values()]
     first = [unique.pop(name) for name in FIRST if name in unique]
     sections = {"": first, **{group: [row for row in unique.values() if row["group"] == group] for group in GROUPS}}

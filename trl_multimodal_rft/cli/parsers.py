@@ -29,7 +29,7 @@ LAYOUTS = {
     **dict.fromkeys(("hpsv3", "unifiedreward"), "load_generations"),
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
-# By strategy, whether weights, gradients and optimizer state are sharded
+# Whether a strategy shards weights, gradients and optimizer state
 SHARDS = {
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -38,7 +38,7 @@ SHARDS = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
-# Bytes of optimizer state per byte of a weight (True) or per weight (False)
+# Bytes of optimizer state, per byte of the weights (True) or per weight (False)
 OPTIMIZERS = {
     "adamw_torch_fused": (2, True),
     "adamw_torch": (2, True),
@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": (0, False),
     "sgd": (0, False),
 }
-# Options of the trainer's config that `check` takes (`_OF_ROWS`) and that `estimate` takes (`_OF_MEMORY`)
+# Options of the launched commands that `check` (`_OF_ROWS`) and `estimate` (`_OF_MEMORY`) have, too
 _OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
 _OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
 _OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
@@ -62,12 +62,12 @@ _CONFIG = "run config or built-in recipe; keys for other commands are ignored"
 def chat(parser: Parser) -> None:
     add = parser.add_argument
     model = "folder of a trained model or adapter, or name on the Hub"
-    named = parser.add_mutually_exclusive_group(required=True)
-    named.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
-    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the model's option in other commands
+    model_group = parser.add_mutually_exclusive_group(required=True)
+    model_group.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
+    model_group.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # as in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    switch = "use_audio_in_video"  # a flag, as an optional value could be the model's name
+    switch = "use_audio_in_video"  # a flag, which can't take the model's name as its value
     parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
     add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
@@ -140,7 +140,7 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
-    if isinstance(sizes, dict):  # GPUs that hold the same shards count once
+    if isinstance(sizes, dict):  # `gpus` counts the GPUs that shard one copy of the weights
         size = "parallelism_config_dp_shard_size"
         options["gpus"] = keys.get(size, sizes.get(size, 1))
     options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}

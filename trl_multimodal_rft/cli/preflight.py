@@ -17,7 +17,7 @@ from ..trainers.batches import batch_options, batch_size, check_batches
 from .options import NAMES, Value, options_of, packaged, read_config, table
 
 
-# Files of GPUs and other accelerators. `accelerate launch` starts a process for each unless it is told a number.
+# Device files of GPUs and other accelerators. By default, `accelerate launch` starts one process per accelerator.
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/davinci[0-9]*", "/dev/accel*", "/dev/mlu*")
 
 
@@ -58,8 +58,8 @@ def check_ablated_modality(ablate: str | None) -> None:
 
 def check_names(args: argparse.Namespace) -> None:
     """
-    Checks the names of models and datasets that look like paths, that a recipe's folder of rows exists, and the rules
-    of media, among them `media_dir`.
+    Checks that local models and datasets exist, among them the prepared dataset of a recipe, and that rules of media
+    such as `media_dir` are valid.
     """
     mixture = [source.get("path") for source in getattr(args, "datasets", None) or () if isinstance(source, dict)]
     for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
@@ -86,7 +86,7 @@ def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:
 
 
 def check_batch(command: str, args: argparse.Namespace) -> None:
-    """Checks whether batches hold whole groups of completions, unless the number of processes depends on the GPUs."""
+    """Checks that batches hold whole groups of completions, if the number of processes is known."""
     defaults = {option["name"]: option["default"] for option in options_of(command)}
     processes = process_count(getattr(args, "launch", {}), getattr(args, "accelerate_config", None))
     if processes is None or "num_generations" not in defaults:
@@ -100,14 +100,14 @@ def check_batch(command: str, args: argparse.Namespace) -> None:
 
 def process_count(launch: Mapping[str, Any], config: str | None) -> int | None:
     """
-    Returns the number of processes that `accelerate launch` starts with its options and a config of this package, or
-    `None` if that depends on the user's own config or on several GPUs.
+    Returns the number of processes that `accelerate launch` starts with the options `launch` and an accelerate
+    `config`. `None` means that the number depends on the user's default config, or on the number of GPUs.
     """
-    named = launch.get("num_processes")
-    if named is None and config is not None:
-        named = read_config(packaged("accelerate_configs", config)).get("num_processes")
-    if named is not None:
-        return integer("num_processes", named)
+    count = launch.get("num_processes")
+    if count is None and config is not None:
+        count = read_config(packaged("accelerate_configs", config)).get("num_processes")
+    if count is not None:
+        return integer("num_processes", count)
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folder = os.path.expanduser(os.environ.get("HF_HOME", f"{cache}/huggingface"))
     if "config_file" in launch or config is not None or glob.glob(f"{folder}/accelerate/default_config.*"):

@@ -16,12 +16,12 @@ _PROMPTS = ("prompt", f"{TEACHER}prompt")
 
 Prompt = str | list[dict[str, Any]]
 
-# `{{word}}` for the text `{word}`, or `{column}`
+# Matches `{column}`, and `{{word}}`, which stands for the text `{word}`
 _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
-    """Returns a dataset with text columns from `templates`, by column. Media are neither read nor copied."""
+    """Adds the text columns that `templates` define, by column name. Media aren't read or copied."""
     texts = {name: template for name, template in templates.items() if template is not None}
     used_columns = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
     columns, features = dataset.column_names, dataset.features or {}
@@ -44,7 +44,7 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
-    """Puts a system message before the prompts of a dataset, and before a teacher's prompts that have none."""
+    """Adds a system message to a dataset's prompts, and to a teacher's prompts that lack a system message."""
     if text is None:
         return dataset
     columns, features = dataset.column_names, dataset.features or {}
@@ -72,6 +72,7 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
 def _with_columns(
     dataset: Dataset | IterableDataset, reads: list[str], columns: dict[str, Any], make: Callable
 ) -> Dataset | IterableDataset:
+    """Adds `columns`, by name with their features. `make` computes their values from the columns `reads`."""
     if not columns:
         return dataset
     if isinstance(dataset, IterableDataset):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The commands by name, with their purposes, which `--help` prints."""
+"""The names and purposes of the commands, as `--help` prints them."""
 
 # Run by `accelerate launch`
 LAUNCHED = {

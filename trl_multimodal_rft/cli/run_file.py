@@ -17,14 +17,14 @@ from .options import TRACEBACK
 NAME = "run.yaml"
 
 _FIRST = ("model_name_or_path", "dataset_name", "output_dir")
-# Options of one launch, not of the run
+# Options that a repetition of the run must not copy
 _TRANSIENT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
 
 
 def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
     """
-    Writes the options that the user set. A resumed run, which may be longer, keeps the file's `max_steps`. The other
-    options of an earlier run in the folder stay in `run-1.yaml`, or a higher number.
+    Writes the options that the user set. A resumed run doesn't change `max_steps` in the file. If the folder has the
+    file of an earlier run with other options, this file is renamed to `run-1.yaml`, or a higher number.
     """
     keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
     if resumed:

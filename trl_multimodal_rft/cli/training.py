@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The life of a trainer in a script: build, train, save, publish."""
+"""The steps of a training script: build a trainer, train, save, publish."""
 
 import json
 import shlex
@@ -93,11 +93,11 @@ class ScriptCallback(TrainerCallback):
 @contextmanager
 def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
-    Prepares the options of a script that trains with [`ScriptCallback`] within the context. At its end, or at Ctrl-C,
-    the console shows the next commands. The files of a dry run go to a temporary folder.
+    Context for the training of a script with [`ScriptCallback`]. At the end, or at Ctrl-C, prints the next commands.
+    For a dry run, turns off saving and publishing, and uses a temporary `output_dir`.
     """
     if script_args.dry_run:
-        if checkpoint_of(training_args) is True:  # the last checkpoint in `output_dir`, which changes below
+        if checkpoint_of(training_args) is True:  # stands for the last checkpoint in `output_dir`, which changes below
             folders = checkpoints(str(training_args.output_dir))
             if not folders:
                 raise ValueError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")
@@ -132,8 +132,8 @@ def curves() -> list[TrainerCallback]:
 
 
 def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
-    """Returns the checkpoint to resume from, or `True` for the last one. Options hold `true` and `false` as text."""
-    resume = training_args.resume_from_checkpoint
+    """Returns the checkpoint to resume from: a path, or `True` for the last one. `None` and `False` start anew."""
+    resume = training_args.resume_from_checkpoint  # the command line gives booleans as strings
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 
 
@@ -171,7 +171,7 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
 
 
 def held_out_rows(script_args: RunArguments, evaluates: bool) -> str | None:
-    """Returns the dataset of a run if `evaluate` finds other rows in it than those of the training, else `None`."""
+    """Returns the name of the run's dataset if `evaluate` would read held-out rows, else `None`."""
     name = script_args.dataset_name
     if name is None or (not evaluates and only_split(name, script_args.dataset_config) is not None):
         return None
@@ -191,7 +191,7 @@ def resume_hint(
 
 
 def saved_step(folder: str | None, state: TrainerState) -> int | None:
-    """Returns the step of a run's last checkpoint, or `None` if the folder has none, or an earlier run's."""
+    """Returns the step of the run's last checkpoint, or `None` if the folder has no checkpoint of this run."""
     checkpoint = get_last_checkpoint(folder) if Path(str(folder)).is_dir() else None
     step = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
     return None if step is None or step > state.global_step else step

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's names and module paths, implemented by this package's core, which never imports this folder."""
+"""LightRFT's classes and functions under its module paths. The rest of this package never imports this folder."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
-# LightRFT's modules without a file here: the packages `models` and `trainer` hold their names
+# Modules of LightRFT that have no file here. The packages `models` and `trainer` define their names.
 ALIASES = {
     "models.actor_al": ["ActorAL", "ActorOmni"],
     "models.actor_language": ["ActorLanguage"],

@@ -9,8 +9,8 @@ from ..spelling import spelled
 from ..trainers.ppo_config import MultimodalPPOConfig
 
 
-# Fields of the config by the options of LightRFT's command lines that set them. Options of models, sampling and the
-# loop are missing: actors, the trainer and its `fit` take them as arguments.
+# Fields of the config by LightRFT's command-line options. Options of models, sampling and the loop are missing, since
+# actors, the trainer and its `fit` take them as arguments.
 OPTIONS = {
     "save_path": "output_dir",
     "num_episodes": "num_train_epochs",
@@ -33,15 +33,15 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
 
     Args:
         args (`argparse.Namespace`):
-            Options by LightRFT's names, see `OPTIONS`; `value_clip`; `advantage_estimator` with `gamma` and
-            `lambd`, `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Other options, such as
-            those of engines, which `accelerate launch` chooses, and options that are `None`, are ignored.
+            Options by LightRFT's names: the keys of `OPTIONS`, `value_clip`, `advantage_estimator` with `gamma` and
+            `lambd`, `use_kl_loss` (KL divergence in the loss), and `use_kl_estimator_k3`. Other options are ignored,
+            and so are options that are `None`. Pass options of DeepSpeed and FSDP to `accelerate launch`.
 
     Returns:
         [`MultimodalPPOConfig`]: The config, to pass as `strategy` to the PPO trainers.
 
     Raises:
-        `ValueError`: If options contradict each other, as for the config itself.
+        `ValueError`: If options contradict each other, or if the config doesn't allow them.
     """
     options: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
     fields = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}

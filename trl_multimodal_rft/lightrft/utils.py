@@ -9,7 +9,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 def get_tokenizer(
     pretrain: str, model: PreTrainedModel, padding_side: str = "left", use_fast: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer. If it has no padding token, its EOS token becomes that of the tokenizer and of the model."""
+    """Loads a tokenizer. If it has no padding token, tokenizer and model get the EOS token as padding token."""
     tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast))
     return _set_pad(tokenizer, model, padding_side)
 

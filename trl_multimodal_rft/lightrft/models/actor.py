@@ -47,14 +47,14 @@ _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *C
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 _VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
-# Grids are accepted for all families, since they mean nothing without pixels
+# Grids that a model doesn't take are dropped, since they mean nothing without pixels
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
 class Actor(nn.Module):
     """
-    A policy that samples completions and computes log-probabilities of their tokens, its actions. It takes media of
-    any model, by the argument names of the model's forward.
+    A policy that samples completions and computes log-probabilities of their tokens, the actions. Media are passed by
+    the argument names of the model's forward.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -66,26 +66,26 @@ class Actor(nn.Module):
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`list[str]`, *optional*):
-            Suffixes of the names of linear layers that LoRA adapts, outside of frozen encoders; by default all but the
-            LM head.
+            Suffixes of the names of linear layers for LoRA. Frozen encoders get no LoRA. By default all linear layers
+            except the LM head.
         ds_config, device_map (`dict`, *optional*):
-            DeepSpeed configuration, of which ZeRO-3 shards the weights while loading, and device of each module.
+            DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded.
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether `forward` takes samples one after the other in one row, with `packed_seq_lens`.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
-            Share of tokens that [`~algorithms.entropy.high_entropy_mask`] keeps by their entropy. Above 0, outputs
-            hold `action_entropy`.
+            Share of tokens with the highest entropy to train on, see [`~algorithms.entropy.high_entropy_mask`]. Above
+            0, outputs hold `action_entropy`.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Whether to load with 4-bit weights (NF4), for LoRA.
         freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
             Whether to freeze the encoder of images and videos, and the encoder of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the log-probabilities; sample at the same one.
+            Temperature of the log-probabilities. Sample at the same temperature.
 
     Raises:
         `ValueError`: If a number is out of range, if an argument of loading is passed with an instance, if there is no
-            encoder to freeze or no layer for LoRA, if an instance for LoRA has an adapter, or if the model doesn't
-            support packing, or has media tensors that index each other.
+            encoder to freeze or no layer for LoRA, if an instance for LoRA already has an adapter, if the model
+            doesn't support packing, or if its media tensors index each other.
     """
 
     modality = "text"
@@ -118,7 +118,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # transformers has only a weak reference to this object, which the attribute keeps alive
+            # transformers has only a weak reference to this object, so the attribute keeps it alive
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
@@ -158,7 +158,7 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        # Without an accelerator: the model is whole on each rank, and its forwards are never collective
+        # No accelerator is passed, since each rank holds the whole model, and its forwards don't wait for other ranks
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
@@ -206,10 +206,11 @@ class Actor(nn.Module):
 
         Args:
             sequences (`torch.LongTensor`):
-                Prompts and completions, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
+                Prompts and completions, shape `(B, S)`. Packed sequences follow each other without padding, shape
+                `(1, sum of S)`.
             num_actions (`int` or `list[int]`, *optional*):
-                Number of action tokens `A`, at most `S - 1`; packed, one number per sample. `None` with
-                `return_output` returns the output alone.
+                Number of action tokens `A`, at most `S - 1`. For packed sequences, one number per sample. `None`
+                with `return_output` returns the output alone.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
             pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
@@ -218,7 +219,8 @@ class Actor(nn.Module):
             image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
                 Numbers of patches of each image or video along time, height and width, shape `(number, 3)`.
             return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output, too: with the logits of all tokens; packed, only `aux_loss`.
+                Whether to return the model's output, too. It holds the logits of all tokens. For packed sequences, it
+                holds only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
@@ -229,12 +231,12 @@ class Actor(nn.Module):
 
         Returns:
             `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
-            `(B, A)` or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the
-            actor has a `high_entropy_token_ratio`.
+            `(B, A)`, or `(1, sum of A)` for packed sequences. The output holds `action_entropy` of the same shape if
+            the actor has a `high_entropy_token_ratio`.
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
-            `TypeError`: If the model has no argument of the name of a tensor, or takes no audio.
+            `TypeError`: If the model's forward has no argument for a tensor, or takes no audio.
             `ValueError`: If the number of actions is missing or doesn't match the sequences, or if sequences are
                 packed without `packing_samples`.
         """
@@ -287,7 +289,7 @@ class Actor(nn.Module):
                 fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n, 0)), fill)
         inputs: dict[str, Any] = {**to_model(media, base, sequences.device), **fields, "attention_mask": mask}
         if self.config.get_text_config() is self.config:
-            # By default, language models count padding on the left in their positions
+            # The default positions of language models count left padding
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
         if _has_router(base):
             inputs["output_router_logits"] = True
@@ -323,8 +325,8 @@ class Actor(nn.Module):
                 Images and videos, see [`Actor.forward`].
             kwargs:
                 Further media by the names of the model's forward, and options of
-                [`~transformers.GenerationMixin.generate`], by default those of the model's generation config, or else
-                the policy's temperature, and no `top_k` or `top_p`.
+                [`~transformers.GenerationMixin.generate`]. Options default to the model's generation config. If it
+                doesn't set them, the temperature is the policy's, without `top_k` and `top_p`.
 
         Returns:
             `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
@@ -332,8 +334,8 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
-            `ValueError`: If prompts are padded on the right, if an option is unknown, or for several sequences per
-                prompt, or beam search with audio.
+            `ValueError`: If prompts are padded on the right, if an option is unknown, if several sequences per prompt
+                are requested, or if beam search is requested with audio.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -446,7 +448,7 @@ class Actor(nn.Module):
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
         """
-        Saves the model, or only its adapter. Other arguments are those of the model's `save_pretrained`.
+        Saves the model, or only its adapter, if any. Other arguments go to the model's `save_pretrained`.
 
         Args:
             folder (`str`):
@@ -463,8 +465,8 @@ class ActorVL(Actor):
 
 class ActorAL(Actor):
     """
-    A policy for prompts with audio, with the arguments of [`Actor`]. Unlike the `forward` of other actors, that of
-    this class ignores images and videos; [`ActorOmni`] uses them.
+    A policy for prompts with audio, with the arguments of [`Actor`]. Its `forward` ignores images and videos, which
+    [`ActorOmni`] takes.
 
     Example:
 
@@ -491,7 +493,7 @@ class ActorAL(Actor):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Samples completions of prompts with audio, see [`Actor.generate`]; audio is passed as in [`Actor.forward`].
+        Samples completions of prompts with audio, see [`Actor.generate`]. Audio is passed as in [`Actor.forward`].
         """
         audio = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         return super().generate(input_ids, **audio, **kwargs)
@@ -506,8 +508,8 @@ class ActorOmni(ActorAL):
 
 def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns `temperature`, `top_k` and `top_p` of the options of generation, by default the actor's temperature, and no
-    `top_k` or `top_p`. Warns if sampling with them differs from the scored distribution.
+    Returns `temperature`, `top_k` and `top_p` for sampling. By default, the temperature is the actor's, and `top_k`
+    and `top_p` are off. Warns if completions would be sampled from another distribution than the scored one.
     """
     defaults = {"temperature": actor_temperature, "top_k": 0, "top_p": 1.0}
     chosen = {name: value if options.get(name) is None else options[name] for name, value in defaults.items()}
@@ -522,7 +524,7 @@ def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[
 
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does, but no buffers: rounding would change rotary frequencies."""
+    """Casts parameters as `from_pretrained` does. Buffers stay, since rounding would change rotary frequencies."""
     fp32_modules = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in fp32_modules):
@@ -536,11 +538,11 @@ def _add_lora(
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # PEFT would shorten names of layers to suffixes: "0" of a merger would match whole blocks of Qwen3-Omni
+        # PEFT would shorten names of layers to suffixes. The suffix "0" of a merger's layer would match whole blocks.
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
-    # Whole names, since names of layers in encoders often end like names in the language model
+    # Full names, since suffixes of names in encoders often match layers of the language model, too
     excluded = rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None
     config = peft.LoraConfig(**adapter, target_modules=target_modules, exclude_modules=excluded, bias="none")
     base_modules = set(model.modules())
@@ -566,7 +568,7 @@ def _media_names(model: PreTrainedModel) -> set[str]:
 
 
 def _accepted_media(model: PreTrainedModel, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Drops `None`, and grids that the model doesn't take. Raises a `TypeError` for other media it doesn't take."""
+    """Drops `None`, and grids that the model doesn't take. Raises a `TypeError` for other unknown media."""
     names = _media_names(model)
     accepted = {n: value for n, value in media.items() if value is not None and (n in names or n not in _GRIDS)}
     for name, value in accepted.items():

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversion of bare tensors, token ids and media, to prompts and completions, without a processor."""
+"""Conversion of token ids and media tensors to prompts and completions, without a processor."""
 
 import inspect
 from collections import defaultdict
@@ -28,7 +28,7 @@ from ...forward.scores import ScoreRequest
 
 Rows = torch.Tensor | Sequence[torch.Tensor]
 
-# Names of media tensors in experiences, by their names in models, where the two differ
+# Names of media tensors in experiences by names in models, for tensors whose names differ
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
@@ -50,11 +50,11 @@ class BareCompletions:
     is_action: torch.Tensor  # true on columns with a score: (B, A), or (1, sum of A) if samples are packed
 
     def request(self, **options: Any) -> ScoreRequest:
-        """Returns a request for scores of the completions, with further fields of the request."""
+        """Returns a request to score the completions. `options` are further fields of [`ScoreRequest`]."""
         return ScoreRequest(self.prompts, self.ids, self.mask, **options)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Moves values of completion tokens `(B, C)` to the caller's action columns; other columns are 0."""
+        """Moves values of completion tokens `(B, C)` to the action columns. Other columns are 0."""
         return values.new_zeros(self.is_action.shape).masked_scatter(self.is_action, values[self.mask.bool()])
 
 
@@ -66,8 +66,9 @@ def padded_completions(
     media: dict[str, torch.Tensor],
 ) -> BareCompletions:
     """
-    Splits padded sequences `(B, S)` into prompts and completions. Actions are the last `num_actions` columns, but not
-    padding, the first token, which no token predicts, or tokens up to the one after the last media placeholder.
+    Splits padded sequences `(B, S)` into prompts and completions. Completions are the tokens in the last `num_actions`
+    columns. Two kinds of tokens in these columns still belong to the prompt: a sequence's first token, since no token
+    predicts it, and all tokens up to the first text token after media.
     """
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
@@ -89,7 +90,10 @@ def packed_completions(
     lengths: Sequence[int],
     media: dict[str, torch.Tensor],
 ) -> BareCompletions:
-    """Splits packed samples `(1, sum of S)` into prompts and completions, each sample's last `num_actions` tokens."""
+    """
+    Splits packed samples `(1, sum of S)` into prompts and completions. The completion is a sample's last `num_actions`
+    tokens.
+    """
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
         raise ValueError(
@@ -127,7 +131,7 @@ def bare_prompts(
     model: PreTrainedModel,
     inputs: Iterable[tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor] | None]],
 ) -> list[EncodedPrompt]:
-    """Returns the prompt of each ids, media and token fields. Equal prompts are one object, which forwards share."""
+    """Returns a prompt per tuple of ids, media and token fields. Equal prompts are one object for shared forwards."""
     prompts: list[EncodedPrompt] = []
     by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
     for ids, media, fields in inputs:
@@ -148,8 +152,8 @@ def bare_prompt(
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
     """
-    Returns a prompt on the CPU from token ids and media; without `fields`, per-token fields are derived from the ids.
-    Raises a [`MediaError`] if placeholders and media don't match, or if ids don't distinguish videos from images.
+    Returns a prompt on the CPU from token ids and media. Without `fields`, per-token fields are derived from the ids.
+    Raises a [`MediaError`] if placeholders and media don't match, or if videos have the placeholders of images.
     """
     ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
     split_media(model, [ids], media)
@@ -167,8 +171,8 @@ def bare_prompt(
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Derives the model's per-token fields from placeholders in the ids; videos written with the image token count as
-    images. Without these fields, models of the Qwen family give media the positions of text, without an error.
+    Derives the model's per-token fields from placeholders in the ids. Videos with placeholders of images count as
+    images. Without these fields, models of the Qwen family silently give media the positions of text.
     """
     accepted = inspect.signature(type(model).forward).parameters
     types = torch.zeros_like(input_ids)
@@ -184,7 +188,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 
 
 def media_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns the argument names of the model's forward by the names in experiences, where the two differ."""
+    """Returns argument names of the model's forward by names in experiences, for tensors whose names differ."""
     accepted = inspect.signature(type(model).forward).parameters
     return {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
@@ -213,8 +217,8 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     """
     Splits the media tensors of a batch among its rows, by the placeholders of each row.
 
-    Raises a [`MediaError`] if the placeholders don't match the media: models don't check this, and some run without an
-    error on too many or too few placeholders.
+    Raises a [`MediaError`] if the placeholders don't match the media. Some models don't check this, and run with too
+    many or too few placeholders.
     """
     masks = {
         modality: [_isin(row.cpu(), ids) for row in rows]
@@ -258,9 +262,10 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 def _check_present(
     model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
 ) -> bool:
-    """Raises a [`MediaError`] unless media and placeholders match; returns whether videos have image placeholders."""
+    """Raises a [`MediaError`] if media don't match placeholders. Returns whether videos have image placeholders."""
     first_rows = {
-        name: next((i for i, mask in enumerate(row_masks) if mask.any()), None) for name, row_masks in masks.items()
+        modality: next((i for i, mask in enumerate(row_masks) if mask.any()), None)
+        for modality, row_masks in masks.items()
     }
     # Grids, sizes and masks alone don't make a modality present
     present = {
@@ -355,8 +360,8 @@ def _count_media(
         if used < len(token_counts):
             raise MediaError(f"{len(token_counts) - used} {modality}s have no placeholder in any row.")
         return counts
-    # Token counts are unknown: either each run of adjacent placeholders is one image, video or clip, or each row with
-    # placeholders has one, or all of them have equally many tokens
+    # Token counts are unknown. The media are counted in three ways: one per run of adjacent placeholders, one per row
+    # with placeholders, or by the same number of tokens for all. The first way that gives `n_media` is taken.
     n_media = max(len(value) for value in tensors.values())
     runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     has_any = [int(mask.any()) for mask in masks]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A critic with the `forward` of an actor, which takes sequences and the number of their actions."""
+"""A critic whose `forward` takes sequences and their number of actions, as in LightRFT."""
 
 import torch
 from transformers import PreTrainedModel
@@ -37,8 +37,8 @@ class Critic(critic_module.Critic):
         Returns the values of the states before the actions, see [`Actor.forward`] for the arguments.
 
         Returns:
-            `torch.Tensor`: Values, float32, shape `(B, A)`; without `num_actions`, those of the states after every
-            token, shape `(B, S)`.
+            `torch.Tensor`: Values, float32, shape `(B, A)`. Without `num_actions`, values of the states after all
+            tokens, shape `(B, S)`.
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.

@@ -26,7 +26,7 @@ def compute_approx_kl(
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`; all ones by default.
         kl_estimator, use_kl_estimator_k3 (*optional*, default to `"k1"` and `False`):
-            `"k1"`, `"k2"` or `"k3"`; `True` means the last one.
+            Estimator (`"k1"`, `"k2"` or `"k3"`), and whether to use `"k3"` instead of it.
 
     Returns:
         `torch.Tensor`: The estimate, float32, shape `(B, A)`, 0 outside the mask.
@@ -51,8 +51,8 @@ def compute_reward(
         r (`torch.Tensor` or `float`):
             Rewards of the completions, shape `(B,)`, or one reward for all.
         kl_coef, kl (`float`, and `torch.Tensor` or `list[torch.Tensor]`):
-            Coefficient of the penalty, 0 if it is negative, and KL divergence of each token: shape `(B, A)`, or a list
-            with `(A,)` for each completion.
+            Coefficient of the penalty, and KL divergence of each token, shape `(B, A)`, or a list with `(A,)` for each
+            completion. A negative coefficient counts as 0.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`.
         num_actions (`int` or `list[int]`, *optional*):
@@ -89,7 +89,7 @@ def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None
             Dimension to reduce; all by default.
 
     Returns:
-        `torch.Tensor`: The mean, 0 where the mask is 0 throughout.
+        `torch.Tensor`: The mean, or 0 if no value counts.
     """
     mask = torch.ones_like(tensor, dtype=torch.bool) if mask is None else mask.bool()
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)

@@ -2,10 +2,10 @@
 """
 Records of completions: [`Samples`], as they were sampled, and [`Experience`], with the fields that an update needs.
 
-An experience is padded or packed. Padded, `sequences` is `(B, S)` and fields of actions are `(B, A)`: the last `A`
-columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0. Packed,
-each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media have the same form in both: tensors that
-join the rows of all samples, in order.
+An experience is padded or packed. In a padded experience, `sequences` has the shape `(B, S)`, and fields of actions
+have the shape `(B, A)`. The last `A` columns of `sequences` are the action columns. The action mask is 0 where an
+action column holds no action. In a packed experience, each of these fields is a list of `B` tensors of shape `(S_i,)`
+or `(A_i,)`. In both, a media tensor concatenates the rows of all samples, in order.
 """
 
 from dataclasses import dataclass
@@ -55,10 +55,11 @@ def clip_filter_like_weight_func(
     rewards: torch.Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights by which groups with signal make up for groups without, see [`clip_filter_like_weights`].
+    Returns weights by which groups with signal make up for groups without signal, see [`clip_filter_like_weights`].
 
-    Shapes: `rewards`, one group per row, `NaN` where unscorable, and the weights `(G, n)`. The weight of a group with
-    signal is at most `clip_filter_like_weight_clip_eps`, that of other groups `lamda`, or 1 if no group has signal.
+    Rewards and weights have the shape `(G, n)`, one group per row. Rewards of unscorable completions are `NaN`. Groups
+    with signal have weights of at most `clip_filter_like_weight_clip_eps`, other groups have the weight `lamda`. If no
+    group has signal, all weights are 1.
     """
     n_groups, n_samples = rewards.shape
     ids = torch.arange(n_groups, device=rewards.device).repeat_interleave(n_samples)
@@ -71,21 +72,21 @@ def clip_filter_like_weight_func(
 @dataclass(eq=False)
 class Record(Generic[Fields]):
     """
-    Completions with the fields that an update needs. Shapes are for a padded batch; packed, fields are lists of rows.
+    Completions with the fields that an update needs. Shapes are those of a padded batch.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
             Ids of prompt and completion, shape `(B, S)`.
         action_log_probs, base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
-            Log-probabilities of the actions under the policy that sampled and under the reference, shape `(B, A)`;
-            the latter `None` without a reference.
+            Log-probabilities of the actions under the sampling policy and under the reference, shape `(B, A)`.
+            `base_action_log_probs` are `None` without a reference.
         values, returns, advantages (`torch.Tensor` or `list[torch.Tensor]`):
             Values, returns and advantages of the actions, shape `(B, A)`; `values` are `None` without a critic.
         attention_mask, action_mask (`torch.Tensor` or `list[torch.Tensor]`):
             1 on tokens, shape `(B, S)`, and on actions, shape `(B, A)`.
         info (`dict`):
-            Everything else, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
-            dicts hold further values by the same rules, and any other value belongs to the whole batch.
+            Further values, such as rewards. Tensors `(B, ...)` and lists of length `B` have one entry per sample.
+            Dicts hold more such values. Any other value belongs to the whole batch.
     """
 
     sequences: Fields
@@ -139,13 +140,13 @@ class Experience(Record[Tokens]):
     action_entropy: Tokens | None = None
 
 
-# Media. Fields of a dataclass come in reverse order of its bases: sequences, images and videos, then all other fields
+# Media. A dataclass has the fields of its last base first: here `sequences`, then images and videos, then the others
 
 
 @dataclass(eq=False)
 class VisionFields(Generic[Fields]):
     """
-    Images and videos, which follow the sequences.
+    Fields of images and videos, which come right after `sequences`.
 
     Args:
         pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
@@ -167,7 +168,7 @@ class VisionFields(Generic[Fields]):
 @dataclass(eq=False)
 class MediaFields:
     """
-    Media that follow all other fields.
+    Fields of audio and other media, which come after all other fields.
 
     Args:
         audio_values (`torch.Tensor`, *optional*):
@@ -209,7 +210,7 @@ class Samples:
         num_actions (`int`):
             Number of action columns, `A`.
         packed_seq_lens, pad_len (*optional*):
-            Always `None`: samples are padded, and only updates pack them.
+            Always `None`, since samples are padded. Only updates pack them.
         response_length, total_length (`torch.Tensor`):
             Numbers of actions and of tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):

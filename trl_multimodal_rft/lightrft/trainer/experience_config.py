@@ -45,7 +45,7 @@ class ExperienceConfig:
             Allowed sources and sizes of media.
 
     Raises:
-        `ValueError`: If an argument has an invalid value, or if the estimator compares completions but there is one.
+        `ValueError`: If an argument is invalid, or if the estimator compares completions but there is one per prompt.
     """
 
     advantage_estimator: str = "group_norm"
@@ -94,7 +94,7 @@ class ExperienceConfig:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raises a `ValueError` for options of generation that are unknown, `num_beams`, and `num_return_sequences`."""
+    """Raises a `ValueError` for unknown options of generation, and for `num_beams` and `num_return_sequences`."""
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")

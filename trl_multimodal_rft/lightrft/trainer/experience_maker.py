@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)  # accelerate's logger needs its state
 
 class NaiveExperienceMaker(RolloutAdvantages):
     """
-    Maker of experience from prompts: text, or rows with images, videos and audio.
+    Maker of experience from prompts, which are text, messages, or rows with images, videos and audio.
 
     Args:
         actor ([`Actor`]):
@@ -59,7 +59,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             Value model for `"gae"`, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns
             the value of the state before each action, shape `(B, A)`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
-            Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
+            Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return rewards `(B,)`.
         initial_model ([`Actor`], *optional*):
             Reference. If it is `actor` itself, the reference is the policy without its adapter.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -76,7 +76,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         reward_fn (`Callable`, *optional*):
             Function that combines the rewards of the other sources, which are summed by default. It takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
-            `(B,)`, or rewards and a dictionary of metrics. Without other sources, a reward function as in TRL.
+            `(B,)`, or rewards and a dictionary of metrics. Without other sources, it is a reward function as in TRL.
         reward_fn_label_map (`dict[str, int]`, *optional*):
             Index of each source of reward by its name; models come before servers.
         reward_recipe (`dict`, *optional*):
@@ -193,11 +193,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
             all_prompts (`str` or `list`):
                 See [`generate_samples`].
             generate_kwargs:
-                Options of generation, and `gamma` and `lambd` for the advantages of `"gae"` and `"reinforce"`, by
-                default the settings of the estimator, or else 1 and 0.95.
+                Options of generation, and `gamma` and `lambd` for the advantages of `"gae"` and `"reinforce"`. These
+                two default to the settings of the estimator, or to 1 and 0.95.
 
         Returns:
-            `list[Experience]`: One for every `micro_rollout_batch_size` samples.
+            `list[Experience]`: One experience for every `micro_rollout_batch_size` samples.
 
         Raises:
             `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
@@ -236,7 +236,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 Options of generation, such as `max_new_tokens`; by default without `top_k` and `top_p`.
 
         Returns:
-            `list[Samples]`: `micro_rollout_batch_size` samples each; the last one may have fewer.
+            `list[Samples]`: Batches of `micro_rollout_batch_size` samples. The last batch may have fewer.
 
         Raises:
             `ValueError`: If an option is unknown, or if a prompt is too long or holds placeholders without media.
@@ -335,9 +335,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 Samples. Without `encoded_prompts`, the sequences are text.
 
         Returns:
-            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a
-            completion), `response_length`, `total_length`, `num_actions`, `truncated`, and for `bootstrap_truncated`
-            `bootstrap`, all `(B,)` except the number of actions, and metrics of `reward_fn` as `reward_metrics`.
+            [`Experience`]: Log-probabilities, values, KL divergence and `info`. `info` holds `num_actions` (a number),
+            `reward_metrics` (metrics of `reward_fn`), and tensors of shape `(B,)`: `reward`, `kl` (mean of a
+            completion), `response_length`, `total_length`, `truncated` and, for `bootstrap_truncated`, `bootstrap`.
         """
         mask, rollout, critic = samples.action_mask, self._rollout(samples), self.critic
         base_logps = None
@@ -377,7 +377,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns log-probabilities of actions and, if the forward gives them, entropies, `(B, A)`, 0 where masked."""
+        """Returns log-probabilities of actions, and entropies if the forward has them, `(B, A)`, 0 where masked."""
         rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
             scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
@@ -386,7 +386,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
-        """Returns samples as a rollout, which the trainers' functions score."""
+        """Returns samples as a rollout for the trainers' scoring functions."""
         n_actions, prompts = samples.num_actions, samples.encoded_prompts
         if prompts is None:
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
@@ -404,8 +404,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self, critic: nn.Module, samples: Samples, rollout: Rollout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Returns values of the states before the actions, `(B, A)`, and, with `bootstrap_truncated`, values of states
-        after truncated completions, `(B,)`, 0 after other completions.
+        Returns values of the states before the actions, shape `(B, A)`. With `bootstrap_truncated`, also returns
+        values of the states after the completions, shape `(B,)`, which are 0 unless a completion is truncated.
         """
         mask, truncated = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
@@ -416,8 +416,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 return values, None if truncated is None else bootstrap
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if truncated is not None:
-                # One more token, of any id, adds the value of the state before it: after a truncated completion, which
-                # fills all columns
+                # A column of any token is appended, so that the critic also returns the value of the state before it.
+                # A truncated completion fills all columns, so this is the state after the completion.
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)

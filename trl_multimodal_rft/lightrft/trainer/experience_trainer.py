@@ -62,11 +62,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.remove_callback(ProgressCallback)
         self.actor = actor
         self.replay_buffer = replay_buffer
-        self.is_prepared = False  # whether the engine has models and optimizer
-        self.is_first_epoch = True  # whether samples are in their first epoch
+        self.is_prepared = False  # whether accelerate has prepared models and optimizer
+        self.is_first_epoch = True  # whether an update is in its first epoch over the buffer
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
-        self._update_parts: set[str] = set()  # policy, critic or both, as the unfinished update trains them
+        self._update_parts: set[str] = set()  # models that the unfinished update trains
         self._n_micro_batches = 0
         self._media_names = media_names(actor.base_model)
 
@@ -97,14 +97,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
-        # `Subset` reads several rows at once, which not every dataset can
+        # Not every dataset can read several rows at once, but `Subset` can
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
         args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
-        """Prepares models and optimizer for steps outside of `fit`, once."""
+        """Prepares models and optimizer for steps outside of `fit`, unless they are prepared."""
         if self.is_prepared:
             return
         args = self.args
@@ -118,7 +118,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_for(args, args.max_steps, None)
 
     def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
-        """Prepares models and optimizer with the engine, once, and loads the state of a checkpoint, if any."""
+        """Prepares models and optimizer for training, and loads the state of a checkpoint, if any."""
         if checkpoint is not None and is_unsharded(self.accelerator):
             self._load_from_checkpoint(checkpoint)
         self._init_training_state(max_steps, 1, math.ceil(args.num_train_epochs), checkpoint, None)
@@ -144,7 +144,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         rollout = self._rollout_of(items)
         self._mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
-        # The mean over micro-batches, so that all actions of the buffer have the same weight
+        # The mean number of actions of a micro-batch, so that all actions of the buffer have the same weight
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
@@ -169,7 +169,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # As the field of entropies, the mask loses its padding along with the other fields
+            # Stored as `action_entropy`, the mask loses its padding along with the other fields
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
@@ -196,7 +196,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
     def _train_micro_batch(self, micro_batch: Rollout) -> None:
-        """Trains on a micro-batch as a step of `Trainer`'s loop does."""
+        """Trains on a micro-batch, in the order of a step in `Trainer`'s loop."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         self._n_micro_batches += 1
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
@@ -220,7 +220,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _order(self, n: int) -> list[int]:
-        """Shuffles indices of samples, or of whole groups if these stay together, with a seed from the step."""
+        """Returns a random order of samples. Groups stay together unless `packing` is set to shuffle samples."""
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
@@ -279,7 +279,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Metrics
 
     def _mean_metrics(self) -> dict[str, float]:
-        """Returns means of the metrics of micro-batches since the last call, by the names of LightRFT."""
+        """Returns means of the micro-batches' metrics since the last call, by LightRFT's names."""
         self._unread_metrics.read()
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
@@ -287,12 +287,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if "value_loss" in status:
             status["critic_loss"] = status.pop("value_loss")
         if "policy_loss" in status and not self.args.loss.is_mean:
-            # The loss of an update is split over its micro-batches
+            # The losses of an update's micro-batches add up to the loss of the update
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
 
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
-        """Returns statistics of all ranks' buffers. Samples without a reward have neither advantage nor return."""
+        """Returns statistics of all ranks' buffers. Values, advantages and returns are of samples with a reward."""
         mask = rollout.loss_mask.bool()
         rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
         local = {
@@ -325,7 +325,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.pending_logs.clear()
 
     def save_checkpoint(self, client_states: dict[str, Any], with_models: bool) -> None:
-        """Saves a checkpoint, and if `with_models`, models in a folder that `save_total_limit` doesn't delete."""
+        """Saves a checkpoint and, if `with_models`, the models in a folder that `save_total_limit` doesn't delete."""
         self.client_states = dict(client_states)
         self._save_checkpoint(self.model, trial=None)
         if with_models:
@@ -333,7 +333,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.save_model(str(Path(self.args.output_dir, folder)), _internal_call=True)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    # Other models
+    # Experience maker and averaged weights
 
     def make_experience_maker(self, size: int, **arguments: Any) -> NaiveExperienceMaker:
         """Returns the experience maker of this trainer, with `size` samples per experience."""
@@ -367,7 +367,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return maker
 
     def copy_average_to(self, actor: Actor) -> None:
-        """Copies the averaged weights into another actor. Raises an error unless it is a copy of the policy."""
+        """Copies the averaged weights into `actor`. Raises a `ValueError` unless `actor` is a copy of the policy."""
         if actor.model is self.actor.model:
             raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
         weights, average = actor.model.state_dict(), self.ema.state_dict()
@@ -380,7 +380,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
 
 def _no_rewards(**kwargs):
-    """Raises an error; the trainer's constructor demands a reward function, but training calls none."""
+    """Stands in for the reward function that the trainer's constructor requires. Training doesn't call it."""
     raise RuntimeError("Rewards come from the experience maker; call `fit`.")
 
 
@@ -393,12 +393,12 @@ def mean(numbers: torch.Tensor | list[float]) -> float:
 
 
 def standard_deviation(numbers: torch.Tensor) -> float:
-    """Returns the standard deviation of the population of numbers that aren't `NaN`."""
+    """Returns the population standard deviation of the numbers that aren't `NaN`."""
     return math.sqrt(mean((numbers - mean(numbers)).square()))
 
 
 def numbers_of_ranks(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Joins metrics over the batches of all ranks, which may hold different metrics, in float64 on the CPU."""
+    """Joins each metric over the batches of all ranks, in float64 on the CPU. A batch may lack metrics."""
     local: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for batch in batches:
         for name, numbers in batch.items():
@@ -423,11 +423,11 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
 def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
-    """Samples and rewards completions of batches of rows, and returns means, see [`PPOTrainerVL.evaluate`]."""
+    """Samples and rewards completions for batches of rows. Returns metrics, see [`PPOTrainerVL.evaluate`]."""
     metrics = []
     for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
-        rewards, further = maker.rewards(samples)
-        metrics.append({"reward": rewards, "response_length": samples.response_length, **further})
+        rewards, reward_metrics = maker.rewards(samples)
+        metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
     numbers = numbers_of_ranks(metrics)
     means = {f"{name}_mean": mean(values) for name, values in numbers.items()}
     std = standard_deviation(numbers["reward"])

@@ -36,7 +36,7 @@ def config_of(
     generate_kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> MultimodalPPOConfig:
-    """Returns a copy of the strategy with other options, after checks of all options of [`PPOTrainerVL`]."""
+    """Checks all options of [`PPOTrainerVL`], and returns a copy of `strategy` with `options`."""
     if critic is not None and strategy.estimator.name != "gae":
         raise ValueError(
             f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` doesn't use; change "
@@ -82,10 +82,10 @@ def config_of(
         temperature=actor.temperature,
         max_completion_length=generate_kwargs.get("max_new_tokens", strategy.max_completion_length),
         data_seed=strategy.seed if strategy.data_seed is None else strategy.data_seed,
-        # Other names of the same options
+        # Fields that must follow the options above
         num_iterations=options["num_ppo_epochs"],
         activation_checkpointing=options["gradient_checkpointing"],
-        # The trainer demands whole groups at any micro-batch size; batches of experience don't depend on it
+        # The trainer requires that a generation batch holds whole groups; batches of experience have another size
         steps_per_generation=strategy.num_generations * strategy.gradient_accumulation_steps,
         generation_batch_size=None,  # follows from the other options
         eval_strategy="no",  # the trainer has no rows to evaluate on
@@ -100,7 +100,7 @@ def config_of(
 
 
 def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]; `columns` has the media columns of tuples."""
+    """Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. `columns` lists possible columns of media."""
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
     media_columns = next((names for names in columns if len(names) + 3 == len(batch)), None)
@@ -124,8 +124,8 @@ def check_rollout(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
-    Raises a `ValueError` unless the experience of a batch of prompts fills whole optimizer steps. Returns the number
-    of these steps, and the number of prompts in the batches of all ranks.
+    Returns the number of optimizer steps per rollout, and the number of prompts per rollout over all ranks. Raises a
+    `ValueError` if the experience of a rollout doesn't fill whole optimizer steps.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")

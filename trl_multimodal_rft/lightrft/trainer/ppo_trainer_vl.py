@@ -33,21 +33,21 @@ class PPOTrainerVL:
     """
     PPO of vision-language models in the steps of LightRFT: make experience, put it into a buffer, train on it.
 
-    The class holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use; prefer
-    that trainer for a run from a dataset. Steps run on one process, with DDP and with ZeRO-1 and 2. The critic becomes
-    a part of `actor.model`, so save the policy with [`save_model`], which separates them. Models, tokenizer and
-    sources of reward are those of the experience maker, see [`NaiveExperienceMaker`].
+    The steps use the loss, optimizer, metrics and checkpoints of a [`MultimodalPPOTrainer`]. Prefer that trainer for a
+    run from a dataset. The steps run on one process, with DDP, and with ZeRO-1 and ZeRO-2. The critic becomes part of
+    `actor.model`, so save the policy with [`save_model`], which separates the two. See [`NaiveExperienceMaker`] for
+    the arguments of models, tokenizer, processor and sources of reward.
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
             All options. Arguments of this class, and the actor's temperature, replace the strategy's fields of the
             same meaning. `num_generations` is the number of completions of a prompt. Options of sampling go into
-            `generate_kwargs`; options that only the rollouts and the loop of [`MultimodalPPOTrainer`] have raise an
+            `generate_kwargs`. Options that affect only the rollouts and the loop of [`MultimodalPPOTrainer`] raise an
             error.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
-            Value model. `None` with `"gae"` makes one from a copy of the policy; other estimators have none.
+            Value model. For `"gae"`, `None` makes a critic from a copy of the policy. Other estimators need `None`.
         initial_model ([`~lightrft.ActorVL`], *optional*):
             Reference of the KL divergence. `None` means the policy without its adapter, or, if the policy has no
             adapter, no KL divergence.
@@ -55,15 +55,16 @@ class PPOTrainerVL:
             A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
             average.
         actor_optim, critic_optim, actor_scheduler, critic_scheduler (*optional*):
-            Always `None`: one optimizer has learning rates and schedules for policy and critic, see `strategy`.
+            Always `None`: one optimizer trains policy and critic, with learning rates and schedules of `strategy`.
         ema_beta, init_kl_coef, ptx_coef (`float`, *optional*, default to `0.992`, `0.001` and `0`):
             Decay of the moving average, and weights of the KL divergence and of the supervised loss. With a
             `ptx_coef` of 0, supervised rows are ignored.
         kl_target, kl_horizon (`float` and `int`, *optional*, default to `None` and `10000`):
-            Target of an adaptive coefficient, the KL divergence per token in nats, and number of completions over
+            Target of the KL divergence per token, in nats, for an adaptive coefficient, and number of completions over
             which the coefficient adapts.
         micro_train_batch_size, micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Numbers of samples per device: of a forward in training, and of those that are sampled and scored at once.
+            Number of samples per device in a training forward, and number of samples that are sampled and scored at
+            once.
         buffer_limit, buffer_cpu_offload (*optional*, default to `0` and `True`):
             See [`ReplayBuffer`].
         eps_clip, value_clip (`float`, *optional*, defaults to `0.2`):
@@ -75,18 +76,18 @@ class PPOTrainerVL:
         dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
             Whether the tensors of an update are pinned before they move from the CPU to a GPU.
         save_hf_ckpt, disable_ds_ckpt (`bool`, *optional*, defaults to `False`):
-            Whether to save the models with each checkpoint, too, in a folder `hf-checkpoint-...` that
-            `save_total_limit` doesn't delete, and whether checkpoints hold the models alone, so that no run can resume
-            from them.
+            `save_hf_ckpt` also saves the models with each checkpoint, in a folder `hf-checkpoint-...` that
+            `save_total_limit` doesn't delete. `disable_ds_ckpt` saves only the models in checkpoints, so that no run
+            can resume from them.
         generate_kwargs:
             Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
-            `lambd` (default to `gamma` and `lam` of the estimator of `strategy`).
+            `lambd` (default to `gamma` and `lam` of the strategy's estimator).
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
         `ValueError`: If an option is unknown or has no effect here, if an optimizer or a schedule is passed, if there
-            is no source of reward, if a critic, a reference or an average doesn't match, or if the engine shards
-            parameters.
+            is no source of reward, if `critic`, `initial_model` or `ema_model` doesn't fit, or if parameters are
+            sharded.
     """
 
     # Possible media columns of a batch that is a tuple: without and with videos
@@ -209,8 +210,8 @@ class PPOTrainerVL:
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, maybe videos,
                 references and labels. In a tuple, the media of a prompt are a list, a single item, or `None`.
             pretrain_dataloader (`DataLoader`, *optional*):
-                Supervised rows for `ptx_coef` above 0: only its dataset, see `ptx_dataset` of
-                [`MultimodalPPOTrainer`], and its batch size are used.
+                Supervised rows, if `ptx_coef` is above 0. Only the dataset, see `ptx_dataset` of
+                [`MultimodalPPOTrainer`], and the batch size of the dataloader are used.
             eval_dataloader (`DataLoader`, *optional*):
                 Batches like those of `prompts_dataloader`, for [`evaluate`].
             consumed_samples (`int`, *optional*, defaults to `0`):
@@ -221,7 +222,7 @@ class PPOTrainerVL:
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
                 batches, or if rows are missing for evaluation or `ptx_coef`.
-            `RuntimeError`: If there were updates before, for which the schedules don't account.
+            `RuntimeError`: If the trainer has made updates before.
         """
         trainer = self.trainer
         if trainer.is_prepared:
@@ -254,7 +255,7 @@ class PPOTrainerVL:
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
             batch_index = rollout % len(prompts)
             prompts.set_epoch(rollout // len(prompts))
-            # The order of a pass is drawn as it begins; a run that resumes within it restores the state afterwards
+            # A pass draws its order as it begins. Within a pass, a resumed run restores the random state after that.
             if batch_index == 0:
                 trainer._load_rng_state(checkpoint)
             for batch in skip_first_batches(prompts, batch_index) if batch_index else prompts:
@@ -284,8 +285,8 @@ class PPOTrainerVL:
         """
         Trains on the buffer for `max_epochs` epochs, with a new order in each.
 
-        Groups of completions of a prompt stay together, so that a forward shares the prompt, unless
-        `packing="prefix(shuffle=True)"`.
+        The completions of a prompt stay together, so that they share the prompt in a forward. With
+        `packing="prefix(shuffle=True)"`, single completions are shuffled.
 
         Args:
             global_steps (`int`, *optional*, defaults to `0`):
@@ -318,10 +319,10 @@ class PPOTrainerVL:
                 Optimizer steps so far: below `freezing_actor_steps`, only the critic is trained.
             entropy_mask (`torch.Tensor`, *optional*):
                 Weight of each action in the policy loss, `(B, A)`, or a list of `(A,)` for packed experience. By
-                default 1, or the weight by the strategy's `top_entropy_quantile` in this micro-batch.
+                default, the strategy's `top_entropy_quantile` chooses the actions of this micro-batch that count.
 
         Returns:
-            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's
+            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and others of the trainer's
             metrics.
 
         Raises:
@@ -333,11 +334,11 @@ class PPOTrainerVL:
     def training_step_actor(
         self, experience: Experience, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Trains the policy alone, see [`training_step`]. Such a step counts, and costs, as much as a step of both."""
+        """Trains the policy alone, see [`training_step`]. The step counts, and costs, as much as training both."""
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"policy"}, entropy_mask)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """Trains the critic alone, see [`training_step`]. Such a step counts, and costs, as much as a step of both."""
+        """Trains the critic alone, see [`training_step`]. The step counts, and costs, as much as training both."""
         if self.critic is None:
             raise ValueError(f"`advantage_estimator={self.strategy.advantage_estimator!r}` has no critic to train.")
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
@@ -376,7 +377,7 @@ class PPOTrainerVL:
         episode: float = 0,
     ) -> None:
         """
-        Logs, evaluates and saves, each if one of its intervals has ended since the last call.
+        Logs, evaluates or saves if the interval for it has ended since the last call.
 
         Args:
             args ([`MultimodalPPOConfig`]):
@@ -386,7 +387,7 @@ class PPOTrainerVL:
             step_bar (`tqdm`, *optional*):
                 Progress bar that shows the reward.
             logs_dict (`dict[str, float]`, *optional*):
-                Metrics, whose means over the interval are logged; `rollout_<name>` as `rollout/<name>`.
+                Metrics. Their means over the interval are logged, `rollout_<name>` as `rollout/<name>`.
             client_states (`dict`, *optional*):
                 Numbers and strings for the checkpoint.
             episode (`float`, *optional*, defaults to `0`):
@@ -405,8 +406,8 @@ class PPOTrainerVL:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """
-        Saves the policy, as a plain model with its processor, the critic in the folder `critic`, and the policy with
-        averaged weights, if any, in `ema`.
+        Saves the policy as a plain model with its processor. The critic goes to the folder `critic`, and a policy with
+        averaged weights, if any, to `ema`.
 
         Args:
             output_dir (`str`, *optional*):
@@ -422,16 +423,16 @@ class PPOTrainerVL:
     def _report(
         self,
         args: MultimodalPPOConfig,
-        strategy: str,
+        unit: str,
         client_states: dict[str, Any] | None,
         last_step: int | None = None,
     ) -> None:
-        """Logs, evaluates and saves, each if `args` set `strategy` for it and, with `last_step`, if due since then."""
+        """Logs, evaluates or saves if an interval in `unit`, `"steps"` or `"epoch"`, has ended since `last_step`."""
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler
 
-        def is_due(chosen: str, interval: int) -> bool:
-            return chosen == strategy and (last_step is None or state.global_step // interval > last_step // interval)
+        def is_due(setting: str, interval: int) -> bool:
+            return setting == unit and (last_step is None or state.global_step // interval > last_step // interval)
 
         if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and last_step == 0):
             trainer.log_pending()

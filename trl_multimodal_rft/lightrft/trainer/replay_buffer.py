@@ -21,7 +21,7 @@ from .replay_buffer_utils import (
 
 class ReplayBuffer:
     """
-    A buffer of the newest samples of experiences of all modalities, in the order in which they were added.
+    A buffer of the newest samples, in the order in which they were added. It takes experiences of all modalities.
 
     Args:
         sample_batch_size (`int`, *optional*, defaults to `8`):
@@ -99,7 +99,7 @@ class ReplayBuffer:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             strategy ([`ExperienceConfig`], *optional*):
-                Options. Mean and variance are over all ranks of their `accelerator`, which must all call this method.
+                Options. Mean and variance cover all ranks of `strategy.accelerator`. All ranks must call this method.
 
         Raises:
             `RuntimeError`: If the field has been normalized before.

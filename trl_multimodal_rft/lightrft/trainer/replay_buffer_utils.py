@@ -52,14 +52,14 @@ class BufferItem(Record[torch.Tensor]):
 
 @dataclass(eq=False)
 class BufferItemVL(MediaFields, BufferItem, VisionFields[torch.Tensor]):
-    """One sample of a batch with media, see [`ExperienceVL`]; media that the sample lacks are `None`."""
+    """One sample of a batch with media, see [`ExperienceVL`]. Media that the sample lacks are `None`."""
 
 
-# Fields with a column per token of the sequence, and per action
+# Fields with a column per token, and fields with a column per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 
-# Media tensors by modality. The model decides what a row is, except for grids: one row per image or video
+# Media tensors by modality. A grid has one row per image or video; the rows of other tensors depend on the model
 _MEDIA = {
     "image": ("image_grid_thws", "pixel_values"),
     "video": ("video_grid_thws", "pixel_values_videos"),
@@ -80,7 +80,7 @@ def zero_pad_sequences(
 
     Args:
         sequences (`Sequence[torch.Tensor]`):
-            Tensors of shape `(..., S_i)`, equal but for the last dimension.
+            Tensors of shape `(..., S_i)`; only the last dimension may differ.
         side, value (`str` and `float`, *optional*, default to `"left"` and `0`):
             Side (`"left"` or `"right"`) and value of the padding.
 
@@ -103,17 +103,17 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """
     Splits an experience into samples.
 
-    `media_rows` gives the number of rows of a media tensor for each sample. Without it, samples have as many images,
-    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one of each; then a grid has one row per
-    image or video, tensors with a grid one row per patch, and other tensors one row per image, video or clip.
+    `media_rows` holds each sample's number of rows of a media tensor. Without it, `image_num`, `video_num` and
+    `audio_num` in `info` hold each sample's number of images, videos and clips, by default 1. A grid then has one row
+    per image or video, a tensor with a grid one row per patch, and other tensors one row per image, video or clip.
 
     Args:
         experience ([`Experience`]):
             The batch, padded or packed.
 
     Returns:
-        `list[BufferItem]`: The samples, or [`BufferItemVL`]s. They share no memory with the batch, but equal media of
-        adjacent samples, such as those of a group, are one tensor.
+        `list[BufferItem]`: The samples, which are [`BufferItemVL`]s for an [`ExperienceVL`]. They share no memory with
+        the batch. Equal media of adjacent samples, for example in a group, are one tensor.
 
     Raises:
         `ValueError`: If fields don't match, or if it isn't clear which rows of a media tensor belong to a sample.
@@ -155,9 +155,9 @@ def make_experience_batch(
             Id of padding in `sequences`.
 
     Returns:
-        [`Experience`]: The batch, of a type that holds the media of all items. A field that is `None` in all items
-        stays `None`, but padding adds masks. `info` has one entry per sample: a tensor if all values are tensors of
-        one shape and dtype, else a list, with `None` for samples without the key.
+        [`Experience`]: The batch, an [`ExperienceVL`] if any item is a [`BufferItemVL`]. A field that is `None` in all
+        items stays `None`, but padding adds masks. A value of `info` has one entry per sample. It is a tensor if all
+        entries are tensors of one shape and dtype, else a list, with `None` for samples without the key.
 
     Raises:
         `ValueError`: If there are no items, or if only some of them have a field.
@@ -201,8 +201,9 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
     """
     Cuts samples to the span from the first to the last 1 of their attention mask.
 
-    Action columns after the end of a sequence are removed, and so are those before its first action, which belong to
-    the prompt. Columns in between stay, masked or not; without any action, all columns within the sequence stay.
+    Action columns after the end of a sequence are removed. Action columns before its first action are removed, too,
+    since they belong to the prompt. Columns in between stay, even if they are masked. Without any action, all columns
+    within the sequence stay.
 
     Args:
         items (`Sequence[BufferItem]`):
@@ -214,7 +215,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
         `list[BufferItem]`: New samples; their tensors share no memory with the old ones.
 
     Raises:
-        `ValueError`: If a sample has no token at all, or neither an attention mask nor a `pad_token_id` is given.
+        `ValueError`: If a sample has no token, or if it has no attention mask and `pad_token_id` is `None`.
     """
     return [_remove_padding(item, index, pad_token_id) for index, item in enumerate(items)]
 
@@ -235,7 +236,7 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
-    # Action columns from `first` up to, but not including, `last` stay
+    # Action columns from `first` to `last - 1` stay
     last = max(n_actions - (length - end), 0)
     first = max(last - (end - start), 0)
     if item.action_mask is not None:
@@ -301,7 +302,7 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 
 
 def _split_info(value: Any, size: int) -> list:
-    """Splits `info`, or a value in it, into copies for each sample."""
+    """Splits `info`, or a value in `info`, into a copy for each sample."""
     if isinstance(value, dict):
         columns = {key: _split_info(entry, size) for key, entry in value.items()}
         return [{key: values[i] for key, values in columns.items()} for i in range(size)]
@@ -358,7 +359,7 @@ def share_media(items: Sequence[Record]) -> None:
 
 
 def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    """Returns the number of each media tensor's rows that belong to each sample, see [`split_experience_batch`]."""
+    """Returns how many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
     size, info = len(experience.sequences), experience.info or {}
     rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
     for name, counts in rows.items():

@@ -95,7 +95,7 @@ def _load_reward_func(path: str) -> Callable:
 
 
 def _call(function: Callable, arguments: dict[str, Any], default: str | None = None) -> Any:
-    """Calls a function with the arguments it names; a single parameter of another name gets argument `default`."""
+    """Calls a function with its parameters' arguments. An only parameter of another name gets `arguments[default]`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return function(**arguments)

@@ -31,7 +31,7 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Shapes the rewards of a whole rollout: running scale, clip range, and the estimator's comparison within groups.
+        Shapes the rewards of a whole rollout by running scale, clip range, and the estimator's comparison in groups.
 
         Returns the experiences, and the shaped rewards `(B,)` of each experience. Raises a `ValueError` if samples
         don't form whole groups, or if ranks have different numbers of samples.
@@ -117,7 +117,7 @@ class RolloutAdvantages:
         return _apply(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
     def _logps(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
-        """Returns log-probabilities under policy and reference, and the KL coefficient: `[]` and 0 without penalty."""
+        """Returns log-probabilities under policy and reference, and the KL coefficient; without KL, `[]` and 0."""
         if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
             return [], 0.0
         names = ("action_log_probs", "base_action_log_probs")
@@ -184,7 +184,7 @@ def _join(experiences: list[Experience], field: str) -> torch.Tensor:
 
 
 def _apply(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
-    """Applies a function to columns `(B, A)` and their mask, by default all ones. Lists of rows are padded before."""
+    """Applies a function to columns `(B, A)` and their mask (default: all ones). Lists of rows are padded before."""
     first = columns[0]
     if isinstance(first, torch.Tensor):
         return function(*columns, torch.ones_like(first) if mask is None else mask)
