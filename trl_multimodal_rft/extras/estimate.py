@@ -48,7 +48,7 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass
 class Measured:
-    """Sizes of a model, and memory and operations of a micro-batch on one GPU. See [`measure`]."""
+    """Result of [`measure`]: sizes of a model, and memory and operations of a micro-batch on one GPU."""
 
     trained: int  # number of trained weights
     frozen: int  # number of frozen weights
