@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards and log entries of reward functions that run while a batch is in flight, such as judges on servers."""
+    """Rewards and log entries of reward functions, such as judges on servers, that run while a batch is in flight."""
 
     values: dict[str, list[float | None]]
     logged: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
@@ -93,7 +93,7 @@ class InFlight:
             Function `send(request, salt, turn, attempt)` that returns the completions of a request. `turn` counts
             requests. After a [`RequestLost`], the function is called again with the next `attempt`.
         max_staleness (`int`):
-            Most batches that may be requested beyond the next batch to train on.
+            Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):
             Limit of the total wait between a request's attempts, in seconds.
         changes_weights (`bool`):

@@ -347,7 +347,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
-        """Returns the counters of the engine or of this rank's server, by name; empty if vLLM reports none."""
+        """Returns the counters of the engine or of this rank's server, by name. Without metrics, there are none."""
         try:
             if self.mode == "server":
                 return _server_counters(self.vllm_client)
@@ -420,7 +420,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def adapter_alone(self) -> EngineAdapter | None:
-        """Adapter that the engine gets instead of weights, `None` if it gets weights."""
+        """Adapter that the engine gets instead of weights, or `None` if the engine gets weights."""
         return self._adapter if self._adapter and self._adapter.alone else None
 
     @property
@@ -474,7 +474,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # Copies, as vLLM may read a weight only when its layer is complete, and the adapter is unmerged by then
+            # vLLM may read a weight only when its layer is complete. The adapter is unmerged by then, hence the copies
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for. The names that it returns aren't the checkpoint's

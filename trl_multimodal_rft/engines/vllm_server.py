@@ -167,7 +167,7 @@ class ServerGroup(ServerClient):
             client.call("/reset_prefix_cache")
 
     def reset_encoder_caches(self) -> None:
-        """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
+        """Resets the encoder caches of all servers. Their keys don't depend on the weights (huggingface/trl#7198)."""
         for client in self.clients:
             client.call("/reset_encoder_cache")
 
@@ -181,7 +181,7 @@ class ServerGroup(ServerClient):
             yield
 
     def _post(self, url: str, json: dict[str, Any] | None = None, **options: float) -> dict[str, Any]:
-        """Posts to all servers at once, as they wait for each other; returns the first server's answer."""
+        """Posts to all servers at once, as they wait for each other. Returns the first server's answer."""
         path = url.removeprefix(self.base_url)
         bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":

@@ -132,7 +132,7 @@ def page(
         start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
         for model, answer in answerers.items():
-            # Leaves out completions of the other model: their title is that model's name
+            # A completion's title is its model. Completions of the other model are left out
             context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
             turns = [(turn["role"], *_text_and_files(turn["content"])) for turn in context]
             try:

@@ -50,7 +50,7 @@ class FakeFloats(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         if not tensors and func is not _ATEN.linspace.default:  # models read drop rates from `linspace`
-            with self.fake:  # allocates nothing; small or integer results are computed again below, as real tensors
+            with self.fake:  # allocates nothing; results that must be real are computed again below
                 result = func(*args, **kwargs)
             if _can_be_fake(result):
                 return result

@@ -32,7 +32,7 @@ def length_reward(
         completion_ids (`list[list[int]]`):
             Tokens of the completions, including the results of tools, as trainers pass them.
         correctness (`Callable`, *optional*, defaults to [`accuracy_reward`]):
-            Reward function that decides which completions are correct. Their reward is above 0.1.
+            Reward function for correctness. Completions with a reward above 0.1 are correct.
         min_length (`int`, *optional*, defaults to `320`):
             Minimum number of tokens.
         max_length (`int`, *optional*, defaults to `512`):

@@ -135,7 +135,7 @@ def temporal_iou_reward(
     [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
 
     The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s → 7s`, `[3.5, 7]`, `00:03 and 00:07`,
-    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. The union of several spans is compared.
+    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans count as their union.
     Without a span, the reward is 0.0. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
@@ -181,9 +181,9 @@ def detection_reward(
       box without confidence. Repeated boxes count once. As in the paper, boxes with confidence 0 and no match get 1.0.
     - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): boxes are assigned to references
       with the largest sum of IoU, and pairs above `iou_threshold` are matches. The reward, from 0 to 3, is 0.25 times
-      the share of entries with box and label. If there are matches, the reward also has 0.75 times F1, the share of
-      matches with the right label, and the matches' mean IoU, less half of the share of boxes without a match, and
-      half of the share of references without a match.
+      the share of entries with box and label. If there are matches, 0.75 times F1, the share of matches with the right
+      label, and the matches' mean IoU are added. Half of the share of boxes without a match, and half of the share of
+      references without a match, are subtracted.
 
     Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
     see [`accuracy_reward`].

@@ -295,15 +295,15 @@ class RewardModel:
 def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
     Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if that isn't
-    possible. With sharded weights it isn't, as ranks need equally many forward passes, but may have different numbers
-    of groups.
+    possible. Sharded weights rule it out: ranks need equally many forward passes, but may have different numbers of
+    groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):
         return None
     try:
         group_model = as_reward_model(base)
-    except ValueError:  # several labels, or a family without policies
+    except ValueError:  # several labels, or no generative model of its family
         return None
     if sharing_obstacle(group_model) is not None or family_of(group_model).token_field_fill:
         return None

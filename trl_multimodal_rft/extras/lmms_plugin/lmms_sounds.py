@@ -30,7 +30,7 @@ def media(task: ConfigurableTask, row: dict) -> list:
 
 
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
-    """Returns the messages of a request. A sound is a file in Base64: the one at its path, or a WAV of its samples."""
+    """Returns the messages of a request. Sounds are sent in Base64: files unchanged, and samples as WAV."""
     request = _messages(chat, **options)
     for part in (part for message in request for part in message["content"] if part["type"] == "audio_url"):
         if isinstance(sound := part.pop("audio_url")["url"], str):
