@@ -73,7 +73,7 @@ Key = tuple[int, int, int, int]
 class PendingBatch:
     """A batch whose completions are in flight."""
 
-    batch: Any  # rows with encoded prompts, which training uses later
+    batch: Any  # kept alive, so that the data loader yields the same rows without reading them again
     row_indices: list[int]  # row index of each completion
     answers: dict[Key, Future[Answer]]
     rewards: dict[Key, Future[EarlyRewards]]  # early rewards, if any
