@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions of the next generation batches, which servers sample while the policy is trained on earlier batches."""
+"""Asynchronous sampling: servers sample for the next generation batches while the policy trains on earlier ones."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ logger = get_logger(__name__)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards of completions in flight, computed by functions that await servers, and the functions' log entries."""
+    """Rewards and log entries of reward functions, such as judges on servers, that run while a batch is in flight."""
 
     values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # logging function, such as `log_metric`, name and value
+    logged: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
@@ -36,8 +36,8 @@ class EarlyRewards(NamedTuple):
 
 class EarlyCalls:
     """
-    Serializer of calls from several threads. Calls of one function run one after another, as a call may use all
-    connections of the function. After an error, every further call raises that error.
+    Caller of reward functions from several threads. Calls of the same function run one after another, as a single
+    call may open as many connections as the function allows. After an error, every further call raises that error.
     """
 
     def __init__(self):
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
     digest: str = ""  # digest of the request and of the sampling settings
 
 
-# Batch index, row index, seed of the first completion, number of completions
+# Key of a request: batch index, row index, seed of the first completion, number of completions
 Key = tuple[int, int, int, int]
 
 
@@ -73,33 +73,33 @@ Key = tuple[int, int, int, int]
 class PendingBatch:
     """A batch whose completions are in flight."""
 
-    batch: Any  # rows as the data loader yields them later, so that they are read once
+    batch: Any  # kept alive, so that the data loader yields the same rows without reading them again
     row_indices: list[int]  # row index of each completion
     answers: dict[Key, Future[Answer]]
-    rewards: dict[Key, Future[EarlyRewards]]  # rewards by functions that await servers, if any
+    rewards: dict[Key, Future[EarlyRewards]]  # early rewards, if any
     views: Any  # views from which some completions are sampled
     probes: list[tuple[Any, EngineRequest]]  # prompts and requests for checks of the engine
 
 
 class InFlight:
     """
-    Requests for the completions of batches, and answers to the requests, by batch index in the run.
+    Requests for completions, and the answers of servers, by batch index in the run.
 
     The version of weights is the number of batches trained on before the servers got the weights. Each request waits
     for its answer in a thread of its own.
 
     Args:
         send (`Callable`):
-            Sends a request and returns the completions, `send(request, salt, turn, attempt)`, where `turn` counts
-            requests. After a [`RequestLost`], the request is sent again.
+            Function `send(request, salt, turn, attempt)` that returns the completions of a request. `turn` counts
+            requests. After a [`RequestLost`], the function is called again with the next `attempt`.
         max_staleness (`int`):
-            Most batches that may be requested beyond the next batch to train on.
+            Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):
-            Longest total wait between a request's attempts, in seconds.
+            Limit of the total wait between a request's attempts, in seconds.
         changes_weights (`bool`):
             Whether a request continues with new weights as soon as its server has them.
         settings (`dict`, *optional*):
-            Sampling settings that requests don't hold. A checkpoint's answers aren't used if its settings differ.
+            Sampling settings that aren't part of requests. Answers in a checkpoint are used only with equal settings.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class InFlight:
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
-        self._rows: dict[int, list[int]] = {}  # row indices by batch, from a checkpoint like the answers below
+        self._rows: dict[int, list[int]] = {}  # row indices by batch index, from a checkpoint
         self._checkpoint_answers: dict[Key, Answer] = {}
         self._n_sent = 0
         self._n_cleared = 0
-        self.processor: Any = None  # reads completions in the threads
+        self.processor: Any = None  # decodes completions in the threads
         self.calls = EarlyCalls()
         self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
 
@@ -136,8 +136,8 @@ class InFlight:
         **more: Any,
     ) -> None:
         """
-        Requests the completions of a batch, unless a checkpoint has them. `reward` has functions for some requests,
-        which are called as soon as the completions arrive.
+        Requests the completions of a batch, unless a checkpoint has them. `reward` has functions by request key,
+        called with the request's completions as soon as these arrive.
         """
         checkpoint_answers = self._checkpoint_answers
         outdated = [key for key, value in requests.items() if key in checkpoint_answers and not self._fits(key, value)]
@@ -146,7 +146,7 @@ class InFlight:
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
-        # Batches that are requested at different versions share no cached prefix on a server
+        # On a server, requests to different versions of the weights must not share a cached prefix
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._answer, key, request, salt, turn)
@@ -158,8 +158,8 @@ class InFlight:
 
     def take(self, batch_index: int) -> tuple[PendingBatch, list[Answer], tuple[float, float]]:
         """
-        Removes and returns a batch and the answers to its requests. Two times in seconds follow: this call's wait for
-        the answers, and the answers' mean wait for this call.
+        Removes and returns a batch and the answers to its requests. Also returns two times in seconds: this call's
+        wait for the answers, and the answers' mean wait for this call.
         """
         start, pending = time.monotonic(), self._pending[batch_index]
         answers = [item.result() for item in pending.answers.values()]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling with vLLM: TRL's engine, extended by media, adapters, and the names of weights in checkpoints."""
+"""Sampling with vLLM: TRL's engine, extended to media, LoRA adapters and weights that are named as in checkpoints."""
 
 import math
 import re
@@ -55,7 +55,7 @@ if engine_obstacle() is None:
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters that end completions at `ids` alone, not at ids from the model's folder."""
+    """Returns sampling parameters of vLLM that end completions at `ids`, instead of the ids in the model's folder."""
     return {"stop_token_ids": [*ids], "ignore_eos": True}
 
 
@@ -73,8 +73,8 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
 
 class MultimodalVLLMGeneration(VLLMGeneration):
     """
-    TRL's engine for prompts with media. The media are processed once for consecutive completions and for all turns of
-    a conversation.
+    TRL's engine for prompts with media. A prompt's media are processed once for consecutive completions and for all
+    turns of a conversation.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         **kwargs,
     ):
         self._placeholders = placeholders
-        self._connected: dict[str, float] = {}  # time of connection on a server's clock, by address
+        self._connected: dict[str, float] = {}  # by address, the time of connection on the server's clock
         self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
-        self._while_sampling = while_sampling  # returns a context around sampling, once the engine has the weights
-        self.vllm_client: Any = None  # client of this rank's server; in process 0, of all servers
+        self._while_sampling = while_sampling  # returns a context around the engine's sampling
+        self.vllm_client: Any = None  # client of this rank's server; on rank 0, of all servers
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
         self.batch_index = 0  # batch for which the engine gets weights
-        # Batch index and folder of each adapter on servers. Servers may still sample with adapters before the last
+        # Batch index and folder of the adapters on servers. Requests in flight may still use earlier adapters
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -140,7 +140,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
 
     def _connect(self) -> dict[str, Any]:
-        """Connects ranks with their servers, and process 0 with all. Returns the settings of this rank's server."""
+        """Connects each rank with its server, and rank 0 with all. Returns the settings of this rank's server."""
         rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
@@ -185,7 +185,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         sampling: dict[str, Any] | None = None,
         room: Sequence[int] | None = None,
     ) -> tuple:
-        """Samples completions. Returns prompt ids, completion ids, log-probabilities, and their tokens."""
+        """
+        Samples completions. `room` has the most tokens of each completion. Returns prompt ids, completion ids,
+        log-probabilities, and the tokens of the log-probabilities.
+        """
         options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
@@ -238,7 +241,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
-        Returns completions from a server, see [`server_completions`]. Rank, request and attempt determine the server,
+        Returns completions from a server, see [`server_completions`]. Rank, `turn` and `attempt` determine the server,
         so that a retry goes to another server if there are several.
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
@@ -253,9 +256,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _complete(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
-        """Returns completions from a server. A retry checks that the server still has the weights that it was sent."""
+        """Returns completions from a server. A retry checks that the server still has the trained weights."""
         timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
-        if attempt > 0 and adapter is not None:  # a server that was started again doesn't know the adapter
+        if attempt > 0 and adapter is not None:  # a restarted server doesn't know the adapter
             load_adapter(url, Path(adapter.lora_path), timeout)
         completions = server_completions(
             url,
@@ -273,11 +276,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _check_start(self, url: str) -> None:
         """
-        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no
-        check, as each version of the adapter has a name of its own.
+        Raises a `RuntimeError` if a server was restarted and has lost the trained weights. A lost adapter needs no
+        check: each version has its own name, and a restarted server refuses unknown names.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
-        # Dates are in whole seconds
+        # The connection's time was rounded down to whole seconds
         if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
@@ -285,11 +288,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
 
     def check_starts(self) -> None:
-        """Raises a `RuntimeError` if a server that may have answered was started again. All ranks must call this."""
+        """Raises a `RuntimeError` if a server was restarted and has lost weights. All ranks must call this."""
 
         def check() -> None:
             for url in self._connected:
-                with suppress(RequestLost):  # a server that is unreachable now has answered its requests
+                with suppress(RequestLost):  # all requests are answered, so a server may be gone
                     self._check_start(url)
 
         self._on_main_process(check)
@@ -312,8 +315,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _with_bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Returns a copy of options, with `bad_words` in place of `logit_bias` for speculative decoding, which doesn't
-        support `logit_bias`. Raises a `ValueError` for other options that speculative decoding doesn't support.
+        Returns a copy of options. For speculative decoding, which doesn't support `logit_bias`, `bad_words` replace
+        it. Raises a `ValueError` for other options that speculative decoding doesn't support.
         """
         options = dict(options)
         if self._speculates and options.get("min_p"):
@@ -333,7 +336,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
     def acceptance_length(self) -> float | None:
-        """Returns the tokens per step of speculative decoding since the last call, `None` if vLLM reports none."""
+        """Returns the mean tokens per speculative step since the last call, or `None` if vLLM doesn't report it."""
         if not self._speculates or not (counts := self._counters()):
             return None
         before = self._n_drafts, self._n_accepted
@@ -344,7 +347,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
-        """Returns the counters of the engine or of this rank's server, by name; empty if vLLM reports none."""
+        """Returns the counters of the engine or of this rank's server, by name. Without metrics, there are none."""
         try:
             if self.mode == "server":
                 return _server_counters(self.vllm_client)
@@ -396,7 +399,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
         def complete(request: EngineRequest) -> list[ServerSample]:
-            request = request.for_server()  # in a thread, while other requests are answered
+            request = request.for_server()  # media are converted while other requests are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
             return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
 
@@ -417,13 +420,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def adapter_alone(self) -> EngineAdapter | None:
-        """Adapter that the engine gets instead of weights, `None` if it gets weights."""
+        """Adapter that the engine gets instead of weights, or `None` if the engine gets weights."""
         return self._adapter if self._adapter and self._adapter.alone else None
 
     @property
     def _needs_base_weights(self) -> bool:
         """
-        `True` if an engine that gets only the adapter needs base weights, too, as they are 4-bit or lost in its sleep.
+        Whether the engine needs base weights besides the adapter: in place of 4-bit weights, or because it loses them
+        in sleep mode.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -470,10 +474,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # Copies, as vLLM may read a weight only when its layer is complete, and the adapter is unmerged by then
+            # vLLM may read a weight only when its layer is complete. The adapter is unmerged by then, hence the copies
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
-        # vLLM silently drops weights that it has no place for, and returns its own names of the others
+        # vLLM silently drops weights that it has no place for. The names that it returns aren't the checkpoint's
         left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
         if left_out:
             raise RuntimeError(
@@ -492,7 +496,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 engine.remove_lora(last.lora_int_id)
             engine.add_lora(request)
         self._adapter_request = request
-        # vLLM silently drops the adapters of layers that it doesn't find, or can't adapt
+        # vLLM silently drops adapters of layers that it doesn't have or can't adapt
         manager: Any = self._runner.lora_manager._adapter_manager
         left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
         if left_out:

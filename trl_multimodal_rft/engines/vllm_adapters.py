@@ -35,8 +35,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    LoRA adapter of a policy for vLLM. If it is sent `alone`, the engine holds up to `versions` versions of it at a
-    time. Otherwise it is merged into dequantized 4-bit weights.
+    LoRA adapter of a policy, for vLLM. With `alone`, only the adapter is sent, and the engine holds up to `versions`
+    versions of it at a time. Otherwise, the adapter is merged into dequantized 4-bit weights.
     """
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):
@@ -94,7 +94,7 @@ class EngineAdapter:
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments that the engine must be started with."""
-        # The adapter was trained on 4-bit weights, so the engine gets these dequantized, and must not quantize them
+        # The engine gets the dequantized 4-bit weights, on which the adapter was trained, and must not quantize them
         unquantized = {"quantization": None} if self.is_4bit else {}
         if not self.alone:
             return unquantized
@@ -132,7 +132,7 @@ class EngineAdapter:
             if folder is None:
                 return
             for (name, layer), (down, up) in zip(self._layers.items(), self._pairs(), strict=True):
-                # Layers may have different scales, and vLLM has one for all
+                # `lora_B` includes the scale, since layers may differ in it and vLLM has one scale for all
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
                 tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()
@@ -143,7 +143,7 @@ class EngineAdapter:
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
     def replace_on_servers(self, clients: Sequence[Any], folder: Path, old_folders: Sequence[Path]) -> None:
-        """Loads the adapter into servers, and removes the adapters in `old_folders`, files included."""
+        """Loads the adapter in `folder` into servers. Unloads adapters in `old_folders`, and deletes their files."""
         for client in clients:
             try:
                 arguments = client.base_url, folder, client.timeout
@@ -164,7 +164,7 @@ class EngineAdapter:
                 )
             for old_folder in old_folders:
                 unloaded = client.answer(_UNLOAD, {"lora_name": old_folder.name})
-                if unloaded.status not in (200, 404):  # a server that was started again doesn't know the adapter
+                if unloaded.status not in (200, 404):  # a restarted server doesn't know the adapter
                     raise refusal(unloaded, client.base_url, _UNLOAD)
         for old_folder in old_folders:
             shutil.rmtree(old_folder)
@@ -172,7 +172,7 @@ class EngineAdapter:
 
 def load_adapter(url: str, folder: Path, seconds: float) -> str | None:
     """
-    Loads an adapter into a server, unless it is loaded. Returns the reason if the server can't load it, else `None`.
+    Loads an adapter into a server, unless the server has it. Returns the reason of a failure, else `None`.
     Raises a [`RequestLost`] if the server doesn't answer.
     """
     answer = answer_of(url, _LOAD, {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)

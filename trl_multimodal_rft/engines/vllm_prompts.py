@@ -22,7 +22,7 @@ if engine_obstacle() is None:
     from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.renderers import BaseRenderer
 
-# Frames per second that processors assume of videos without metadata
+# Frames per second that processors assume for videos without metadata
 _ASSUMED_FPS = 24
 
 
@@ -38,13 +38,13 @@ class EnginePrompts:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its completion, for which the engine was started."""
+        """The engine's limit of tokens for a prompt and its completion together."""
         return self.renderer.model_config.max_model_len
 
     def take(
         self, prompt: EncodedPrompt | dict[str, Any] | Sequence[int], images: Sequence | None, index: int
     ) -> dict[str, Any]:
-        """Returns a prompt as input of the engine, with processed media; errors name its row, or else `index`."""
+        """Returns a prompt as input of the engine. Errors name its row, or `index` for prompts without a row."""
         if isinstance(prompt, EncodedPrompt):
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
             self._check_length(len(ids), row)
@@ -112,7 +112,7 @@ class EnginePrompts:
                 {"fps": _ASSUMED_FPS, **{name: value for name, value in video_metadata.items() if value is not None}}
                 for video_metadata in videos.pop("video_metadata")[0]
             ]
-            # If vLLM passes metadata with the frames, the processor must not get its options again as `videos_kwargs`
+            # If vLLM passes metadata with the frames, `do_sample_frames` belongs to the metadata and the top level
             if getattr(self.renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
                 del videos["do_sample_frames"]
                 options["do_sample_frames"] = False
@@ -169,5 +169,5 @@ def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
 
 
 def processors_unchecked() -> AbstractContextManager[None]:
-    """Turns off the check of transformers 5.23 or newer that rejects vLLM's placeholders without videos."""
+    """Turns off processors' input check. From transformers 5.23 on, it rejects vLLM's placeholders without videos."""
     return replaced(ProcessorMixin, validate_inputs=lambda self, *args, **kwargs: None)

@@ -24,12 +24,12 @@ U = TypeVar("U")
 
 # Limit of concurrent requests
 _AT_ONCE = 64
-# Seconds: limit to connect, wait before the first retry (each further wait is twice as long), and longest such wait
+# In seconds: limit for connecting, wait before the first retry, and longest wait, up to which waits double
 _TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
 _MOST_BYTES = 2**24
 _SHOWN = 200  # bytes of an answer in an error
 
-# Values of `finish_reason` of a whole completion
+# Values of `finish_reason` of complete completions
 _ENDS = ("stop", "length", "repetition")
 # Value that servers send in place of a missing log-probability
 _UNKNOWN = -9999.0
@@ -48,7 +48,7 @@ class RequestLost(RuntimeError):
 
 
 class WarnOnce:
-    """Warning that a lost request is sent again, logged for the first such request only."""
+    """Callback for lost requests. It warns once that a request is sent again."""
 
     warned = False
 
@@ -86,7 +86,7 @@ def answer_of(
 def lost(
     url: str, path: str, reason: str | int | Exception, answer: Answer | None = None, timed_out: bool = False
 ) -> RequestLost:
-    """Returns an error with the reason why a request has to be sent again, and the start of the server's answer."""
+    """Returns the error of a lost request, with the reason and the start of the server's answer."""
     excerpt = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
     url = without_credentials(url)
     return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{excerpt}).", timed_out)
@@ -109,8 +109,8 @@ def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
 
 def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
     """
-    Calls `attempt(n)` for `n` = 0, 1, ... until a call isn't lost, and returns its result. The wait between attempts
-    doubles up to a limit. Raises a `RuntimeError` after a [`RequestLost`] that has timed out, or when the waits add up
+    Calls `attempt(n)` for `n` = 0, 1, ... until a call doesn't raise [`RequestLost`], and returns its result. The wait
+    between attempts doubles up to a limit. Raises a `RuntimeError` when an attempt times out, or when the waits add up
     to `patience` seconds.
     """
     n, waited = 0, 0.0
@@ -128,7 +128,7 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Calls `work` on items in threads, and returns the results. Doesn't wait for other calls after an error."""
+    """Calls `work` on items in threads, and returns the results. After an error, doesn't wait for the other calls."""
     slots = threading.Semaphore(_AT_ONCE)
 
     def run(item: T) -> U:
@@ -148,9 +148,9 @@ def completions_in(
     body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int] = ()
 ) -> list[ServerSample]:
     """
-    Returns the `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary`. No token
-    may be one of the `placeholders` of media, and only the last one may be in `ends`, which end a text. Raises a
-    `ValueError` of one line for any other answer.
+    Returns the `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary`. Tokens
+    must not be `placeholders` of media. Only a completion's last token may be one of `ends`, the tokens that end a
+    text. Raises a `ValueError` with a one-line message for any other answer.
     """
     try:
         content = json.loads(body)

@@ -2,7 +2,7 @@
 """
 Clients of vLLM's servers: checks of the servers' settings, requests with media, and resets of caches.
 
-Servers get token ids and processed media. The trainer processes media by vLLM's renderer with the server's settings.
+Servers get token ids and processed media. The trainer processes media with vLLM's renderer and the server's settings.
 Raw media are never sent, since HTTP requests would encode them again, and have no field for processor options.
 """
 
@@ -48,7 +48,7 @@ if engine_obstacle() is None:
 
 T = TypeVar("T")
 
-# Settings of a server on which processed media depend: of the model, and of its multimodal config
+# Settings of a server that affect processed media: in its model config, and in its multimodal config
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
 _OF_MEDIA = """
 mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_method language_model_only
@@ -83,7 +83,7 @@ class EngineRequest(NamedTuple):
 
 
 class ServerClient(VLLMClient):
-    """TRL's client, whose calls time out after `timeout` seconds, and are retried as long if the server is away."""
+    """TRL's client, with a `timeout` in seconds for each call, and for its retries if the server is unreachable."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
         self.timeout, self.warn = timeout, WarnOnce()
@@ -139,7 +139,7 @@ class ServerGroup(ServerClient):
         urls (`Sequence[str]`):
             Addresses of the servers.
         group_port (`int`):
-            Port of this process, through which the servers join the broadcast.
+            Port of this process, at which the servers join the broadcast.
         timeout (`float`):
             Seconds to wait for each server.
 
@@ -167,7 +167,7 @@ class ServerGroup(ServerClient):
             client.call("/reset_prefix_cache")
 
     def reset_encoder_caches(self) -> None:
-        """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
+        """Resets the encoder caches of all servers. Their keys don't depend on the weights (huggingface/trl#7198)."""
         for client in self.clients:
             client.call("/reset_encoder_cache")
 
@@ -181,7 +181,7 @@ class ServerGroup(ServerClient):
             yield
 
     def _post(self, url: str, json: dict[str, Any] | None = None, **options: float) -> dict[str, Any]:
-        """Posts to all servers at once, as they wait for each other; returns the first server's answer."""
+        """Posts to all servers at once, as they wait for each other. Returns the first server's answer."""
         path = url.removeprefix(self.base_url)
         bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":
@@ -207,7 +207,7 @@ class ServerGroup(ServerClient):
 def _resume(
     client: ServerClient, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Resumes a paused server. An error of resuming must not hide an `error` that has ended the pause."""
+    """Resumes a paused server. An error of resuming must not hide the `error` that ended the pause."""
     with nullcontext() if error is None else suppress(Exception):
         client.call("/resume", patience=None if error is None else 0.0)
 
@@ -252,7 +252,7 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
 
 
 def check_protocol(client: ServerClient) -> None:
-    """Raises a `ValueError` if a server can't take prompts as this process makes them."""
+    """Raises a `ValueError` if a server runs another version of vLLM, or can't take processed media."""
     version = client.call("/version", method="GET")["version"]
     if version.split("+")[0] != vllm.__version__.split("+")[0]:
         raise ValueError(
@@ -267,7 +267,7 @@ def check_protocol(client: ServerClient) -> None:
 
 
 def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """Returns the fields of `_SHAPE` that differ on a server, as text; empty if its config can't be read."""
+    """Describes the fields of `_SHAPE` that differ on a server. The text is empty if the config can't be read."""
     try:
         server_config = AutoConfig.from_pretrained(
             settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]
@@ -281,8 +281,8 @@ def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> st
 
 def clock_of(url: str, timeout: float) -> tuple[float, float]:
     """
-    Returns the start and the current time of a server, in seconds of its clock. Raises a [`RequestLost`] if it doesn't
-    answer.
+    Returns a server's start time and current time, in seconds of its clock. Raises a [`RequestLost`] if the server
+    doesn't answer.
     """
     answer = answer_of(url, _INFO, seconds=timeout, method="GET")
     start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # a time in nanoseconds
@@ -308,7 +308,7 @@ def server_renderer(info: dict[str, Any], model: str, revision: str | None, trus
 
 
 def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the processed media of a prompt and the positions of their embeddings; `None` without media."""
+    """Returns a prompt's processed media and the positions of their embeddings, or `None` without media."""
     if "mm_kwargs" not in rendered:
         return rendered.get("features")
     return {
@@ -352,14 +352,14 @@ def server_completions(
     """
     Returns completions from a server. Only requests with the same `salt` share a cached prefix.
 
-    Raises a [`RequestLost`] if the server gives no answer within `timeout` seconds, or another answer than requested,
-    and a `RuntimeError` if it refuses the request.
+    Raises a [`RequestLost`] if no answer comes within `timeout` seconds, or if the answer doesn't fit the request.
+    Raises a `RuntimeError` if the server refuses the request.
     """
     sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
     n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
     body = {**_request_body(model, request, sampling), **({} if salt is None else {"cache_salt": salt})}
     answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
-    if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
+    if answer.status == 404 and model is not None:  # a restarted server doesn't know the adapter
         raise lost(url, _GENERATE, 404, answer)
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
@@ -372,8 +372,8 @@ def server_completions(
 
 def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
     """
-    Returns the log-probabilities of the `k` most likely tokens at each position of prompts but the first. They are
-    normalized over the whole vocabulary, at a temperature of 1.
+    Returns the log-probabilities of the `k` most likely tokens at each position of prompts after the first. The
+    probabilities are normalized over the whole vocabulary, at a temperature of 1.
     """
 
     def score(request: EngineRequest) -> list[dict[int, float]]:
@@ -394,6 +394,6 @@ def _request_body(model: str | None, request: EngineRequest, sampling: dict[str,
         "model": model,
         "token_ids": request.ids,
         "features": request.media,
-        # FINAL_ONLY: otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
+        # 2 is FINAL_ONLY. Otherwise, completions that end before the last one may be missing (vllm-project/vllm#52399)
         "sampling_params": {**sampling, "output_kind": 2},
     }

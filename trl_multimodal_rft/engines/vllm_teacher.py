@@ -45,7 +45,7 @@ class ServerTeacher:
         self.vocab_size = renderer.model_config.get_vocab_size()
 
     def read(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """Returns requests to the server for prompts with decoded media; processes each distinct prompt once."""
+        """Returns requests to the server for prompts with decoded media. Each distinct prompt is processed once."""
         requests: dict[int, EngineRequest] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in requests:
@@ -59,8 +59,8 @@ class ServerTeacher:
         self, prompts: Sequence[EngineRequest], completions: Sequence[list[int]], width: int, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the `k` most likely tokens at each position of completions, and their log-probabilities, `(N, width,
-        k)` on the CPU, 0 beyond the completions' ends.
+        Returns the `k` most likely tokens at each position of completions, and their log-probabilities. Both have
+        shape `(N, width, k)`, lie on the CPU, and are 0 after a completion's end.
         """
         ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
         requests = [prompt._replace(ids=prompt.ids + row) for prompt, row in zip(prompts, completions, strict=True)]

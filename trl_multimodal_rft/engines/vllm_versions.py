@@ -16,7 +16,7 @@ def engine_obstacle() -> str | None:
     remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
-    # The distribution for CPUs has another name
+    # vLLM's distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
     position = side(installed, _BOUNDS)
     if position < 0:
@@ -34,5 +34,5 @@ if engine_obstacle() is None:
     except ImportError:  # before 0.25
         from vllm.entrypoints.serve.disagg import mm_serde as mm_serde
 
-    # Whether vLLM can load weights that are beneath an adapter, as it does from 0.28 on
+    # Whether vLLM can load the base weights of layers with an adapter (from 0.28 on)
     LOADS_BENEATH_ADAPTERS = hasattr(BaseLayerWithLoRA, "load_weights")

@@ -29,8 +29,9 @@ from ..models.wrapped import replaced
 # Parts of weight names that adapters and activation checkpointing add
 _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module.")
 
-# Target of each weight, by model and by name in memory. A weight that is only renamed has its name in the checkpoint
-# and 0. Any other weight has the name of its group, whose weights are converted together, and the group's size
+# (target, size) of each weight, by model and by name in memory. If a weight is only renamed, the target is its name in
+# the checkpoint, and the size is 0. Other weights are converted in groups: the target is the group's name, and the
+# size is the number of its weights
 _targets_of: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[str, float]]] = WeakKeyDictionary()
 
 
@@ -63,7 +64,7 @@ def gathered_weights(
     for name, parameter in module.named_parameters():
         for part in _WRAPPERS:
             name = name.replace(part, "")
-        # Adapters are merged, and a layer of `modules_to_save` replaces its `original_module`
+        # Left out: adapters, which are merged, and original modules, which `modules_to_save` replaces
         if is_peft_model(module) and (cast(str, module.prefix) in name or "original_module" in name):
             continue
         shard = parameter.detach()
@@ -72,7 +73,7 @@ def gathered_weights(
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
-    """Returns the name of a layer in its model's checkpoint; `None` if its weight is converted beyond renaming."""
+    """Returns the name of a layer in its model's checkpoint, or `None` if its weight isn't just renamed."""
     checkpoint_name, size = _target(model, f"{name}.weight")
     return checkpoint_name.removesuffix(".weight") if size == 0 and checkpoint_name.endswith(".weight") else None
 
@@ -80,7 +81,7 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
 def load_and_find_unread(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """Calls `load` with weights, and returns the names of weights that no operation read. A view isn't a read."""
+    """Calls `load` with weights, and returns the names of weights that no operation reads. Views aren't reads."""
     with _Reads() as reads:
         copies = reads.track(weights)
         load(copies)
@@ -94,16 +95,16 @@ Tree = torch.Tensor | tuple | list | dict[str, Any] | float | None
 
 
 class _Reads(TorchDispatchMode):
-    """Record of the weights that no operation has read. It holds them, so that no other tensor gets their memory."""
+    """Mode that records the unread weights. References to them keep other tensors from reusing their memory."""
 
     def __init__(self):
         super().__init__()
-        self.unread: dict[int, tuple[str, torch.Tensor]] = {}  # names and weights by their memory
+        self.unread: dict[int, tuple[str, torch.Tensor]] = {}  # names and weights by memory address
         self._is_loading = True
 
     def track(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields copies of weights, which share no memory."""
-        self._is_loading = False  # operations that make the weights may have tensors without memory
+        """Yields copies of weights. The copies share no memory."""
+        self._is_loading = False  # operations that produce a weight may use tensors without memory
         for name, weight in weights:
             weight_copy = weight.clone()
             if weight_copy.numel():
@@ -141,7 +142,7 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
 
 
 def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = True) -> dict[str, tuple[str, float]]:
-    """Returns the entries of weights in `_targets_of`; with `complete`, `names` covers the whole model."""
+    """Returns the entries of weights in `_targets_of`. `complete` means that `names` covers the whole model."""
     converters = _converters(model)
     groups, joins = {}, {}
     for name in names:
@@ -151,7 +152,7 @@ def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = Tru
                 groups[name], joins[name] = group, len(converter.source_patterns) > 1
                 break
     sizes = Counter(groups.values())
-    # A group of unknown size is complete when no more weights follow
+    # A group of unknown size gets an infinite size: it is converted after the last weight
     entries = {
         name: (group, sizes[group] if complete else math.inf if joins[name] else 1) for name, group in groups.items()
     }
@@ -164,7 +165,7 @@ def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = Tru
 
 
 def _converters(model: PreTrainedModel) -> list[WeightTransform]:
-    """Returns the model's reversed conversions from the checkpoint, without those that only rename."""
+    """Returns the reversed conversions of the model's checkpoint, except renamings."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # built from a config, not loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -174,7 +175,7 @@ def _converters(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 class _UnguardedRename(GroupWeightRename):
-    """Renaming that doesn't need the first weight of its group, by which transformers decides whether to rename."""
+    """Renaming that is always active. In transformers, it becomes active at the first weight of its group."""
 
     __slots__ = ()
 
@@ -186,7 +187,7 @@ class _UnguardedRename(GroupWeightRename):
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns weights as the checkpoint holds them."""
-    # Before transformers 5.21, conversions don't know that a thinker is a part of the model that vLLM loads
+    # Before transformers 5.21, conversions lack the prefix of a thinker, which is a part of the model that vLLM loads
     prefix = "thinker." if model.base_model_prefix == "thinker" else ""
     return {prefix + name: weight for name, weight in _revert_conversions(model, weights).items()}
 

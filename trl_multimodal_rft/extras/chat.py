@@ -74,7 +74,7 @@ def answerer(
 
 
 def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
-    """Returns a message's content, with media at the text's tags or else before the text, as for media columns."""
+    """Returns a message's content. Media go to tags in the text such as `<image>`, or else before the text."""
     if not files:
         return text
     columns = defaultdict(list)
@@ -133,7 +133,7 @@ def page(
         start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
         for model, answer in answerers.items():
-            # Leaves out completions of the other model: their title is that model's name
+            # A completion's title is its model. Completions of the other model are left out
             context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
             turns = [(turn["role"], *_text_and_files(turn["content"])) for turn in context]
             try:
@@ -173,7 +173,7 @@ def page(
 
 
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
-    """Returns a message's text and file paths, which gradio formats differently for its API and the page."""
+    """Returns a message's text and file paths. Gradio's API and page format them differently."""
     text, files = "", []
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str) or "text" in part:
@@ -184,7 +184,7 @@ def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
 
 
 def shown_error(error: Exception) -> str:
-    """Returns the message of an error without row, credentials and folders, because any visitor may read it."""
+    """Returns an error's message for visitors: without row, credentials and folders."""
     text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # the only row is the conversation
     text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
     text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted paths may have spaces
@@ -201,7 +201,7 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     try:
         name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
         if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
-            ipaddress.ip_address(name)  # raises for a name, which others' DNS could resolve to this server
+            ipaddress.ip_address(name)  # raises for any other name, which a foreign DNS may resolve to this server
     except ValueError:
         return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
     if not is_ours:

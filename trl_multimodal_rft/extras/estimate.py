@@ -48,7 +48,7 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass
 class Measured:
-    """Sizes of a model, and memory and operations of a micro-batch of one GPU, as [`measure`] returns them."""
+    """Result of [`measure`]: sizes of a model, and memory and operations of a micro-batch on one GPU."""
 
     trained: int  # number of trained weights
     frozen: int  # number of frozen weights
@@ -59,8 +59,8 @@ class Measured:
     frozen_critic: int  # number of frozen weights of a separate critic
     layer: int  # number of weights of the largest layer
     ends: int  # number of weights of embeddings and LM head
-    held: int  # bytes in use at the start of the backward pass, such as activations, without weights and gradients
-    peak: int  # maximum bytes in use, without weights and gradients
+    held: int  # bytes of activations at the start of the backward pass
+    peak: int  # maximum bytes in use by a micro-batch, without weights and gradients
     cache: list[tuple[float, int | None]]  # per layer: bytes of keys and values per token, sliding window
     sharing: int  # number of completions that share the keys and values of a prompt
     decoder: int  # number of weights of the decoder and of the LM head
@@ -72,13 +72,13 @@ class Measured:
 
 
 def target_modules(args: argparse.Namespace) -> str | list[str]:
-    """Returns the layers that get adapters. A single name may be a word or a pattern of PEFT."""
+    """Returns the layers that get adapters. A single name is a string, which PEFT may read as a pattern."""
     names = args.lora_target_modules or "all-linear"
     return names[0] if isinstance(names, list) and len(names) == 1 else names
 
 
 def _is_sharded(args: argparse.Namespace) -> bool:
-    """Returns whether the run uses DeepSpeed or FSDP, which compute in bfloat16 whatever dtype the weights load in."""
+    """Returns whether the run uses DeepSpeed or FSDP. Both compute in bfloat16, whatever the dtype of the weights."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -197,9 +197,9 @@ def _measure_micro_batch(
 ) -> tuple[int, int, int, int, int]:
     """
     Measures a micro-batch. Returns the bytes in use at the start of the backward pass, the bytes in use at the peak,
-    and three numbers of operations: of the forward pass, of forward and backward pass, and of the prompt alone. With
-    `prompt_first`, the prompt is forwarded first, and all chunks of its completions share its states; otherwise, the
-    last number is 0.
+    and three numbers of operations: of the forward pass, of the forward and backward pass, and of the prompt alone.
+    With `prompt_first`, the prompt is forwarded first, and all chunks of its completions share its states. Otherwise,
+    the operations of the prompt aren't counted separately, and are 0.
     """
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
@@ -266,7 +266,7 @@ def _completions(args: argparse.Namespace) -> int:
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
-    """Returns bytes by name: the memory of a GPU by purpose, its peaks in update and generation, and host memory."""
+    """Returns bytes by name: a GPU's memory by purpose, its peaks during update and generation, and host memory."""
     loaded_width = 4 if args.dtype == "float32" else 2
     adapter_width = 2 if args.load_in_4bit else 4
     trained, frozen = measured.trained, measured.frozen
@@ -288,7 +288,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         buffers = gradients
     elif args.strategy.startswith("zero"):
         buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
-    if args.strategy == "fsdp2":  # two layers and the gradient of one, the embeddings and the head
+    if args.strategy == "fsdp2":  # two layers, the gradient of one layer, the embeddings and the head
         gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
@@ -316,7 +316,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         cache = graph = casts = gathered_to_sample = generation = 0.0
     else:
         generation = states + gathered_to_sample + cache + graph + vllm
-        if casts > (args.gpu_memory * GIB - generation) / 2:  # sampling keeps casts in half of the free memory
+        if casts > (args.gpu_memory * GIB - generation) / 2:  # at most half of the free memory goes to casts
             casts = 0.0
         generation += casts
     host = 0.0
@@ -431,7 +431,7 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
 
 
 def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
-    """Returns measurements, and a note if these exclude media because the encoders don't run on fake tensors."""
+    """Returns measurements. A note follows if they exclude media, because encoders don't run on fake tensors."""
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:

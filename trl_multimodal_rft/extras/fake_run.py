@@ -22,14 +22,14 @@ _ATEN = torch.ops.aten
 
 class FakeFloats(TorchDispatchMode):
     """
-    Mode in which new floating-point tensors, and tensors computed from them, are fake. Integers, real floats such as
+    Mode in which new floating-point tensors, and tensors computed from them, are fake. Integers, float inputs such as
     pixels, and small float tensors computed from integers stay real.
 
-    Models read the values of ids, grids and masks to count an image's features, and the values of floats that are
-    computed from lengths. `FakeTensorMode` alone hides these values.
+    Models count an image's features by the values of ids, grids and masks, and by floats computed from lengths.
+    `FakeTensorMode` alone hides these values.
     """
 
-    LENGTHS = 1024  # maximum size of a float tensor, computed from integers such as media lengths, that stays real
+    LENGTHS = 1024  # largest size at which a float tensor computed from integers, such as media lengths, stays real
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class FakeFloats(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         if not tensors and func is not _ATEN.linspace.default:  # models read drop rates from `linspace`
-            with self.fake:  # allocates nothing; small or integer results are computed again below, as real tensors
+            with self.fake:  # allocates nothing; results that must be real are computed again below
                 result = func(*args, **kwargs)
             if _can_be_fake(result):
                 return result
@@ -64,7 +64,7 @@ class FakeFloats(TorchDispatchMode):
 
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns indices in place of boolean masks; a fake mask counts as all ones."""
+        """Replaces boolean masks by indices. A fake mask counts as all ones."""
         plain: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
@@ -80,14 +80,14 @@ def _tensors(*values: PyTree) -> list[torch.Tensor]:
 
 
 def _can_be_fake(result: PyTree) -> bool:
-    """Returns whether a result, real or fake, is a tensor of several floats. Other results always stay real."""
+    """Returns whether a result is a tensor of several floats. Other results always stay real."""
     return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
 
 
 class Watch(TorchDispatchMode):
     """
-    Mode that counts floating-point `operations`, and the bytes of live storages that were created within the context,
-    `now` and at the `peak`. Storages of the `baseline` don't count.
+    Mode that counts floating-point `operations`, and the bytes of live storages, `now` and at the `peak`. Only
+    storages that were created within the context count, without those of the `baseline`.
 
     On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
     `FlopCounterMode` and `MemTracker` count the same, but `MemTracker` takes time quadratic in the number of layers.

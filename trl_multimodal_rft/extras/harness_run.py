@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Benchmarks of lmms-eval and EvalScope for `evaluate`: a server of the model, and the harness that sends requests."""
+"""Benchmarks of lmms-eval and EvalScope for `evaluate`: starts a server of the model, and runs the harness."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from ..evaluation import EvaluationResult
 from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
-# The model's name on its server. lmms-eval takes models with `o1` in their names, such as `grpo1`, for OpenAI's.
+# The model's name on its server. lmms-eval mistakes models with `o1` in the name, such as `grpo1`, for OpenAI's.
 _NAME = "checkpoint"
 # Options of `evaluate` that apply to harnesses
 _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
 
 
 def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) -> EvaluationResult:
-    """Evaluates a model on `--benchmark <harness>:<task>`; `arguments` are the other argument dataclasses."""
+    """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other dataclasses."""
     options = {name: value for argument in arguments for name, value in vars(argument).items()}
     defaults = {name: value for argument in arguments for name, value in vars(type(argument)()).items()}
     benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
@@ -98,7 +98,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")
-    # The program has its own Python environment, so its path holds the plugin instead of this process's folders
+    # The program has its own Python environment, so `PYTHONPATH` holds the plugin and no folders of this process
     environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
     sys.stderr.write(f"`{' '.join(masked_words(command))}` runs, and prints to {log}\n")
     with log.open("wb") as output:
@@ -106,7 +106,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
 
 
 def _last_error(log: Path) -> str:
-    """Returns a log's last line with a Python error, or else its last line."""
+    """Returns the last Python error in a log, or else the log's last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
     errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
     return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -17,8 +17,8 @@ from ..evaluation.result import SCORE, EvaluationResult, estimate
 # Packages for `uvx`. Versions are exact, since result formats change. lmms-eval uses names that filelock 4.3 lacks.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
-_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores as completion of a failed request
-# Keys of a row's score, for tasks of lmms-eval that store a dictionary
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores if a request failed
+# Keys of the score in a row of lmms-eval, for tasks that store a dictionary
 _SCORE_KEYS = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
@@ -35,7 +35,7 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
 
 
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Reads lmms-eval's scored rows and figures. Raises `ValueError` for failed requests, which count as wrong."""
+    """Reads lmms-eval's rows and figures. Raises `ValueError` for failed requests, which lmms-eval counts as wrong."""
     if (path := next(folder.rglob("*_results.json"), None)) is None:
         return [], {}
     results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
@@ -64,7 +64,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Reads EvalScope's scored rows and main figure. Raises `ValueError` for unscored rows, which count as 0."""
+    """Reads EvalScope's rows and main figure. Raises `ValueError` for unscored rows, which EvalScope counts as 0."""
     if (path := next(folder.glob("reports/*/*.json"), None)) is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def _check_complete(harness: str, task: str, indices: Sequence[int], expected: int | None) -> None:
-    """Raises `ValueError` if samples of a task are missing or repeated in the files of a harness."""
+    """Raises `ValueError` if rows of a task are missing or repeated in a harness's files."""
     repeated = sorted(index for index, count in Counter(indices).items() if count > 1)
     if repeated:
         raise ValueError(f"{harness} wrote row {repeated[0]} of {task!r} more than once; run it again.")

@@ -70,12 +70,12 @@ class JudgeReward(Server):
             Regular expression whose last match in the reply has the score as its first group. A reply that is a number
             alone is read, too.
         max_score (`float`, *optional*, defaults to `1.0`):
-            The best score, by which scores are divided. Scores outside 0 to `max_score` are unreadable.
+            The best score. Scores are divided by it, and scores outside 0 to `max_score` count as unreadable.
         tool_bonus (`float`, *optional*, defaults to `0.0`):
-            Increase of a score above 0.5 if a tool returned media in the completion. With 1.5 and a weight of
-            0.8, an answer gets DeepEyes' 0.8, and 1.2 more for the tool.
+            Addition to a score above 0.5 if a tool returned media in the completion. A bonus of 1.5 and a reward
+            weight of 0.8 give DeepEyes' 0.8 for a right answer, and 1.2 for the tool.
         max_answer_length (`int`, *optional*):
-            Number of characters from which an answer gets 0.0 without a request; 1000 in DeepEyes.
+            Number of characters. An answer of this length or more gets 0.0 without a request. DeepEyes uses 1000.
         media (`bool`, *optional*, defaults to `False`):
             Whether the judge gets the media of the prompt: images and frames of videos as `image_url`, audio as
             `input_audio`.
@@ -84,13 +84,13 @@ class JudgeReward(Server):
         api_key_variable (`str`, *optional*):
             Environment variable with the key of the server's API. The key isn't kept, saved or shown.
         concurrency (`int`, *optional*, defaults to `8`):
-            Concurrent requests.
+            Maximum number of concurrent requests.
         cache_dir (`str`, *optional*):
             Folder for replies, without the requests' texts.
         max_requests (`int`, *optional*):
             Maximum number of requests, in equal shares for all processes. Replies in `cache_dir` count as requests.
         name (`str`, *optional*, defaults to `"judge_reward"`):
-            Name in metrics such as `rewards/<name>/mean`. `<name>/unreadable` is the share of replies without a score,
+            Name in metrics such as `rewards/<name>/mean`. `<name>/unreadable` is the share of replies without a score.
             `<name>/requests` is the number of requests of this process so far.
 
     Raises:
@@ -226,7 +226,7 @@ class JudgeReward(Server):
         with self._lock:
             self._replies[key] = reply
             if self._file is not None:
-                # The first line break ends a partial line, which a killed process may have left
+                # The first line break separates the entry from a partial line, which a killed process may have left
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(f"\n{json.dumps({'key': key, 'reply': reply})}\n")
 

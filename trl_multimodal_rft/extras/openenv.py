@@ -42,8 +42,8 @@ class Session:
 
     def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
         """
-        Sends a request and returns the data of the server's answer. If no session is open, `opens` starts one. Raises
-        `ValueError` if an action fails, and `EnvironmentFailure` if the session fails or isn't open.
+        Sends a request and returns the data of the server's answer. With `opens`, starts a session if none is open.
+        Raises `ValueError` if an action fails, and `EnvironmentFailure` if the session fails or isn't open.
         """
         client = require_module("websockets.sync.client", "environments")
         errors = require_module("websockets.exceptions", "environments")
@@ -93,7 +93,7 @@ class Session:
 class ServedEnvironment:
     """Environment with the tools of a server."""
 
-    _act: Callable[..., Observation]  # called with a tool's name on the server, and its arguments
+    _act: Callable[..., Observation]  # takes a tool's name on the server, and the call's arguments
 
 
 class OpenEnvironment(ServedEnvironment):
@@ -138,17 +138,17 @@ class OpenEnvironment(ServedEnvironment):
                 raise ValueError(content["error"]["message"])
             content = content["result"]
             if isinstance(content, dict) and "content" in content:
-                content = content["content"] or content.get("data")  # an empty list has no blocks
+                content = content["content"] or content.get("data")  # `data` if the list of blocks is empty
         return observation_of(content, self.media, "The episode has ended." if self._is_done else "")
 
 
 def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnvironment]:
     """
     Returns a class of environments that a server of [OpenEnv](https://huggingface.co/docs/openenv) runs, for
-    `environment_factory`. Each environment has a session; a lost session fails its trajectory.
+    `environment_factory`. Each environment has its own session. If the session is lost, the trajectory fails.
 
     The tools are the server's MCP tools, or else one tool, `step`, with the fields of an action as arguments.
-    Observations show `data:` URIs and content blocks as media, all else as text.
+    `data:` URIs and content blocks of observations become media, and everything else becomes text.
 
     Args:
         url (`str`):
@@ -194,7 +194,7 @@ def tool_name(remote: str, tools: Collection[str]) -> str:
 
 
 def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
-    """Returns a method that calls `_act` with the `remote` name. Its signature is that of a JSON schema."""
+    """Returns a method that calls `_act` with the tool's name on the server. Its signature follows a JSON schema."""
 
     def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
         return self._act(remote, {fields.get(key, key): value for key, value in arguments.items()})
@@ -247,8 +247,8 @@ def _pixels(value: Value) -> np.ndarray:
 
 def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modality: str | None = None) -> list[Any]:
     """
-    Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, which is empty if
-    nothing remains. Blocks hold data, never paths or URLs, which a server could choose at will.
+    Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, or an empty list.
+    Blocks hold data, never paths or URLs, which a server could choose at will.
     """
     n, name = len(blocks), value.get("type") if isinstance(value, dict) else None
     if name == "text" and isinstance(value.get("text"), str):

@@ -15,7 +15,7 @@ from ..data.reading.rules import rules_of
 from ..data.rows.folders import check_empty, write_folder
 
 
-# Options that only some layouts have, named like their loaders' arguments
+# Options of some layouts, with the names of the loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
 _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 

@@ -33,7 +33,7 @@ _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """The base class of reward functions that ask a server, with the address and the limits of requests."""
+    """Base class of reward functions that ask a server. Holds the address and the limits of requests."""
 
     url: str
     _: KW_ONLY
@@ -73,7 +73,7 @@ class Server:
         too_large: str,
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises `RuntimeError` without an answer of up to `max_bytes`."""
+        """Sends a request until the server answers. Raises `RuntimeError` for no answer, or one above `max_bytes`."""
         try:
             return ask(
                 "POST",
@@ -110,11 +110,11 @@ class RemoteReward(Server):
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         batch_size (`int`, *optional*, defaults to `64`):
-            Completions in a request.
+            Maximum number of completions per request.
         concurrency (`int`, *optional*, defaults to `4`):
-            Concurrent requests.
+            Maximum number of concurrent requests.
         timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds for the complete response to an attempt.
+            Seconds until the response to an attempt must be complete.
         retries (`int`, *optional*, defaults to `5`):
             Number of retries if the server is busy (408, 425, 429), fails (5xx), closes the connection, responds with
             an HTML page, or is unreachable; `None` retries until `patience` is over.

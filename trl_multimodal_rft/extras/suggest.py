@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields options for trained weights and strategies, from full training to the smallest memory."""
+    """Yields options of trained weights and strategy, from full training to the least memory."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     variants: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
@@ -76,7 +76,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
-    """Returns values of `steps_per_generation` that sample whole groups, down from the micro-batches of an update."""
+    """Returns values of `steps_per_generation` that sample whole groups. The first one spans a whole update."""
     completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // completions))
     steps = -(-steps * completions // group_size) * group_size // completions

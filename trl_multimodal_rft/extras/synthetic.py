@@ -47,7 +47,7 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """Returns a prompt with the length and media that `args` set, and encoder inputs of a model without processor."""
+    """Returns a prompt of the length and media in `args`. A model without a processor gets encoder inputs, too."""
     has_vision, has_audio = (modality in model.input_modalities for modality in ("image", "audio"))
     images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
@@ -85,7 +85,7 @@ def _encode_media(
 
 
 def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
-    """Returns the prompt with text appended up to a minimum length."""
+    """Appends text to a prompt that is shorter than a minimum length."""
     n_added = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
     return replace(

@@ -25,12 +25,12 @@ class VerifiersEnvironment(ServedEnvironment):
 
     rows: list[Json]
     tasks: list["Task"]
-    agent: "Agent"  # agent with the harness of `verifiers_environment`
+    agent: "Agent"  # agent whose harness records the URLs of servers
     shared: Json  # tool servers that all tasks share
     _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
     def reset(self, task: int, **row: Value) -> None:
-        """Starts the servers of a task. Calls of its tools wait for the servers."""
+        """Starts the servers of a task. Tool calls wait until the servers run."""
         if hasattr(self, "_rollout"):  # the last rollout may not have ended with a reward
             self._urls.cancel()
             self._run(self._rollout.aclose())
@@ -125,7 +125,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     shared, tool_lists = run(start()).result()
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     attributes: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
-    attributes["_serving"] = serving  # the servers end when this object does
+    attributes["_serving"] = serving  # this object keeps the servers running
     for server, tool in ((server, tool) for server, answer in tool_lists for tool in answer.tools):
         name = f"{server}_{tool.name}".removeprefix("_")
         attributes[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))

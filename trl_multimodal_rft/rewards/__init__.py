@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
+"""Reward functions with TRL's signature, `f(completions, **columns) -> list[float | None]`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rule-based rewards for right answers and their format, as in R1-AQA (https://huggingface.co/papers/2503.11197).
 
-They read only the completions, since prompts of R1-AQA contain answer tags, too ("... in `<answer> </answer>`").
+The rewards read only the completions, since R1-AQA's prompts contain answer tags, too ("... in `<answer> </answer>`").
 """
 
 import re
@@ -30,18 +30,18 @@ Json = str | float | Decimal | list | tuple | dict | None
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 _OPENING_TAG, _CLOSING_TAG = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
-# "The answer is 7.", "**Final answer:** 7", also with the suffix of Minerva. Not "I wonder which answer is right".
+# "The answer is 7." and "**Final answer:** 7", not "I wonder which answer is right"
 _STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
 _BEFORE_STATED = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
-_HOPE = re.compile(r"\. I hope it is correct\.?\Z")
-# A whole answer in math mode, in text or after the word "option"
+_HOPE = re.compile(r"\. I hope it is correct\.?\Z")  # suffix of Minerva's answers
+# A whole answer in math mode, in `\text{}` or after the word "option"
 _WRAPPED = re.compile(
     r"\$\$?([^$]+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     r"|\\(?:text|mathrm|mathbf|mbox)\w*\s*\{([^{}]*)\}|(?:option|choice) (\S+)",
     re.DOTALL | re.IGNORECASE,
 )
-_MOST_WRAPPINGS = 5  # limit on the delimiters around each other that are removed
-# A number with a unit: "7 \text{ cm}^2", "7 cm", and "7 m" with letters that are more often a unit than a variable
+_MOST_WRAPPINGS = 5  # limit of nested delimiters to remove
+# A number with a unit: "7 \text{ cm}^2", "7 cm", and "7 m" if the letter is more often a unit than a variable
 _UNIT = re.compile(
     r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
     r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,}|(?<=\d)\s?[mgshdlLJNWVAKCF])",
@@ -58,7 +58,7 @@ _MOST_MARKS = 30
 # c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
-# In texts with other characters, math_verify stops at the first of them: it reads "7?8" and "7)8" as 7
+# math_verify stops at the first character that isn't one of these: it reads "7?8" and "7)8" as 7
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
 _LONGEST_EXPRESSION = 1000  # characters
@@ -88,8 +88,8 @@ def accuracy_reward(
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, plain or conversational. The last message of a conversational completion is the answer.
         solution (`list`):
-            Reference of each completion, a text or number, in which [`extract_answer`] finds the answer, too; or a
-            list of references, any of which is right. `None` where the reward does not apply.
+            Reference of each completion: a number, a text in which [`extract_answer`] finds the answer, or a list of
+            references, any of which is right. `None` where the reward does not apply.
         **kwargs:
             Other dataset columns and trainer arguments, not used.
 
@@ -146,9 +146,9 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
 
     Args:
         think (`bool`, *optional*, defaults to `True`):
-            Whether the completion must begin with thoughts. Otherwise only the box is required. Without
-            `completion_ids`, the opening tag may be missing, as the prompt may end with it. Trainers pass
-            `completion_ids`, and add such a tag to the completion.
+            Whether the completion must begin with thoughts. Otherwise only the box is required. If a prompt ends with
+            the opening tag, trainers add the tag to the completion. Without `completion_ids`, which trainers pass, the
+            opening tag may be missing.
 
     Example:
     ```python
@@ -178,9 +178,9 @@ def rewards_by_reference(
     columns: dict[str, Argument],
 ) -> list[float | None]:
     """
-    Returns `reward(answer, references, position)` of each completion, or `None` if the reference's cell is empty.
+    Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty.
 
-    `read` returns the references in a cell. Raises a [`RowError`] that names the expected `form` if there are none.
+    `read` returns the references in a cell. If it returns none, raises a [`RowError`] that names the expected `form`.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -197,7 +197,7 @@ def rewards_by_reference(
 
 
 def completion_text(completion: Completion) -> str:
-    """Returns the text of a completion, or of its last message, which counts as empty if a tool wrote it."""
+    """Returns the text of a completion or of its last message. A tool's message counts as empty."""
     if isinstance(completion, str):
         return completion
     last = completion[-1]
@@ -329,7 +329,7 @@ def normal_form(text: str, superscripts: bool = False) -> str:
 
 
 def _decomposed(character: str, superscripts: bool) -> str:
-    """Returns a character in NFKD or as an ASCII digit or minus, with a space before a fraction."""
+    """Returns a character in NFKD, or as an ASCII digit or minus. A fraction gets a space in front."""
     digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)
     if digit is not None or character == "−":
         return "-" if digit is None else str(digit)
@@ -343,7 +343,7 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
-    # If the numbers are equal, the unit of one of them may be missing
+    # One of two equal numbers may lack its unit
     (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
     units = {unit, right_unit} - {""}
     return in_latex and len(units) == 1 and _equal(value, right)
@@ -394,7 +394,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Returns whether math_verify reads a text as a whole or not at all, rather than only a part of it."""
+    """Returns whether a text may be an expression. Of other texts, math_verify may read only a part."""
     if len(text) > _LONGEST_EXPRESSION or not any(map(str.isalnum, text)):
         return False
     bare = _LATEX_COMMAND.sub("", text)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Bonuses in addition to the reward of the answer: for lengths, and for tools that a group rarely calls."""
+"""Bonuses in addition to the reward of the answer: for the length of completions, and for rare tool calls."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ def length_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards correct completions of length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
+    Rewards correct completions of a length within bounds, as in [Video-R1](https://huggingface.co/papers/2503.21776).
 
-    Video-R1's code gives the bonus only where at least two completions of the group are correct; this function gives
-    it to a single correct completion, too. For the other arguments, which `correctness` gets, and the errors, see
+    Video-R1's code gives the bonus only where at least two completions of the group are correct. This function gives
+    it to a single correct completion, too. Other arguments go to `correctness`. For them and the errors, see
     [`accuracy_reward`].
 
     Args:
         completion_ids (`list[list[int]]`):
             Tokens of the completions, including the results of tools, as trainers pass them.
         correctness (`Callable`, *optional*, defaults to [`accuracy_reward`]):
-            Reward function that decides which completions are correct: those with a reward above 0.1.
+            Reward function for correctness. Completions with a reward above 0.1 are correct.
         min_length (`int`, *optional*, defaults to `320`):
-            Fewest tokens.
+            Minimum number of tokens.
         max_length (`int`, *optional*, defaults to `512`):
-            Most tokens.
+            Maximum number of tokens.
         bonus (`float`, *optional*, defaults to `0.2`):
             Reward of a correct completion within the bounds.
 
@@ -68,8 +68,8 @@ def tool_curiosity_reward(
     **kwargs: Argument,
 ) -> list[float]:
     r"""
-    Rewards calls of tools while few completions of a group call any, and penalizes many calls, as
-    [Pixel-Reasoner](https://huggingface.co/papers/2505.15966) does.
+    Rewards tool calls if few completions of the group call tools, and penalizes many calls in a completion, as in
+    [Pixel-Reasoner](https://huggingface.co/papers/2505.15966).
 
     A completion with \(n\) calls, in a group where the share \(r\) of completions calls tools, gets
 
@@ -80,15 +80,15 @@ def tool_curiosity_reward(
 
     Args:
         completions (`list[list[dict]]`):
-            Completions as messages, in which `tool_calls` are counted. A text has no calls.
+            Completions. `tool_calls` of messages count as calls, and a text has no calls.
         group_ids (`list[int]`):
             Group of each completion. The trainers of this package pass it if no group straddles processes.
         target_rate (`float`, *optional*, defaults to `0.3`):
-            Share of completions with calls at which the bonus ends.
+            Share of completions with calls from which on the bonus is 0.
         curiosity (`float`, *optional*, defaults to `0.5`):
             Weight of the bonus.
         free_calls (`int`, *optional*, defaults to `1`):
-            Calls without a penalty.
+            Number of calls without a penalty.
         call_penalty (`float`, *optional*, defaults to `0.05`):
             Penalty of each further call.
 

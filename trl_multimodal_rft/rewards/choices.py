@@ -19,15 +19,15 @@ def choice_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards a completion that names the right one of several choices with 1.0, and any other with 0.0.
+    Rewards a completion that names the right choice: 1.0 if it does, else 0.0.
 
-    [`extract_answer`] finds the answer in the completion and [`named_choice`] the choice in the answer.
+    [`extract_answer`] finds the answer in the completion, and [`named_choice`] finds the choice in the answer.
     For the other arguments and the errors, see [`accuracy_reward`], which doesn't use choices.
 
     Args:
         solution (`list`):
-            Right choice of each completion, its text or its letter, with or without answer tags; or a list of right
-            choices. `None` where the reward does not apply.
+            Right choice of each completion: its text, its letter, or a list of right choices. Answer tags are allowed.
+            `None` where the reward does not apply.
         choices (`list[list[str]]`):
             Choices of each completion. `None` where the reward does not apply.
 
@@ -57,7 +57,7 @@ def choice_reward(
 
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
-    """Returns the answer in a completion for majority votes: the text of the named choice if there are `choices`."""
+    """Returns the answer in a completion. If the answer names one of the `choices`, returns the choice's text."""
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None or choices is None else choices[index]
@@ -67,14 +67,17 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     Returns the index of the choice that an answer names, or `None` if it names none or several.
 
-    An answer names a choice by, in this order: the choice's text, except for case, whitespace and punctuation; its
-    letter, as in `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, unless the text of another choice follows; or
-    all of its words, without any word that only other choices have. The last rule comes from
-    [MMAU](https://huggingface.co/papers/2410.19168), which ignores negations: `"not a woman"` names `"Woman"`.
+    The first rule that applies counts:
+
+    1. The answer is the choice's text, except for case, whitespace and punctuation.
+    2. The answer has the choice's letter, as in `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, and the text of
+       another choice doesn't follow.
+    3. The answer has all words of the choice, and no word that only other choices have. The rule comes from
+       [MMAU](https://huggingface.co/papers/2410.19168), and ignores negations: `"not a woman"` names `"Woman"`.
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
-    # An answer may repeat "A." many times, so the loop compares texts only where their lengths match
+    # The loop compares texts only if their lengths match, since an answer may repeat "A." many times
     letters, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if n_left in lengths else None
@@ -96,7 +99,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
 
 
 def _n_characters(text: str) -> int:
-    """Returns the number of letters and digits, which comparisons of texts use."""
+    """Returns the number of letters and digits. It is equal for texts that differ only in punctuation or spaces."""
     return sum(map(str.isalnum, text.casefold()))
 
 

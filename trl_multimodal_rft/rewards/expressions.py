@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Comparisons of expressions in a separate process, which exits when a comparison takes too long.
+"""Comparisons of expressions in a separate process, which ends if a comparison takes too long.
 
-The process runs this file by its path. The file imports math-verify and nothing of the package. `multiprocessing`
-would run the user's script again.
+The process runs this file alone, so the file must not import the package. `multiprocessing` would run the user's
+script again.
 """
 
 import atexit
@@ -27,7 +27,7 @@ def equal(answer: str, reference: str) -> bool:
 
 
 class _Comparer:
-    """The process that compares expressions, started by the first comparison."""
+    """Owner of the process that compares expressions. The first comparison starts the process."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class _Comparer:
 
 @functools.cache
 def _comparer(process: int) -> _Comparer:
-    """Returns the comparer of a process, since a forked process needs a comparer of its own."""
+    """Returns the comparer for a process id, since a forked process needs its own comparer."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Errors that a user's reward function raised, told apart from the code that called it. Imports nothing heavy."""
+"""Errors of users' reward functions, with the traceback of the users' code alone. Imports nothing heavy."""
 
 import os
 import sysconfig
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 _PATHS = sysconfig.get_paths()
-# Folders of this package, the standard library and installed packages
+# Folders of code that isn't the user's: this package, the standard library and installed packages
 _FOREIGN = [str(Path(__file__).parents[1]), *(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
 
 
@@ -16,7 +16,7 @@ class RewardError(RuntimeError):
     """An error of a user's reward function, raised from the function's own error."""
 
     def user_traceback(self) -> str:
-        """Returns the traceback of the function's error with the frames of the user's code alone."""
+        """Returns the traceback of the function's error, with frames of the user's code alone."""
         cause = self.__cause__ or self
         lines = ["Traceback of the reward function (most recent call last):\n"]
         lines += traceback.format_list(user_frames(cause))
@@ -24,7 +24,7 @@ class RewardError(RuntimeError):
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Returns the frames of an error's traceback that are of neither this package, Python, nor installed packages."""
+    """Returns the frames of the user's code in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOREIGN))
     return [frame for frame in frames if not frame.filename.startswith(foreign)]

@@ -48,8 +48,8 @@ def box_iou_reward(
 
     The answer, see [`extract_answer`], is `[left, top, right, bottom]`, `(left, top), (right, bottom)`, four numbers
     alone, or JSON with the key `bbox_2d`, `bbox`, `box` or `Position`, or with `x1` to `y2`. The first box
-    counts. Answer and reference have the same coordinates unless `solution_scale` and `answer_scale` give the image's
-    size in the coordinates of each: 1 for coordinates from 0 to 1, 1000 for the coordinates of Qwen3-VL, and the
+    counts. If answer and reference have different coordinates, set `solution_scale` and `answer_scale` to the size of
+    the image in the coordinates of each: 1 for coordinates from 0 to 1, 1000 for the coordinates of Qwen3-VL, and the
     image's width and height for pixels. Qwen2.5-VL answers in pixels of the resized image.
 
     The threshold and the scales may also be columns, with a value for each row. For the other arguments and the
@@ -60,14 +60,14 @@ def box_iou_reward(
             Reference of each completion: a box as above, or a list of boxes, any of which is right. `None` where the
             reward does not apply.
         iou_threshold (`float`, *optional*):
-            With a threshold, the reward is 1.0 above it and else 0.0.
+            With a threshold, the reward is 1.0 for an IoU above it, else 0.0.
         solution_scale (`float` or `tuple[float, float]`, *optional*):
             Size of the image in the coordinates of the reference, or its width and height.
         answer_scale (`float` or `tuple[float, float]`, *optional*):
             Size of the image in the coordinates of the answer, or its width and height.
 
     Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a box, `None` without a reference.
+        `list[float | None]`: Rewards from 0.0 to 1.0: 0.0 without a box, `None` without a reference.
 
     Example:
     ```python
@@ -97,8 +97,8 @@ def point_in_box_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards a point inside the reference's box, such as a click: 1.0 inside or on the border, else 0.0, as
-    [UI-R1](https://huggingface.co/papers/2503.21620) does.
+    Rewards a point in the reference's box, such as a click, as [UI-R1](https://huggingface.co/papers/2503.21620) does:
+    1.0 inside or on the border, else 0.0.
 
     The answer, see [`extract_answer`], is `(x, y)`, `<point x="1" y="2">` or JSON with the key `point_2d`, `point` or
     `coordinate`. A box stands for its center. The first point counts. For the scales, see
@@ -135,13 +135,13 @@ def temporal_iou_reward(
     [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
 
     The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s → 7s`, `[3.5, 7]`, `00:03 and 00:07`,
-    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union.
+    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans count as their union.
     Without a span, the reward is 0.0. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
-            Reference of each completion, in seconds: `[start, end]`, a list of such spans, all of which belong to the
-            answer, or a text as above.
+            Reference of each completion, in seconds: `[start, end]`, a list of such spans (the union counts), or a
+            text as above.
 
     Example:
     ```python
@@ -168,30 +168,29 @@ def detection_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     r"""
-    Rewards the boxes of all objects.
+    Rewards the detection of all objects by boxes, with or without labels and confidences.
 
     The answer, see [`extract_answer`], is a JSON list such as
     `[{"bbox_2d": [0, 0, 9, 9], "label": "cat", "confidence": 0.9}]`, also with the keys `Position` and `Confidence`.
 
     - `"visual_rft"` ([Visual-RFT](https://huggingface.co/papers/2503.01785)): boxes are matched in order of
-      confidence, each with the free reference of the largest IoU, if the IoU exceeds `iou_threshold`. If both have
+      confidence, each with the unmatched reference of largest IoU, if the IoU exceeds `iou_threshold`. If both have
       labels, the labels must be equal. The reward, up to 2, is the sum of two parts. The first part is the sum of the
       matches' IoU, divided by the number of boxes or of references, whichever is larger. The second part is a mean
       over boxes: the confidence of a box with a match, 1 minus the confidence of a box without a match, and 0 for a
       box without confidence. Repeated boxes count once. As in the paper, boxes with confidence 0 and no match get 1.0.
     - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): boxes are assigned to references
       with the largest sum of IoU, and pairs above `iou_threshold` are matches. The reward, from 0 to 3, is 0.25 times
-      the share of entries with box and label. A match adds 0.75 times F1, the share of matches with the right label,
-      and the matches' mean IoU. It subtracts half of the share of boxes without a match, and half of the share of
-      references without a match.
+      the share of entries with box and label. If there are matches, 0.75 times F1, the share of matches with the right
+      label, and the matches' mean IoU are added. Half of the share of boxes without a match, and half of the share of
+      references without a match, are subtracted.
 
     Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
     see [`accuracy_reward`].
 
     Args:
         solution (`list`):
-            References of each completion, all of which belong to the answer: a list of boxes or dictionaries, or a
-            text as above.
+            Boxes of all objects, for each completion: a list of boxes or dictionaries, or a text as above.
         method (`str`, *optional*, defaults to `"visual_rft"`):
             `"visual_rft"` or `"perception_r1"`.
         iou_threshold (`float`, *optional*, defaults to `0.5`):
@@ -272,18 +271,18 @@ def counting_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards a count, 1.0 for the right number and else 0.0, or points on the counted objects, as
-    [Perception-R1](https://huggingface.co/papers/2504.07954) does.
+    Rewards a count, or points on the counted objects, as [Perception-R1](https://huggingface.co/papers/2504.07954)
+    does. The reward of a count is 1.0 for the right number, else 0.0.
 
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another number, or a list of points
-    or boxes, which are counted. If the reference is a list of points, too, the reward is a product of two factors: the
-    smaller number of points divided by the larger number, and 1 minus the mean distance between assigned points, as a
-    share of the image's diagonal. The assignment has the smallest sum of distances. Without a number, the reward is
+    or boxes, which are counted. If the reference is a list of points, too, points are assigned to references with the
+    smallest sum of distances. The reward is then a product of two factors: the smaller number of points divided by the
+    larger number, and 1 minus the mean distance, as a share of the image's diagonal. Without a number, the reward is
     0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
-            Reference of each completion: a number, a list of numbers, any of which is right, or a list of points or
+            Reference of each completion: a number, a list of numbers (any of which is right), or a list of points or
             boxes.
 
     Example:
@@ -328,7 +327,7 @@ def regression_reward(
 
     Args:
         solution (`list`):
-            Reference of each completion, a number, a text with a number, or a list of these, of which the nearest
+            Reference of each completion: a number, a text with a number, or a list. The nearest number of a list
             counts.
 
     Example:

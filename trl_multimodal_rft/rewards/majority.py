@@ -18,14 +18,15 @@ def majority_reward(
     **kwargs: Argument,
 ) -> list[float]:
     """
-    Rewards the most frequent answer of a group: 1.0 for a completion that gives it, 0.0 for any other, as
-    [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478) do.
+    Rewards the most frequent answer of a group with 1.0, and other answers with 0.0, as in
+    [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478).
 
     Answers are compared as in majority@k, by [`~rewards.choices.extracted_answer`] without case, whitespace and
-    punctuation. An answer that is empty, or that names none of a row's `choices`, has no vote. The winner is the
-    group's label, unless votes are tied or its share of the completions is below `threshold`. In a group without a
-    label, all rewards are 0.0, so the group has no signal. The metric `sampling/agreement` is the mean share of the
-    winner. The metric `majority/correct_frac` is the share of right labels, for rows with a `solution`.
+    punctuation. An answer that is empty, or that names none of a row's `choices`, has no vote. The most frequent
+    answer is the group's label, unless votes are tied or its share of the completions is below `threshold`. In a group
+    without a label, all rewards are 0.0, so the group has no signal. The metric `sampling/agreement` is the mean share
+    of the most frequent answer. The metric `majority/correct_frac` is the share of right labels, for rows with a
+    `solution`.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
@@ -37,7 +38,7 @@ def majority_reward(
         log_metric (`Callable`, *optional*):
             Function that logs a metric, which trainers pass.
         **kwargs:
-            Dataset columns, of which `choices` are read, and `solution` for the metric alone.
+            Dataset columns. `choices` are read, and `solution` is read for the metric alone.
 
     Returns:
         `list[float]`: 1.0 or 0.0 for each completion.
@@ -81,13 +82,13 @@ def majority_reward(
 
 
 def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
-    """Returns the answer of a completion as a key, empty if it has none."""
+    """Returns the normalized answer of a completion, or an empty text if the completion has no vote."""
     answer = extracted_answer(completion_text(completion), choices)
     return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
 
 
 def _label_rewards(completions: Sequence[Completion], columns: Mapping[str, Any], winners: list[int]) -> list[float]:
-    """Returns 1.0 per right label and 0.0 per wrong label. `winners` has the index of a completion with each label."""
+    """Returns 1.0 per right label and 0.0 per wrong label. `winners` has the index of one completion per label."""
     solutions = columns.get("solution")
     if not solutions:
         return []

@@ -31,7 +31,7 @@ from .calls import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns rows with a prompt, `further` columns, and, for a prompt that holds no media, the media columns."""
+    """Returns rows with the prompt and `further` columns. Prompts without media also get the media columns."""
     rows = []
     for i, prompt in enumerate(as_encoded(prompts)):
         names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
@@ -102,7 +102,7 @@ class RewardModel:
         pretrained = [module for module in unwrapped.modules() if isinstance(module, PreTrainedModel)]
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
-        # By the config, since the `forward` of some classes accepts any argument and ignores unknown ones
+        # Modalities come from the config, since the `forward` of some classes ignores unknown arguments
         self._modalities = {
             k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)
         }
@@ -125,7 +125,7 @@ class RewardModel:
         **kwargs: Any,
     ) -> "RewardModel":
         """
-        Loads a reward function from a reward model, or from an adapter of one, and its processor.
+        Loads a reward model, or the adapter of a reward model, with its processor.
 
         Args:
             name (`str`):
@@ -225,7 +225,7 @@ class RewardModel:
             group = _Group(rows, *common_start(first, ids))
         except ValueError:
             return None
-        # For a completion of padding alone, the score is read at the prompt's last token, which must not be padding
+        # A completion of padding alone is scored at the prompt's last token, which must not be padding
         return None if group.prompt.input_ids[-1] == self._pad else group
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -238,7 +238,7 @@ class RewardModel:
         return decode_media(refs, self.processor, self.audio_overlong)
 
     def _without_placeholders(self, value: str | list | dict) -> str | list | dict:
-        """Inserts a space into placeholder tokens that a text, a message or its blocks contain, to keep them text."""
+        """Inserts a space into placeholder tokens in texts, so that they aren't encoded as placeholders."""
         if isinstance(value, str):
             for token in self._placeholders:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
@@ -250,7 +250,7 @@ class RewardModel:
         return value
 
     def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
-        """Returns row indices per forward pass. A model that isolates media gets media of equal shapes in a pass."""
+        """Returns row indices per forward pass. If media must not be padded, a pass has media of equal shapes."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self.config).isolate is not None
         for i, row in rows.items():
@@ -294,16 +294,16 @@ class RewardModel:
 
 def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    Returns a model with the same modules that forwards a prompt once per group, or `None` if no such model exists.
-
-    With sharded weights, ranks need equally many forward passes, but may have different numbers of groups.
+    Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if that isn't
+    possible. Sharded weights rule it out: ranks need equally many forward passes, but may have different numbers of
+    groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):
         return None
     try:
         group_model = as_reward_model(base)
-    except ValueError:  # several labels, or no policy of its family
+    except ValueError:  # several labels, or no generative model of its family
         return None
     if sharing_obstacle(group_model) is not None or family_of(group_model).token_field_fill:
         return None
@@ -314,7 +314,7 @@ def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
 def read_as_text(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[..., list[float]]:
-    """Returns a reward function of a text model, for which texts such as `"<image>"` replace media."""
+    """Returns a reward function of a text model. Texts such as `"<image>"` replace media."""
 
     def reward(prompts: list, completions: list, **columns: Argument) -> list[float]:
         reward_model = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)

@@ -30,7 +30,7 @@ def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cac
 # Names of this package take precedence over TRL's
 _FUNCTIONS = tuple(name for name in rewards.__all__ if name.endswith("_reward"))
 _TRL_FUNCTIONS = ("reasoning_accuracy_reward", "think_format_reward")
-# Factories, which are called to make a reward function even if their name has no settings
+# Factories, which are called to make a reward function, with or without settings
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -106,7 +106,7 @@ def _load(name: str) -> Callable:
     if inspect.isclass(function):
         return _call_factory(function, name, settings)
     check_settings(function, name, settings)
-    # A reward function would take a list for a column, with an entry per row
+    # A reward function would read a list as a column, with an entry per row
     constants = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     reward_func = partial(function, **constants)
     vars(reward_func)["required_in_prompt"] = getattr(function, "required_in_prompt", None)

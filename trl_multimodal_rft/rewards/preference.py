@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards for a judge that writes which of two answers is better."""
+"""Rewards for a judge in training, which writes which of two answers is better."""
 
 import re
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ def preference_reward(
     """
     Rewards the verdict of a judge on two answers: 1.0 if it equals the reference, else 0.0.
 
-    [`verdict_in`] finds the verdict in the completion. Judges may favor a position, so the dataset
-    should show each pair in both orders, as the rows of [`~data.judge_rows`] do. For the other arguments and the
-    errors, see [`accuracy_reward`].
+    [`verdict_in`] finds the verdict in the completion. Judges may favor the first or the second answer, so the dataset
+    should have each pair in both orders, as [`~data.judge_rows`] makes them. For the other arguments and the errors,
+    see [`accuracy_reward`].
 
     Args:
         solution (`list`):
-            Right verdict for each completion, `"A"`, `"B"` or `"tie"`, or in the words of a judge; or a list of right
+            Right verdict for each completion: `"A"`, `"B"`, `"tie"`, a text with a verdict, or a list of right
             verdicts. `None` where the reward does not apply.
 
     Example:
@@ -62,18 +62,20 @@ def verdict_in(text: str) -> Verdict | None:
     """
     Returns the verdict that a judge writes after its thoughts.
 
-    The verdict is in `<answer>` tags, as `"1"` of [R1-Reward](https://huggingface.co/papers/2505.02835) and `"Image 1
-    is better"` or `"Both images are equally good"` of LightRFT; in a field `better`, `verdict` or `final_verdict` of
-    JSON, as in [Omni-RRM](https://huggingface.co/papers/2602.00846); in double brackets, as `"[[C]]"` for a tie in
-    [MT-Bench](https://huggingface.co/papers/2306.05685); or else in the answer that [`extract_answer`] finds.
+    The verdict stands in one of these places, or else in the answer that [`extract_answer`] finds:
+
+    - `<answer>` tags: `"1"` in [R1-Reward](https://huggingface.co/papers/2505.02835), and `"Image 1 is better"` or
+      `"Both images are equally good"` in LightRFT
+    - a JSON field `better`, `verdict` or `final_verdict`, as in [Omni-RRM](https://huggingface.co/papers/2602.00846)
+    - double brackets: `"[[C]]"` for a tie in [MT-Bench](https://huggingface.co/papers/2306.05685)
 
     Args:
         text (`str`):
             Completion.
 
     Returns:
-        `str` or `None`: `"A"` if the first answer is better, `"B"` if the second is, or `"tie"`; `None` without a
-        verdict, and if several contradict each other.
+        `str` or `None`: `"A"` if the first answer is better, `"B"` if the second is better, or `"tie"`. `None` without
+        a verdict, or if verdicts contradict each other.
     """
     final_text = text.rpartition("</think>")[2].partition("<think>")[0]
     candidates = ["".join(groups) for groups in _MARKED.findall(final_text)] or [extract_answer(final_text)]

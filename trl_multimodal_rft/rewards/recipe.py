@@ -32,7 +32,7 @@ def combine_rewards(
             The index of each reward source by name.
 
     Returns:
-        `torch.Tensor`: Rewards, shape `(B,)`; `NaN` if the recipe of a label is empty.
+        `torch.Tensor`: Rewards, shape `(B,)`. `NaN` for a completion whose label has an empty recipe.
 
     Raises:
         `ValueError`: If a label isn't in the recipe, or a name isn't in the map.
@@ -74,8 +74,8 @@ def apply_recipe(
     """
     Selects and weights reward functions by the label of each row, for any trainer with TRL's reward functions.
 
-    A function is called only with the rows whose label uses it, and not at all without such rows. List arguments are
-    cut to these rows. Values that the function logs with `log_extra` are `None` on other rows.
+    A function is called with the rows whose label uses it, and isn't called if there are none. List arguments hold
+    these rows alone. Values that the function logs with `log_extra` are `None` on other rows.
 
     Args:
         reward_funcs (`dict[str, Callable]`):
@@ -168,7 +168,7 @@ def _on_labelled_rows(
 
 @contextmanager
 def _naming_rows(name: str, rows: list[int]):
-    """Adds indices in the batch to errors of a function that was called with only some rows."""
+    """Adds batch indices to the errors of a function that was called with only some `rows` of the batch."""
     try:
         yield
     except RowError as error:

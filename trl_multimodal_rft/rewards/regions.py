@@ -43,7 +43,7 @@ Scale = float | tuple[float, float] | None
 
 
 class Box(NamedTuple):
-    """A box in an answer or a reference, in the coordinates that its text uses."""
+    """A box in an answer or a reference, in the coordinates of the answer or the reference."""
 
     left: float
     top: float
@@ -101,7 +101,7 @@ def share_of_boxes(text: str) -> float:
 
 
 def points_in(text: str) -> list[tuple[float, float]]:
-    """Returns the points in an answer; a box stands for its center."""
+    """Returns the points in an answer. A box counts as its center."""
     points, _ = _read(_json_in(text), _as_point)
     if points:
         return points
@@ -111,7 +111,7 @@ def points_in(text: str) -> list[tuple[float, float]]:
 
 
 def spans_in(text: str) -> list[tuple[float, float]]:
-    """Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the end after it."""
+    """Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the span's end."""
     times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _QUANTITY.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
@@ -140,14 +140,14 @@ def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Call
 
 
 def of_row(setting: list[T] | T, position: int) -> T:
-    """Returns a row's entry of a setting that is a column (a list), or else the setting, which all rows share."""
+    """Returns a setting for a row. A list is a column with an entry per row; any other setting holds for all rows."""
     return setting[position] if isinstance(setting, list) else setting
 
 
 def scales_of(
     solution_scale: list[Scale] | Scale, answer_scale: list[Scale] | Scale, position: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns an image's (width, height) in the reference's and in the answer's coordinates, or 1 without scales."""
+    """Returns an image's (width, height) in the coordinates of reference and answer. Both are 1 without scales."""
     settings = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
     if all(size is None for size in settings.values()):
         return (1.0, 1.0), (1.0, 1.0)
@@ -173,7 +173,7 @@ def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
 
 
 def _json_in(text: str) -> Json:
-    """Returns the JSON value in an answer, also if written in Python's syntax, or `None` if there is none."""
+    """Returns the JSON value in an answer, or `None`. Python's quotes and tuples are read as JSON, too."""
     before, fence, fenced = text.partition("```")
     text = fenced.partition("```")[0].removeprefix("json").strip() if fence else before
     for spelling in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
@@ -241,7 +241,7 @@ def _first(entries: dict[str, Json], keys: Sequence[str]) -> Json:
 
 
 def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
-    """Returns the values of the first group of keys that is complete; underscores in keys don't count."""
+    """Returns the values of the first complete group of keys. Underscores in keys don't count."""
     entries = {key.replace("_", ""): value for key, value in entries.items()}
     return next(([entries[key] for key in group] for group in keys if entries.keys() >= {*group}), [])
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards for transcripts: text in images, and speech."""
+"""Rewards for transcripts of speech and of text in images."""
 
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ def ocr_reward(
     completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
-    Rewards a transcript by its edit distance to the reference, as [Perception-R1](https://huggingface.co/papers/2504.07954)
-    does for text in images: 1 minus the ratio of the distance in characters to the length of the longer text.
+    Rewards a transcript by its edit distance to the reference: 1 minus the distance in characters, divided by the
+    length of the longer text, as in [Perception-R1](https://huggingface.co/papers/2504.07954) for text in images.
 
     Case and punctuation count; a run of whitespace counts as one space. [`extract_answer`] finds the transcript in the
     completion. [`wer_reward`] compares words. Needs rapidfuzz, which comes with
@@ -26,7 +26,7 @@ def ocr_reward(
 
     Args:
         solution (`list`):
-            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
+            Reference of each completion: a text, or a list of texts, of which the nearest counts. `None` where the
             reward does not apply.
 
     Example:
@@ -109,7 +109,7 @@ def _best_rewards(
     reward: Callable[[str, str], float],
     columns: dict[str, Argument],
 ) -> list[float | None]:
-    """Returns the reward of each answer, the largest over its references."""
+    """Returns, for each answer, the largest of the rewards over its references."""
 
     def read(reference: Json) -> list[str]:
         entries = reference if isinstance(reference, (list, tuple)) else [reference]

@@ -15,7 +15,7 @@ _messages = ChatMessages.to_openai_messages
 
 
 def register() -> list:
-    """Replaces lmms-eval's functions that make requests, and returns no models for its list."""
+    """Replaces the functions with which lmms-eval makes requests. Registers no models, so the list is empty."""
     ConfigurableMessagesTask.doc_to_visual, ChatMessages.to_openai_messages = media, messages
     return []
 
@@ -30,7 +30,7 @@ def media(task: ConfigurableTask, row: dict) -> list:
 
 
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
-    """Returns the messages of a request. Sounds are in Base64, as the file at their path or a WAV file of samples."""
+    """Returns the messages of a request. Sounds are sent in Base64: files unchanged, and samples as WAV."""
     request = _messages(chat, **options)
     for part in (part for message in request for part in message["content"] if part["type"] == "audio_url"):
         if isinstance(sound := part.pop("audio_url")["url"], str):
