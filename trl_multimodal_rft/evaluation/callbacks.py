@@ -118,7 +118,7 @@ class GenerationEvalCallback(TrainerCallback):
             metrics.update(self._logged)
 
     def _selects_weights(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
-        """Returns whether `metrics` lacks `metric_for_best_model`, and the callback may measure it."""
+        """Returns whether `metrics` lacks `metric_for_best_model`, and the callback may measure this metric."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False

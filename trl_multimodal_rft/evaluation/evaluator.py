@@ -75,7 +75,7 @@ def evaluate(
             Rows with `prompt`, media columns, and columns that reward functions read, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
             Reward functions as the trainers take them, plain or async, or their names. The first decides what is
-            correct. Rewards of environments come last; with them, it may be `None`.
+            correct. May be `None` with environments, whose rewards come last.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
