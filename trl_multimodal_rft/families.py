@@ -222,7 +222,7 @@ FAMILIES = (
     Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
     Family(
         model_types=("llava_onevision", "perception_lm"),
-        isolate="media",  # frames or tiles that pad a medium would become features
+        isolate="media",  # padding frames or tiles would become features
     ),
     Family(
         model_types=("minimax_m3_vl",),

@@ -147,7 +147,7 @@ class Measure:
         return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
-        """Returns the logits of the final tokens, at least `last` of them."""
+        """Returns the logits of at least the `last` final tokens."""
         options = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
             return self.prepared(**inputs, **options, use_cache=False).logits

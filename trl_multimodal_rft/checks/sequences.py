@@ -85,7 +85,7 @@ def check_pairs(
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
     with media in answers.
 
-    See [`check_sequences`] for arguments and errors; `plain` also takes the column of an answer that follows the
+    See [`check_sequences`] for arguments and errors. `plain` also takes the column of an answer that follows the
     prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
     compared in place of log-probabilities.
     """

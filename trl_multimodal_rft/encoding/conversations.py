@@ -101,8 +101,8 @@ def encode_turn(
     row: int | None = None,
 ) -> EncodedPrompt:
     """
-    Encodes tool results as the chat template renders them after the assistant's turn, which one of `ends` closes.
-    Raises a `ValueError` if the template then renders earlier messages differently.
+    Encodes tool results as the chat template renders them after the assistant's turn. One of `ends` closes the turn.
+    Raises a `ValueError` if the template renders earlier messages differently once the results follow.
     """
     before, messages = [*history, normalize_tool_calls(results)], list(results)
     text = _render(before, processor, template_kwargs, False)

@@ -254,9 +254,9 @@ def encode_prompt(
         [`EncodedPrompt`]: The encoded prompt.
 
     Raises:
-        [`MediaError`]: If a medium can't be decoded, if the processing class doesn't support it, if the placeholders
-            of the prompt don't match its media, or if the chat template leaves out a block. The message names the row
-            and the column.
+        [`MediaError`]: If media can't be decoded, if the processing class doesn't support them, if the placeholders of
+            the prompt don't match its media, or if the chat template leaves out a block. The message names the row and
+            the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)

@@ -134,7 +134,7 @@ class SupervisedEncoder:
             row (`Mapping[str, Any]`):
                 Row. Errors name its index if it is a [`~data.rows.row.Row`].
             completion_only (`bool`, *optional*):
-                Whether to learn only the completion, by default `True` for rows that have one.
+                Whether to learn only the completion, by default `True` for rows with a completion.
             assistant_only (`bool`, *optional*, defaults to `False`):
                 Whether to learn only the assistant's turns, each without the generation prompt.
 
@@ -144,7 +144,7 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a row has nothing to learn, if an assistant message has media, or if the chat template
                 renders a turn differently when further turns follow.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         row = row if isinstance(row, Row) else Row(0, dict(row))
         name, whole = f"row {row.row_index}", bool(row.get("messages"))
@@ -202,7 +202,7 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a row has no completion, if the completion isn't the assistant's or has media, or if the
                 chat template can't render it after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         encoded, completions = [], []
         for index, columns in enumerate(rows):
@@ -236,8 +236,8 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a completion is missing, or isn't the assistant's, or if the chat template can't render it
                 after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder; if a completion has media
-                that the model takes in prompts alone; or, unless `whole`, if it has media and no text.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders, if a completion has media
+                that the model takes in prompts alone, or if a completion has media and no text and `whole` is `False`.
         """
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
@@ -273,7 +273,7 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
                 it after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in the completion.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
         columns, messages, n = self._preference(row, "completion")

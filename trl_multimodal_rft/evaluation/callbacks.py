@@ -39,7 +39,7 @@ class GenerationEvalCallback(TrainerCallback):
         eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Reward functions; the first decides what is correct. By default those of the trainer.
+            Reward functions, of which the first decides what is correct. By default the trainer's reward functions.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):

@@ -126,11 +126,11 @@ def score_pairs(
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            Processes, which share the pairs. By default a new one.
+            Accelerator whose processes share the pairs. By default a new accelerator.
 
     Returns:
         [`EvaluationResult`]: Metrics of [`pair_result`] that apply to one order, and `margin`, the mean score
-        of chosen completions minus the mean score of rejected ones. Rows have the `scores` of both completions.
+        of chosen completions minus the mean score of rejected completions. Rows have the `scores` of both completions.
 
     Raises:
         `ValueError`: If the dataset has no pairs, or the function returns something else than a number or `None` per

@@ -130,7 +130,7 @@ class Critic(nn.Module):
         return self.head(states[-1])
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Saves the backbone as transformers does, and the head next to it, see [`ValueHead.save_pretrained`]."""
+        """Saves the backbone in transformers' format, and the head next to it, see [`ValueHead.save_pretrained`]."""
         backbone = head = None
         if state_dict is not None:
             backbone, head = (

@@ -180,7 +180,7 @@ def load_trained_reward_model(
 
 
 def is_reward_model(architectures: Sequence[str] | None) -> bool:
-    """Returns whether the architectures of a config are those of a reward model."""
+    """Returns whether the architectures of a config name a reward model."""
     return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
 
 
