@@ -14,7 +14,7 @@ _URL = re.compile(
 )
 # A user and a password, such as in `http:/user:password@host`
 _LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
-# A user and a password behind `://`. Digits and a slash behind the colon are a port and a path, not a password.
+# A user and a password after `://`. Digits and a slash after the colon are a port and a path, not a password.
 _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
 
 # Tokens, by the forms that their issuers give them, and values of headers
@@ -49,13 +49,13 @@ _TOKENIZER_WORDS |= {"special", "placeholder", "first", "last", "per", "each", "
 
 def is_secret(name: str, *, is_variable: bool = False) -> bool:
     """
-    Returns whether an option, argument, header or key of a dictionary holds a secret, by its name.
+    Returns whether the name of an option, argument, header or dictionary key is the name of a secret.
 
     Args:
         name (`str`):
             Name in any spelling, such as `"hf_token"`, `"api-key"`, `"apiKey"` or `"Authorization"`.
         is_variable (`bool`, *optional*, defaults to `False`):
-            Whether this is the name of an environment variable, in which the words `key` and `token` always mean a
+            Whether this is the name of an environment variable. In these names, `key` and `token` always mean a
             secret.
 
     Returns:
@@ -73,7 +73,7 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
 
 def masked(text: str) -> str:
     """
-    Returns a text with `***` in place of passwords in URLs, tokens, headers, and values behind names of secrets. URLs
+    Returns a text with `***` in place of passwords in URLs, tokens, headers, and values after names of secrets. URLs
     keep their queries, so that links still work.
     """
     text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
@@ -90,7 +90,7 @@ def masked(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """Masks the words of a command line, and replaces a word after an option that [`is_secret`] with `***`."""
+    """Masks the words of a command line. The word after an option with the name of a secret becomes `***`."""
     shown = list(map(masked, words))
     for i, (before, word) in enumerate(zip(words, words[1:], strict=False)):
         if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
@@ -123,7 +123,7 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a [`masked`] text whose URLs have neither user information nor queries, which may hold signatures."""
+    """Returns a [`masked`] text, also without user information and queries in URLs. Queries may hold signatures."""
     text = _URL.sub(lambda match: shown_url(match[0]), text)
     return masked(re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text)))
 

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 
-# Also the order in which media without a placeholder precede the text
+# All modalities, in the order in which media without a placeholder precede the text
 MODALITIES = ("image", "video", "audio")
 
 # Processor outputs that hold one value per token. All other outputs are media. Media of several prompts are joined on
 # the first dimension, which counts images, tiles, patches or windows.
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
-# Token fields that mark the tokens before and after a medium as part of it
+# Token fields that also mark the tokens just before and after the placeholders of an image, video or sound
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
-# Tensors with the patches of all media in one row, by the name of the tensor of sizes. Patches of several prompts are
-# concatenated on the last dimension.
+# Tensors that hold the patches of all media in one row, by the name of the tensor with the media's sizes. Patches of
+# several prompts are concatenated on the last dimension.
 PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_values_videos"}
 
-# Outputs of processors for images, other than pixels
+# Processor outputs that describe images, besides the pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
 
 # Parts of the names of audio tensors; names of image tensors are too many to list
@@ -73,7 +73,7 @@ class Family:
             Padding values of media tensors in joined prompts, if not 0.
         indexed_media (`Mapping[str, str]`, *optional*):
             Name of the indexed tensor, by the media tensor that holds the indices. An index counts over all dimensions
-            of the indexed tensor but the last. Negative indices are padding.
+            of the indexed tensor except the last. Negative indices are padding.
         token_field_fill (`Mapping[str, int]`, *optional*):
             Values of token fields on text after the prompt, if not 0.
         token_masks (`tuple[str, ...]`, *optional*):
@@ -85,11 +85,11 @@ class Family:
             A function of an attention layer and token positions that returns the scale of the queries at these
             positions. Needed if the layer computes the scale from positions in the row instead of the sequence.
         padded (`str`, *optional*):
-            Reason that completions of the family can't share their prompt, if no other field shows it.
+            Reason why completions of the family can't share their prompt, if no other field shows it.
         refused (`str`, *optional*):
-            Reason that training doesn't support the family.
+            Reason why training doesn't support the family.
         without_answers (`str`, *optional*):
-            Reason that rows with answers, which supervised training learns, can't be encoded.
+            Reason why rows with answers, as supervised training needs them, can't be encoded.
         pads_with_first (`bool`, *optional*, defaults to `False`):
             Whether rows are padded with their first token, as the gradient of the padding token isn't finite.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
@@ -115,7 +115,8 @@ class Family:
         towers (`Mapping[str, str]`, *optional*):
             Dotted names, by modality, of encoders that `get_encoder` doesn't find.
         precomputes_exactly (`bool`, *optional*, defaults to `True`):
-            Whether the values that transformers precomputes for exports, from sizes of media, equal the encoder's.
+            Whether the values that transformers precomputes from sizes of media, for exports, equal the values that
+            the encoder computes.
         unlisted_media (`tuple[str, ...]`, *optional*):
             Modalities that the model takes and that `input_modalities` of its class lacks.
         not_in_vllm (`tuple[str, ...]`, *optional*):
@@ -212,7 +213,7 @@ FAMILIES = (
     Family(
         model_types=("internvl",),
         processors=("InternVLProcessor",),
-        not_in_vllm=("video",),  # vLLM uses another token for them
+        not_in_vllm=("video",),  # vLLM uses another token for videos
     ),
     Family(
         model_types=("kyutai_speech_to_text", "voxtral_realtime"),
@@ -221,7 +222,7 @@ FAMILIES = (
     Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
     Family(
         model_types=("llava_onevision", "perception_lm"),
-        isolate="media",  # frames or tiles that pad a medium would become features
+        isolate="media",  # padding frames or tiles would become features
     ),
     Family(
         model_types=("minimax_m3_vl",),
@@ -249,7 +250,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("phi4_multimodal",),
-        isolate="media",  # images in a batch change audio features, and their sizes change each other's features
+        isolate="media",  # images in a batch change audio features, and their sizes change features of other images
         has_frame_mask=False,
         towers={"image": "model.embed_tokens_extend.image_embed", "audio": "model.embed_tokens_extend.audio_embed"},
     ),
@@ -321,7 +322,7 @@ def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -
 
 
 def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:
-    """Returns the modalities, also text, that a model or a class of models takes."""
+    """Returns the modalities, including text, that a model or a class of models takes."""
     config = getattr(model, "config", None) or getattr(model, "config_class", None)
     listed = tuple(getattr(model, "input_modalities", ()))
     return listed if config is None else (*listed, *family_of(config).unlisted_media)

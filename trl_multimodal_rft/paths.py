@@ -12,7 +12,7 @@ _ROWS = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?m
 
 
 def local_path(name: str) -> Path | None:
-    """Returns the path of a local dataset or model, `None` for a name on the Hub. Raises if there is no such path."""
+    """Returns the path of a local dataset or model, or `None` for a name on the Hub. Raises if no such path exists."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))
@@ -25,7 +25,7 @@ def local_path(name: str) -> Path | None:
 
 
 def nearest(path: Path) -> tuple[str, bool]:
-    """Returns a text with similar names in the last existing folder of a path, and whether there are any."""
+    """Returns a text about similar names in the last existing folder of a path, and whether such names exist."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks of a policy on the user's model and data: functions of a policy and prompts."""
+"""Checks of a policy on the user's model and data."""

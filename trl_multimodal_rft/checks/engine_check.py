@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Comparison of the log-probabilities of an engine that samples, such as vLLM, with the policy's."""
+"""Comparison of a sampling engine's log-probabilities, such as vLLM's, with the policy's."""
 
 import math
 from collections import Counter
@@ -23,19 +23,20 @@ from .self_check import SelfCheck
 # Number of completions that each rank compares
 _PROBES = 4
 
-# After an update, an engine may differ from the policy by `_GROWS` times the difference before. An engine without the
-# new weights is detectable once these have moved the policy's log-probabilities by `_SHOWS` times the limit.
+# After an update, an engine may differ from the policy by `_GROWS` times the difference before the update. An engine
+# that lacks the new weights is detectable once they have moved the policy's log-probabilities by `_SHOWS` times the
+# limit.
 _GROWS, _SHOWS = 4, 2
 
 
 class EngineCheck:
     """
-    Comparison of an engine with the policy on three batches: the first batch, the first batch after the weights have
-    moved far enough to detect an engine without them, and the first batch with media that tools return.
+    Comparison of an engine with the policy on three batches.
 
-    The policy scores a few completions of each rank one by one. In half precision, if scores differ by more than the
-    constant limit, the noise of the policy's own scores is measured, see [`rounding`]. `check` gets the results;
-    `dtype` is the engine's, and the engine adds `logit_bias` to its logits.
+    These are the first batch, the first batch with media that tools return, and the first batch after the weights have
+    moved far enough to detect an engine that lacks them. The policy scores a few completions of each rank one by one.
+    In half precision, if scores differ by more than the constant limit, the noise of the policy's own scores is
+    measured, see [`rounding`]. Results go into `check`. `dtype` and `logit_bias` are the engine's.
     """
 
     def __init__(self, policy: PolicyForward, check: SelfCheck, dtype: torch.dtype, logit_bias: dict[int, float]):
@@ -45,10 +46,10 @@ class EngineCheck:
         check.engine = check.engine_updated = check.engine_conversation = None
         self.dtype = dtype
         self.tolerance = max(check.tolerance, tolerance_of(dtype))
-        self.noise = 0.0  # the largest mean over tokens so far
+        self.noise = 0.0  # largest mean noise of a batch's tokens so far
         self.logit_bias = logit_bias
         self.accelerator = policy.accelerator
-        self.step = -1  # number of updates before the last batch that was considered
+        self.step = -1  # number of updates before the last batch that `run` considered
         # Completions of the first batch, their log-probabilities and mask
         self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None
 
@@ -56,16 +57,16 @@ class EngineCheck:
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
         """
-        Measures a batch after `step` updates; returns whether there is a new result.
+        Measures a batch after `step` updates. Returns whether there is a new result.
 
-        `mask` of the sampled tokens and `sampled`, their log-probabilities, have the shape `(B, C)`.
+        `mask` `(B, C)` is 1 on sampled tokens. `sampled` `(B, C)` holds the engine's log-probabilities.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:
             return False
         self.step = step
-        moved = math.inf if self.first is None else self._moved(model)
-        if not moved > _SHOWS * self._limit():
+        change = math.inf if self.first is None else self._policy_change(model)
+        if not change > _SHOWS * self._limit():
             return False
         mask = mask * ~sampled.isnan()  # an engine may leave out log-probabilities
         rows = _diverse(completions[0], mask)
@@ -76,7 +77,7 @@ class EngineCheck:
             return False
         self._allow_noise(model, measured, probes, mask)
         limit, before = self._limit(), check.engine
-        if not moved > _SHOWS * limit:
+        if not change > _SHOWS * limit:
             return False
         if before is None:
             check.engine, self.first = measured, (probes, logps, mask)
@@ -95,7 +96,7 @@ class EngineCheck:
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures a completion of the first batch that has tokens after tool media. Returns whether it did."""
+        """Measures one completion of the first batch with tokens after tool media. Returns whether there was one."""
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
@@ -124,7 +125,7 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """Returns the limit of the mean difference, which after an update depends on the difference before it."""
+        """Returns the limit of the mean difference. After an update, it depends on the earlier difference."""
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
@@ -134,7 +135,7 @@ class EngineCheck:
     def _allow_noise(
         self, model: nn.Module, measured: tuple[float, float], completions: Completions, mask: torch.Tensor
     ) -> None:
-        """Measures the noise of completions if their difference is more than the limit."""
+        """Raises the limit by the noise of completions if their difference exceeds the limit without it."""
         if self.tolerance <= STRICT or measured[0] <= self._limit():
             return
         policy = self.policy.unwrapped(model)
@@ -143,16 +144,16 @@ class EngineCheck:
         mean_and_largest = self._difference(noise, torch.zeros_like(noise), mask)
         self.noise = max(self.noise, mean_and_largest[0] if mean_and_largest else 0.0)
 
-    def _moved(self, model: nn.Module) -> float:
+    def _policy_change(self, model: nn.Module) -> float:
         """Returns the mean change of the policy's log-probabilities of the first batch since it was measured."""
         assert self.first is not None
         completions, before, mask = self.first
-        moved = self._difference(self._score(model, completions), before, mask)
-        assert moved is not None
-        return moved[0]
+        change = self._difference(self._score(model, completions), before, mask)
+        assert change is not None
+        return change[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
-        """Returns the policy's log-probabilities `(N, C)`, row by row, since a bias keeps all logits in memory."""
+        """Returns the policy's log-probabilities `(N, C)`, row by row, as `logit_bias` keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
         rows = (_select(completions, [i]) for i in range(len(completions[0])))
         with measuring(model, completions[1].device):
@@ -173,7 +174,7 @@ def _select(completions: Completions, rows: list[int]) -> Completions:
 
 
 def _diverse(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
-    """Returns batch indices of a few completions with tokens, from different prompts and modalities if possible."""
+    """Returns batch indices of a few completions, with tokens and of different prompts and modalities if possible."""
     order: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
-# A model counts as ignoring media that move log-probabilities by less than this share of the tolerance
+# If other media move log-probabilities by less than this share of the tolerance, the model counts as ignoring media
 _MOVES = 1e-2
 
 
@@ -54,7 +54,7 @@ def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether an error, or one of its causes, is a lack of memory, which says nothing about exactness."""
+    """Returns whether an error or one of its causes is a lack of memory, and so says nothing about exactness."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -87,7 +87,7 @@ class Measure:
         self.model_type = self.model.config.model_type
         self.has_engine = engine_positions  # whether an engine computed the positions of prompts
         self.failure = ""
-        self.largest_logit = 0.0  # absolute, in the forwards that scores are compared with, on this rank
+        self.largest_logit = 0.0  # absolute, of the model's own forwards on this rank
 
     # The policy
 
@@ -147,13 +147,15 @@ class Measure:
         return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
-        """Returns the logits of the final tokens, at least `last` of them."""
+        """Returns the logits of at least the `last` final tokens."""
         options = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
             return self.prepared(**inputs, **options, use_cache=False).logits
 
     def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
-        """Returns log-probabilities `(1, P - 1)` of a row from its second token; all but the final `last` may be 0."""
+        """
+        Returns log-probabilities `(1, P - 1)` of a row from its second token. Values before the final `last` may be 0.
+        """
         inputs = self.model_inputs(outputs_of(row), row)
         logits = self._logits(inputs, min(last + 1, len(row)))[:, :-1]
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
@@ -173,7 +175,7 @@ class Measure:
         """Returns log-probabilities `(B, N)` of ids, padded with 0 if the logits stop earlier than the ids."""
         ids_of_logits = ids[:, : logits.size(1), None]
         logits = logits.float() / self.policy.temperature
-        # Only top logits and logits of ids count, as models mask other logits by the lowest number of the dtype
+        # Only top logits and the ids' logits count, as models may mask the rest with the lowest number of the dtype
         unmasked = torch.cat([logits.amax(-1, keepdim=True), logits.gather(-1, ids_of_logits)], dim=-1)
         self.largest_logit = max(self.largest_logit, unmasked.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
@@ -185,9 +187,10 @@ class Measure:
         self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
-        Returns prompts to measure, donors of other media by modality, and partners for a common forward, the same on
-        all ranks. `plain(i)` returns the outputs of the processor, as `AutoProcessor.from_pretrained` loads it, for
-        this rank's prompt `i`, and is called only if the prompt has media.
+        Returns prompts to measure, donors of other media by modality, and partners for a common forward.
+
+        The results are the same on all ranks. `plain(i)` returns the outputs of the processor, as
+        `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
         # Prompts of text aren't processed again, as `plain` may not know the tools that the run wrote into them
@@ -212,7 +215,7 @@ class Measure:
         return [cases[trait] for trait in targets], donor_prompts, [cases[trait].prompt for trait in partners]
 
     def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
-        """Returns the largest difference of outputs from the `plain` processor's, relative to the largest value."""
+        """Returns the largest difference between two processors' outputs, relative to the largest value of `plain`."""
         worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if worst == 0 else ():
             if value.numel():
@@ -253,7 +256,7 @@ class Measure:
     # Decisions common to all ranks
 
     def difference(self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor) -> float:
-        """Returns the largest difference over all ranks; infinite if `a` is missing, of another shape or NaN."""
+        """Returns the largest difference over all ranks, or infinity if `a` is missing, has another shape or NaN."""
         value = math.inf
         if a is not None and a.shape == b.shape:
             value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
@@ -291,8 +294,8 @@ class Measure:
         """
         Returns the scores of padded rows, their difference from the truth, and the difference of packed rows, if any.
 
-        Sets the first fallbacks under which scores are exact by [`compare`]. With `isolates`, tries fallbacks that
-        separate prompts, too. Raises a `RuntimeError` if no fallback makes scores exact.
+        Sets the first fallbacks under which [`compare`] calls scores exact. With `isolates`, also tries fallbacks that
+        separate prompts. Raises a `RuntimeError` if no fallback makes scores exact.
         """
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         splits = self.splits() if isolates else self.splits()[:1]
@@ -321,7 +324,7 @@ class Measure:
         return scores, difference, packed
 
     def noise(self, score: Callable[[], torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
-        """Returns the noise of `score`'s results, see [`rounding`]; `None` in float32, or if measuring it fails."""
+        """Returns the noise of `score`'s results, see [`rounding`], or `None` in float32 or if measuring fails."""
         if self.tolerance <= STRICT:
             return None
         return self.attempt("measuring the noise", lambda: measure_noise(self.model, self.dtype, score, mask))
@@ -332,8 +335,8 @@ class Measure:
 
     def attempt(self, name: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
         """
-        Returns the result of `measure`, or `None` on all ranks if it fails on one rank, which then logs a warning.
-        Raises an error on all ranks if one rank runs out of memory.
+        Returns the result of `measure`, or `None` on all ranks if it fails on one rank. The failing rank logs a
+        warning. Raises an error on all ranks if one rank runs out of memory.
         """
         result = failure = None
         try:
@@ -351,7 +354,7 @@ class Measure:
         return None if outcome else result
 
     def require(self, name: str, measure: Callable[[], _Result]) -> _Result:
-        """Returns the result of `measure`; raises on all ranks if it fails on one."""
+        """Returns the result of `measure`. Raises an error on all ranks if it fails on one rank."""
         result = self.attempt(name, measure)
         if result is None:
             raise self.inexact(f"{name} fails ({self.failure})")
@@ -364,7 +367,7 @@ class Measure:
             setattr(self.fallbacks, name, value)
 
     def splits(self) -> list[Literal["media", "prompt"] | None]:
-        """Returns the fallbacks' value of `isolate`, then the values that split forwards further."""
+        """Returns the current value of `fallbacks.isolate`, then the values that split forwards further."""
         splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
         return splits[splits.index(self.fallbacks.isolate) :]
 

@@ -19,7 +19,7 @@ from ..views.views import View, as_view
 
 logger = get_logger(__name__)
 
-# Prompts per rank. Few are enough: a completion has many tokens, a run many batches.
+# Prompts per rank. Two are enough, as a completion has many tokens and a run has many batches.
 _PROMPTS = 2
 
 
@@ -38,7 +38,7 @@ def media_contribution(
     r"""
     Returns metrics of how far log-probabilities of completions move without the media of their prompts.
 
-    The metric is the mean over tokens $y_t$ of a few completions of
+    For the tokens $y_t$ of a few completions, the metric is the mean of
 
     $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
 
@@ -82,7 +82,7 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
     """Returns pairs of a completion's index and a modality, for one completion of each of up to `_PROMPTS` prompts."""
     cases: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
-        # Leaves out prompts of several parts, which hold media of tools, as `encode` returns only the first part
+        # `encode` returns only the first part of a prompt, so prompts with later parts (media of tools) are left out
         plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
         cases += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
         if len({row for row, _ in cases}) == _PROMPTS:

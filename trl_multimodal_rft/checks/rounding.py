@@ -13,8 +13,8 @@ numbers in each repeat. So the defects that the self-check looks for don't incre
 it.
 
 A token's limit is the constant, or two rounding steps at the largest logit if they are more, plus `NOISE_FACTOR` times
-the token's noise. The two steps are for logits midway between two numbers. Two computations may round such a logit to
-different numbers, too rarely for the repeats to show it.
+the token's noise. The two steps are for logits midway between two numbers of the dtype. Two computations may round
+such a logit differently, but too rarely for the repeats to show it.
 
 A comparison fails if one token is off by twice its limit, if two tokens are off by more than their limits, or if the
 root mean square over all tokens exceeds the constant (or the two steps) plus half of `NOISE_FACTOR` times the root
@@ -41,7 +41,7 @@ NOISE_FACTOR = 4
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Returns the least limit of a difference of log-probabilities, which is the only limit in float32."""
+    """Returns the constant limit of a difference of log-probabilities. In float32, it is the only limit."""
     # Scores are computed in float32 at best, even for a model in float64
     return 2 * max(torch.finfo(precision).eps for precision in (dtype, torch.float32)) ** 0.5
 
@@ -55,7 +55,7 @@ def two_steps(dtype: torch.dtype, logit: float) -> float:
 
 
 def exceeds(differences: torch.Tensor, noise: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Returns whether the differences of tokens `(..., N)` are more than rounding explains, of shape `(...)`."""
+    """Returns `(...)`, whether the differences of tokens `(..., N)` are larger than rounding explains."""
     excess = differences.abs() / (tolerance + NOISE_FACTOR * noise)
     largest, second = nn.functional.pad(excess, (0, 2)).topk(2).values.unbind(-1)
     rms_difference, rms_noise = (values.square().mean(-1).sqrt() for values in (differences, noise))
@@ -72,7 +72,7 @@ def noise_of(repeats: torch.Tensor) -> torch.Tensor:
 def measure_noise(
     model: PreTrainedModel, dtype: torch.dtype, score: Callable[[], torch.Tensor], mask: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the noise of a difference of `score`'s log-probabilities `(B, N)` in a dtype; 0 where the mask is 0."""
+    """Returns the noise `(B, N)` of a difference of `score`'s log-probabilities in a dtype, 0 where the mask is 0."""
     repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
     for seed in range(_REPEATS):
         with torch.random.fork_rng(devices=devices), _perturbed_inputs(model, dtype, seed):

@@ -26,15 +26,17 @@ logger = get_logger(__name__)
 
 class Checks:
     """
-    Checks of a run: of its policy on the first prompts, on new modalities and on media of tools, and of its engine.
-    Fallbacks that a check finds necessary go into the policy; the main process prints results.
+    Checks of a run's policy and engine.
+
+    The policy is checked on the first prompts, on new modalities and on media of tools. Fallbacks that a check finds
+    necessary go into the policy. The main process of each node prints results.
     """
 
     def __init__(self, policy: PolicyForward, accelerator: Accelerator):
         self.policy = policy
         self.accelerator = accelerator
         self.self_check: SelfCheck | None = None
-        # Whether tokens without a log-probability were looked for, and warned about
+        # Whether the run has looked for tokens without a log-probability, and has warned about them
         self.has_looked = self.has_warned = False
         self._engine_check: EngineCheck | None = None
 
@@ -51,7 +53,7 @@ class Checks:
         )
 
     def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
-        """Runs a self-check of [`~checks.sequences`] on rows with completions, as [`on_prompts`] does."""
+        """Runs a self-check of [`~checks.sequences`] on the first rows, and again on rows with a new modality."""
         self._measure(model, rows, lambda media: check(self.policy, model, rows))
 
     def _measure(

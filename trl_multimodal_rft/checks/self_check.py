@@ -37,7 +37,7 @@ Messages = str | list[dict[str, Any]]  # of a prompt
 
 _NEW_TOKENS = 4
 
-# Errors of this many nats must not hide behind rounding in any dtype
+# A warning is logged if rounding could hide errors of this many nats
 _HIDES = 1.0
 
 
@@ -46,17 +46,17 @@ class SelfCheck:
     """
     Largest absolute differences of log-probabilities over all ranks, in nats.
 
-    The truth is the model's own forward on its processor's outputs, with the positions, masks and logits of the model,
-    one prompt and one completion at a time. If `generate` computes other logits, because attention differs within a
-    prompt, these logits are the truth.
+    Most fields are differences from the truth. The truth is the model's own forward on its processor's outputs, with
+    the positions, masks and logits of the model, one prompt and one completion at a time. If `generate` computes other
+    logits, because its attention within a prompt differs, the logits of `generate` are the truth.
     """
 
     features: float | None = None  # media tensors against the loaded processor's, relative to the largest value
     padded: float  # padded rows against the truth
     packed: float | None = None  # packed rows against the truth; `None` without packing
-    # By modality, the effect of another medium; NaN if the batch holds no other medium
+    # Effect of other media by modality; NaN if the batch holds no other media
     media: dict[str, float] = field(default_factory=dict)
-    rows: float | None = None  # several prompts per forward, as fallbacks allow, against one prompt per forward
+    rows: float | None = None  # scores with several prompts per forward against scores with one prompt per forward
     sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
     # How far these changes move log-probabilities of sampled tokens; `None` if sampling returns none
@@ -64,13 +64,13 @@ class SelfCheck:
     training: float | None = None  # training mode against evaluation mode
     tolerance: float  # least limit of a difference, from the dtype of the computation
     fallbacks: Fallbacks  # under which the numbers hold
-    engine_positions: bool = False  # whether the truth has the positions of an engine that samples
+    engine_positions: bool = False  # whether the truth has the positions that a sampling engine computed
     # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
     # weights have moved, and after the first media that a tool returned
     engine: tuple[float, float] | None = None
     engine_updated: tuple[float, float] | None = None
     engine_conversation: tuple[float, float] | None = None
-    conversation: float | None = None  # after the first media that a tool returned, against the model's own forward
+    conversation: float | None = None  # tokens after the first media that a tool returned, against the truth
     rounding: float | None = None  # largest noise of a token, measured in half precision, see `rounding`
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class SelfCheck:
         return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
 
     def _facts(self) -> list[tuple[str, str, str]]:
-        """Returns names, figures and notes."""
+        """Returns the name, the figure and the note of each line."""
         fallbacks = self.fallbacks
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
@@ -124,9 +124,9 @@ class RunSettings:
     eos_token_ids: Sequence[int]
     # Samples completions by a config and fallbacks; `None` if transformers doesn't sample
     sample: Callable[[list[EncodedPrompt], GenerationConfig, Fallbacks], Any] | None
-    generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
-    samples_rollouts: bool = True  # whether transformers samples the rollouts, too
-    changes: Sequence[str] = ()  # options that change the distribution that is sampled from
+    generating: Callable[[], AbstractContextManager[nn.Module]]  # context with the model, ready to generate
+    samples_rollouts: bool = True  # whether transformers also samples the rollouts
+    changes: Sequence[str] = ()  # options that change the sampled distribution, such as `top_p`
     audio_overlong: Literal["raise", "truncate"] = "raise"
     engine_positions: bool = False  # whether prompts have the positions of an engine
 
@@ -163,7 +163,10 @@ def check_conversation(
     completion_ids: Sequence[list[int]],
     engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
-    """Measures a completion after tool media. Returns difference and fallbacks; `None` without such a completion."""
+    """
+    Measures a completion after tool media. Returns the difference from the truth and the fallbacks, or `None` without
+    such a completion.
+    """
     local_case = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -198,7 +201,7 @@ def check_conversation(
 
 
 class _Completions(NamedTuple):
-    """Short completions of a prompt, with `logps`, their true log-probabilities, and a function for the `noise`."""
+    """Short completions of a prompt, their true log-probabilities, and a function that measures their noise."""
 
     ids: torch.Tensor  # (2, N)
     mask: torch.Tensor
@@ -268,7 +271,7 @@ class _Check(Measure):
         return self.score([prompt], ids, mask, packed=False)
 
     def _keep_noise(self, completions: _Completions) -> None:
-        """Keeps the largest noise, and warns where it is so large that errors could hide behind it."""
+        """Keeps the largest noise, and warns if it is so large that it could hide errors."""
         noise = completions.noise()
         if noise is None:
             return
@@ -294,7 +297,7 @@ class _Check(Measure):
                     buffer.copy_(value)
 
     def training_mode(self) -> float:
-        """Returns the largest difference of the last completions' log-probabilities from those in evaluation mode."""
+        """Returns the largest difference of log-probabilities between training mode and evaluation mode."""
         prompt, (ids, mask, *_), scores = self.scored
         training_scores = self.attempt(
             "scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False)
@@ -303,7 +306,7 @@ class _Check(Measure):
 
     def backward(self) -> None:
         """
-        Runs a backward pass of the shortest prompt, so that a kernel without one fails before the first update.
+        Runs a backward pass of the shortest prompt, so that a kernel without a backward fails before the first update.
 
         `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP aren't
         checked, as they would take this backward pass for a training step. Models with reentrant checkpointing, which
@@ -400,7 +403,7 @@ class _Check(Measure):
         drawn = _logps(scores, ids)
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
         unexplained = self.difference(_logps(logits.index_fill(-1, suppressed, -math.inf), ids), drawn, mask)
-        if not self.settings.changes and not unexplained <= STRICT:  # both are made of the same logits
+        if not self.settings.changes and not unexplained <= STRICT:  # strict, as both come from the same logits
             raise self.inexact(
                 f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
                 f"{unexplained:.0e} where only suppressed tokens are left out"
@@ -459,7 +462,7 @@ class _Check(Measure):
     def _compare_batches(
         self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """Returns the difference of batched scores from scores of one prompt; falls back until these agree."""
+        """Returns the difference of batched scores from scores of single prompts. Falls back until they agree."""
         prompts = [first, *partners, first]
         per_prompt = [
             self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
@@ -489,16 +492,16 @@ class _Check(Measure):
         difference = math.inf
         packings = [True, False] if self.fallbacks.packing else [False]
         for packed, isolate in itertools.product(packings, self.splits()):
-            # Padded rows must agree, too, as sampling, and batches that gain nothing from packing, use padded rows
+            # Padded rows must agree, too. Sampling uses them, and so do batches that gain nothing from packing.
             results = [compare_batched(rows_packed, isolate) for rows_packed in {packed, False}]
             difference = max(item for item, _ in results)
             if all(is_exact for _, is_exact in results):
                 if isolate != self.fallbacks.isolate:
-                    result = "batching prompts changes their log-probabilities"
-                    self.fall_back(result, f"one forward per {isolate}", isolate=isolate)
+                    problem = "batching prompts changes their log-probabilities"
+                    self.fall_back(problem, f"one forward per {isolate}", isolate=isolate)
                 if packed != self.fallbacks.packing:
-                    result = "packing prompts into one row changes their log-probabilities"
-                    self.fall_back(result, "padded rows", packing=packed)
+                    problem = "packing prompts into one row changes their log-probabilities"
+                    self.fall_back(problem, "padded rows", packing=packed)
                 return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
 

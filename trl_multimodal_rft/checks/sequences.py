@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Self-check of rows with completions: scores in one forward against the model's own forward of each row."""
+"""Self-check of rows with completions: batched scores against the model's own forward of each row."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from .measure import Case, Measure
 from .self_check import SelfCheck
 
 
-_LAST = 256  # tokens at the end of a row that are compared, few enough for their logits to fit into memory
+_LAST = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
 
-# Function of the index of a row with media that returns the outputs of the processor that `AutoProcessor` loads
+# Function that takes the index of a row with media and returns the outputs of the processor that `AutoProcessor` loads
 Plain = Callable[..., dict[str, torch.Tensor]]
-# A pair, the column of an answer with media, and the outputs of that processor for prompt and answer
+# A preference pair, the column of its answer with media, and the processor's outputs for prompt and answer
 MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
@@ -47,7 +47,7 @@ def check_sequences(
         packs (`bool`):
             Whether rows are packed.
         plain (`Callable[[int], dict[str, torch.Tensor]]`):
-            Returns the outputs of the processor that `AutoProcessor` loads, for one of these rows by its index.
+            Returns the outputs of the processor that `AutoProcessor` loads for the row at an index of `sequences`.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
@@ -84,7 +84,7 @@ def check_pairs(
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
     with media in answers.
 
-    See [`check_sequences`] for arguments and errors; `plain` also takes the column of an answer that follows the
+    See [`check_sequences`] for arguments and errors. `plain` also takes the column of an answer that follows the
     prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
     compared in place of log-probabilities.
     """
@@ -112,12 +112,12 @@ def check_pairs(
         ]
         return pad_sequence(values, batch_first=True)
 
-    def score(chosen: list[Any], packed: bool) -> torch.Tensor:
-        answered = [(pair, pair.answers.get(name)) for pair in chosen for name in COMPLETIONS]
-        prompts = [with_answer(measure.model, pair, answer) for pair, answer in answered]
+    def score(rows: list[Any], packed: bool) -> torch.Tensor:
+        pairs_and_answers = [(pair, pair.answers.get(name)) for pair in rows for name in COMPLETIONS]
+        prompts = [with_answer(measure.model, pair, answer) for pair, answer in pairs_and_answers]
         if rewards:
-            completions = prompts, ids, mask
-            return policy.rewards(model, completions, packed=packed, fallbacks=measure.fallbacks).values
+            batch = prompts, ids, mask
+            return policy.rewards(model, batch, packed=packed, fallbacks=measure.fallbacks).values
         request = ScoreRequest(prompts, ids, mask, packed=packed)
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
@@ -126,7 +126,7 @@ def check_pairs(
 
 
 def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> list[MediaAnswer]:
-    """Returns answers with media, and the processor's outputs for them, of the first pair with such answers."""
+    """Returns the answers with media of the first pair that has such answers, and the processor's outputs."""
     first = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
     holders = [process for process, holds in enumerate(gather_object([first is not None])) if holds]
     if not holders:
@@ -136,7 +136,8 @@ def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: Pla
     def read() -> list[MediaAnswer]:
         if not is_holder or first is None:
             return []
-        index, pair = first[0], replace(first[1])  # a copy, which is none of the pairs of any rank
+        # A copy, as the pair is a copy on the other ranks, too
+        index, pair = first[0], replace(first[1])
         return [(pair, name, plain(index, name)) for name in pair.answers]
 
     name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
@@ -154,7 +155,7 @@ def _compare(
 ) -> SelfCheck:
     """
     Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
-    scores under other media. Scores count where the mask is true. `answers` are answers with media of one row.
+    scores under other media. Only scores where `mask` is true count. `answers` are one row's answers with media.
     """
     (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -165,7 +166,7 @@ def _compare(
         score_rows = functools.partial(score, rows)
         scores, padded, packed = measure.settle(score_rows, truth, mask, noise, packs=packs, isolates=True)
 
-        # Media to replace by others, each with the function that returns rows with a replacement
+        # Rows and answers with media, each with a function that puts a replacement into the list of rows
         replaceable = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
         for pair, name, _ in answers:
             replaceable.append((pair.answers[name], functools.partial(_replace_answer, rows, pair, name)))
@@ -195,12 +196,12 @@ def _replace_answer(rows: list[Any], pair: PreferencePair, name: str, other: Sup
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
     """Returns cases for comparing media, donors of other media by modality, and all rows to measure."""
-    # Rows of text may have blank media
+    # Rows of text may have blank media, which the processor needn't compute again
     selection = measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)
     return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
 
 
 def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
-    """Returns the mask of compared tokens, from the second on: the last learned tokens, or all learned tokens."""
+    """Returns the mask of compared tokens after the first: learned ones in the last `_LAST`, or all learned ones."""
     learned = row.learned & (torch.arange(len(row)) >= len(row) - _LAST)
     return (learned if learned[1:].any() else row.learned)[1:]

@@ -30,7 +30,7 @@ class Traits:
 
 
 def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
-    # Features of different grids and sizes may have one shape
+    # Features of different grids and sizes may have the same shape
     shapes = {
         name: value.tolist() if not value.is_floating_point() and value.numel() <= _MOST_SIZES else tuple(value.shape)
         for name, value in prompt.media.items()
@@ -46,8 +46,9 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
     """
     Returns prompts to check, donors of other media by modality, and partners for a common forward.
 
-    The longest prompt of each modality and of text alone is checked, as its masks are the hardest case. Partners are
-    the shortest prompts with media of other shapes and of text alone, as their padding may matter.
+    The longest prompt of each modality, and the longest prompt of text alone, are checked, as their masks are the
+    hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone,
+    as their padding may change scores.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
     with_kind = {kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])}
@@ -59,27 +60,27 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
         donor = next((o for o in remaining if o.fingerprints[kind] != first.fingerprints[kind]), None)
         if donor is not None:
             donors[kind] = donor
-    remaining = [trait for trait in longest if trait is not targets[0]]
+    others = [trait for trait in longest if trait is not targets[0]]
     by_shape: dict[str, Traits] = {}
-    for trait in reversed(remaining):
+    for trait in reversed(others):
         if trait.fingerprints:
             by_shape.setdefault(trait.shapes, trait)
-    different = [trait for shapes, trait in by_shape.items() if shapes != targets[0].shapes]
-    # One prompt of each modality, beginning with the modalities of the first target
+    partners = [trait for shapes, trait in by_shape.items() if shapes != targets[0].shapes]
+    # One prompt of each modality comes first, beginning with the modalities of the first target
     kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
-    of_kinds = [trait for kind in kinds for trait in [t for t in different if kind in t.fingerprints][:1]]
-    different = list(dict.fromkeys([*of_kinds, *different]))[:_PARTNERS]
+    one_per_kind = [trait for kind in kinds for trait in [t for t in partners if kind in t.fingerprints][:1]]
+    partners = list(dict.fromkeys([*one_per_kind, *partners]))[:_PARTNERS]
     return (
         targets,
         donors,
-        (different or list(by_shape.values())[:1]) + [trait for trait in text if trait in remaining][-1:],
+        (partners or list(by_shape.values())[:1]) + [trait for trait in text if trait in others][-1:],
     )
 
 
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
-    Returns a prompt with a donor's features, cut or repeated to the prompt's shapes, or, without a donor, with the
-    prompt's features reversed.
+    Returns a prompt with a donor's features, cut or repeated to the prompt's shapes. Without a donor, reverses the
+    prompt's features.
 
     Zeros stay 0, and no other number becomes 0, since some models take zeros for padding and drop them.
     """
@@ -96,7 +97,7 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
-    """Returns the features of a modality, without masks and sizes, or its codes if the family has no features."""
+    """Returns a modality's features without masks and sizes, or its integer codes if the family has no features."""
     tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
     of_kind = {name: value for name, value in tensors.items() if modality_of(name) == kind}
     of_kind = {name: value for name, value in of_kind.items() if "grid" not in name}
@@ -104,5 +105,5 @@ def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
         {name: value for name, value in of_kind.items() if value.is_floating_point() == is_float}
         for is_float in (True, False)
     )
-    # Some families hold videos in the tensors of images, so that no name has the modality
+    # Some families hold videos in the tensors of images, so that no tensor's name contains "video"
     return floats or codes or {name: value for name, value in tensors.items() if value.is_floating_point()}

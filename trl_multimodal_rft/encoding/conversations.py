@@ -29,7 +29,7 @@ class Conversation(EncodedPrompt):
     The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results.
     """
 
-    prompt: EncodedPrompt  # the same object for all its completions
+    prompt: EncodedPrompt  # one object for all completions of the prompt
     # Token ids, fields, media and positions of the tokens after the prompt, up to the end of the last result
     later: EncodedPrompt
     # Whether attention is causal, so that the prompt is independent of the tokens after it
@@ -101,8 +101,8 @@ def encode_turn(
     row: int | None = None,
 ) -> EncodedPrompt:
     """
-    Encodes tool results as the chat template renders them after the assistant's turn, which one of `ends` closes.
-    Raises a `ValueError` if the template then renders earlier messages differently.
+    Encodes tool results as the chat template renders them after the assistant's turn. One of `ends` closes the turn.
+    Raises a `ValueError` if the template renders earlier messages differently once the results follow.
     """
     before, messages = [*history, normalize_tool_calls(results)], list(results)
     text = _render(before, processor, template_kwargs, False)
@@ -158,7 +158,7 @@ def encode_continuation(
 def check_joins(
     parts: Sequence[EncodedPrompt], turn: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
 ) -> None:
-    """Raises [`MediaError`] if media of a turn would change the padding, and so the features, of media before it."""
+    """Raises a [`MediaError`] if media of a turn would change the padding, and so the features, of earlier media."""
     if (isolate or family_of(model).isolate) is None or not turn.media:
         return
     for before in parts:
@@ -204,7 +204,11 @@ def encode_prefix(
     model: PreTrainedModel,
     processor: Processor | None = None,
 ) -> EncodedPrompt:
-    """Encodes a prompt and a completion up to the end of its last tool result as the prompt of the next turn."""
+    """
+    Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
+
+    `completion_ids` end with the last result. `turns` holds results with their start in the completion.
+    """
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
@@ -218,7 +222,7 @@ def encode_prefix(
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
     media = join_media([prompt, *(turn for _, turn in shown)])
-    # The position rules of some families would mistake a sampled token, which opens media in prompts, for media
+    # A token that opens media in prompts may be sampled, and some families' position rules would take it for media
     plain = ids.clone()
     plain[len(prompt) :] = prompt.input_ids[-1]
     for span, turn in spans:
@@ -252,7 +256,11 @@ def _decoded_spans(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
 def conversation(
     prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
 ) -> Conversation:
-    """Returns the prompt for scoring a completion with media in tool results `shown`, from the `whole` sequence."""
+    """
+    Returns the prompt for scoring a completion with media in tool results.
+
+    `shown` are the results with media. `whole` is the prompt with the completion, see [`encode_prefix`].
+    """
     n = len(prompt)
     later = whole.part(slice(n, None))
     return Conversation(

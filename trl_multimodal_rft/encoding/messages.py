@@ -96,8 +96,8 @@ def check_written(
     """
     Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
 
-    Checks the messages of a `column`, which begin at index `first`, but not the assistant's if they are `sampled`.
-    Renders each message as the last one, as templates may leave out earlier thoughts.
+    Checks the messages of a `column`, which begin at index `first`. If the assistant's messages are `sampled`, skips
+    them. Renders each message as the last one of its chat, as templates may leave out thoughts of earlier messages.
     """
 
     def render(chat: list[dict[str, Any]]) -> str | None:

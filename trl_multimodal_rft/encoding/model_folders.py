@@ -77,7 +77,7 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
             missing = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
-            # Errors stay as they are unless the family's processor needs more files than the folder's tokenizer
+            # Only a folder without the files of the family's processor gets another error
             needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
             if part != "processor" or not (needs_more or len(missing) == len(_PROCESSOR_FILES)):
                 raise

@@ -44,7 +44,7 @@ class DecodedPrompt:
     tokenizer_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
-        """Tokenizes the rendered chat template, with one placeholder per medium."""
+        """Tokenizes the rendered messages, with one placeholder per image, video or sound."""
         options = answer_options(self.messages, self.template_kwargs)
         text = processor.apply_chat_template(self.messages, tokenize=False, **options)
         bos = processor.tokenizer.bos_token
@@ -68,10 +68,10 @@ class EncodedPrompt:
             All other processor outputs, on the CPU. Empty for text-only prompts, unless the model has no forward
             without media.
         position_ids (`torch.Tensor`):
-            Positions of the model, or of the engine that samples: shape `(1, P)`, or `(R, 1, P)` for multimodal rotary
-            embeddings.
+            Positions by the rule of the model, or of the engine that samples. Shape `(1, P)`, or `(R, 1, P)` for
+            multimodal rotary embeddings with `R` axes.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
-            Spans and decoded media of the parts with media (the prompt, and tool results of a conversation), if they
+            Spans and decoded media of the parts with media (the prompt, and tool results of a conversation), if media
             are kept. If another process encodes prompts, the features that a vLLM server takes.
         modalities (`frozenset[str]`, *optional*):
             Modalities of the prompt's media: `"image"`, `"video"` or `"audio"`.
@@ -112,7 +112,7 @@ class EncodedPrompt:
 
     @property
     def contexts(self) -> list["EncodedPrompt"]:
-        """The contexts of the parts of a completion: the prompt, and contexts that replaced the prompt later."""
+        """The prompt, and the contexts that replaced it in the course of a completion."""
         return [self]
 
     def lengths_behind(self, n: int) -> list[int]:
@@ -201,7 +201,7 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrai
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
-    """Returns the ids of [`placeholder_token_ids`] of all modalities together."""
+    """Returns the ids of [`placeholder_token_ids`] for all modalities."""
     return set().union(*placeholder_token_ids(model, processor).values())
 
 
@@ -253,9 +253,9 @@ def encode_prompt(
         [`EncodedPrompt`]: The encoded prompt.
 
     Raises:
-        [`MediaError`]: If a medium can't be decoded, if the processing class doesn't support it, if the placeholders
-            of the prompt don't match its media, or if the chat template leaves out a block. The message names the row
-            and the column.
+        [`MediaError`]: If media can't be decoded, if the processing class doesn't support them, if the placeholders of
+            the prompt don't match its media, or if the chat template leaves out a block. The message names the row and
+            the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
@@ -299,7 +299,7 @@ def encode_messages(
     row: int | None = None,
     **processor_options: bool,
 ) -> EncodedPrompt:
-    """Encodes messages without positions, which depend on the tokens before them."""
+    """Encodes messages. Leaves positions empty, as they depend on the tokens before the messages."""
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
@@ -325,7 +325,7 @@ def encode_messages(
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
     is_placeholder = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
-    check_ids(input_ids[~is_placeholder], model.config, row)  # some placeholders are in no vocabulary
+    check_ids(input_ids[~is_placeholder], model.config, row)  # some placeholders have no embedding
     positions = is_placeholder.nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
@@ -340,7 +340,7 @@ def encode_messages(
 
 
 def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> None:
-    """Raises a `ValueError` for token ids without an embedding; the error of a model's forward would name no row."""
+    """Raises a `ValueError` for token ids without an embedding. The error of a model's forward would name no row."""
     text = config.get_text_config(decoder=True)
     # Idefics has an `additional_vocab_size`
     n_tokens = sum(getattr(text, name, 0) for name in ("vocab_size", "additional_vocab_size"))
@@ -353,7 +353,7 @@ def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> N
 
 
 def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns media with features in a dtype. Lists of numbers stay, such as the times that positions depend on."""
+    """Returns media with features in a dtype. One-dimensional tensors, such as times of frames, stay as they are."""
     return {
         name: value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
         for name, value in media.items()
@@ -427,7 +427,7 @@ def processor_outputs(
 
 
 def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's arguments for a prompt. A last message is only continued if it is the assistant's."""
+    """Returns the template's arguments for a prompt. The last message is continued only if it is the assistant's."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
     continues = messages[-1]["role"] == "assistant"
@@ -447,7 +447,7 @@ def _with_sounds(
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
     sounds = iter(kwargs.pop(SOUNDS))
     media: dict[str, list] = {modality: [] for modality in MODALITIES}
-    slots: list[int | None] = []  # for each sound, in the order of the prompt, the index of its video
+    slots: list[int | None] = []  # for each sound of the prompt, the index of its video, if any
     for ref in refs:
         media[ref.modality].append(decoded[id(ref)])
         if ref.modality == "video":
@@ -497,8 +497,8 @@ def outputs_of_files(
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    Returns a processor's outputs for a prompt whose videos the processor reads itself, as transformers documents it.
-    Returns `None` if transformers can't read videos, or if a video has options or isn't a local file.
+    Returns a processor's outputs for a prompt if the processor itself reads the files of videos. Returns `None` if
+    transformers can't read videos, or if a video has options or isn't a local file.
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.modality == "video"]
@@ -577,7 +577,7 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     Returns whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
 
     Raises:
-        [`MediaError`]: If the prompt has videos without sounds, too.
+        [`MediaError`]: If the prompt has videos with sounds and videos without sounds.
     """
     if not family_of(model).hears_videos:
         return False
@@ -598,7 +598,7 @@ def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torc
     """
     Returns positions by the rule of vLLM, under which text after media continues one after the largest position.
 
-    Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`; the shape stays.
+    Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`. Keeps the shape.
     """
     if positions.dim() < 3:
         return positions

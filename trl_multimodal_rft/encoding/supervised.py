@@ -27,7 +27,7 @@ from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode
 
 @dataclass(eq=False)
 class SupervisedSequence(EncodedPrompt):
-    """A whole row of a supervised dataset."""
+    """A row of a supervised dataset as one sequence."""
 
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
@@ -51,13 +51,13 @@ class SupervisedSequence(EncodedPrompt):
 
 @dataclass(eq=False)
 class PreferencePair(EncodedPrompt):
-    """The prompt of a row, with its media, and the ids of a preferred and of a rejected completion."""
+    """The prompt of a row, with its media, and the ids of a preferred and a rejected completion."""
 
     chosen: list[int] = field(kw_only=True)
     rejected: list[int] = field(kw_only=True)
     # Completions that hold media, by column, with masks of their learned tokens
     answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
-    # The prompt under a view, with which `chosen` counts as rejected
+    # The prompt under a view. After this prompt, `chosen` counts as rejected.
     view: EncodedPrompt | None = field(default=None, kw_only=True)
 
     def example(self) -> tuple[list[int], list[int], list[int]]:
@@ -70,7 +70,7 @@ class PreferencePair(EncodedPrompt):
         return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns a sequence for each completion: the prompt, and the completion, whose tokens are learned."""
+        """Returns a sequence for each completion: the prompt, followed by the completion, which is learned."""
         return [_with_completion(self, column, model) for column in COMPLETIONS]
 
 
@@ -79,8 +79,8 @@ class SupervisedEncoder:
     """
     Encoder of the rows of a supervised dataset.
 
-    Rows have `prompt` and `completion`, or `messages`; and media columns. A text prompt and completion without media
-    stay unchanged. The chat template renders all other rows.
+    Rows have media columns, and either `prompt` and `completion` or `messages`. If prompt and completion are texts
+    without media, they stay unchanged. The chat template renders all other rows.
 
     Args:
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
@@ -133,7 +133,7 @@ class SupervisedEncoder:
             row (`Mapping[str, Any]`):
                 Row. Errors name its index if it is a [`~data.rows.batches.Row`].
             completion_only (`bool`, *optional*):
-                Whether to learn only the completion, by default `True` for rows that have one.
+                Whether to learn only the completion, by default `True` for rows with a completion.
             assistant_only (`bool`, *optional*, defaults to `False`):
                 Whether to learn only the assistant's turns, each without the generation prompt.
 
@@ -142,8 +142,8 @@ class SupervisedEncoder:
 
         Raises:
             `ValueError`: If a row has nothing to learn, if an assistant message has media, or if the chat template
-                renders a turn differently when others follow.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
+                renders a turn differently when further turns follow.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         row = row if isinstance(row, Row) else Row(0, dict(row))
         name, whole = f"row {row.row_index}", bool(row.get("messages"))
@@ -201,7 +201,7 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a row has no completion, if the completion isn't the assistant's or has media, or if the
                 chat template can't render it after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         encoded, completions = [], []
         for index, columns in enumerate(rows):
@@ -219,15 +219,15 @@ class SupervisedEncoder:
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get the EOS token.
-        In a row without `prompt`, the common start of both completions is the prompt. Tokenized texts are `chosen_ids`
-        and `rejected_ids`.
+        In a row without `prompt`, the common start of both completions is the prompt. The columns `chosen_ids` and
+        `rejected_ids` hold tokenized texts.
 
         Args:
             row ([`~data.rows.batches.Row`]):
                 Row.
             whole (`bool`, *optional*, defaults to `False`):
                 Whether to tokenize a row without media as two texts, with their common first tokens as the prompt. A
-                reward model scores the end of a text, so that the text needs no boundary of prompt and completion.
+                reward model scores the end of a text, so it needs no boundary between prompt and completion.
 
         Returns:
             [`PreferencePair`]: The prompt and the completions.
@@ -235,8 +235,8 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a completion is missing, or isn't the assistant's, or if the chat template can't render it
                 after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder; if a completion has media
-                that the model takes in prompts alone; or, unless `whole`, if it has media and no text.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders, if a completion has media
+                that the model takes in prompts alone, or if a completion has media and no text and `whole` is `False`.
         """
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
@@ -272,7 +272,7 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
                 it after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in the completion.
+            [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
         columns, messages, n = self._preference(row, "completion")
@@ -314,14 +314,14 @@ class SupervisedEncoder:
         return self._encode(self.conversation(row), row, view)
 
     def _with_answer_media(self, row: Row) -> Row:
-        """Returns a row with preferences, with the media of answers in their messages."""
+        """Returns a row with preferences. If an answer has media, moves the media of the row into its messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
-        """Returns a row with one of its completions, its messages, and the number of messages of the prompt."""
+        """Returns a row with one of its completions, all messages, and the number of messages in the prompt."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
@@ -331,7 +331,7 @@ class SupervisedEncoder:
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
-        Encodes a tokenized row of text. Tokens that have a label other than -100 in [`row_labels`] are learned.
+        Encodes a tokenized row of text. Tokens are learned unless their label is -100, see [`row_labels`].
 
         Args:
             row ([`~data.rows.batches.Row`]):
@@ -353,7 +353,7 @@ class SupervisedEncoder:
             )
         if not all_placeholder_ids(self.model, self.processing_class).isdisjoint(row["input_ids"]):
             raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
-        # Fields and positions are the same for all texts
+        # Token fields and positions are the same for all texts, so any text provides them
         first = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
         sequence = _with_text(replace(first, input_ids=ids[:1]), row["input_ids"][1:], self.model)
         sequence.learned = labels != -100
@@ -374,7 +374,7 @@ class SupervisedEncoder:
             [`SupervisedSequence`]: The sequence.
 
         Raises:
-            `ValueError`: If `text` is no text.
+            `ValueError`: If `text` isn't a string.
         """
         if not isinstance(text, str):
             raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
@@ -383,7 +383,7 @@ class SupervisedEncoder:
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
     def _messages(self, row: Row, chat: list, completion: list, column: str = "completion") -> list:
-        """Returns the messages of a row with its media, after a check of the control tokens in messages or texts."""
+        """Returns the messages of a row with its media. First checks the control tokens in messages or texts."""
         columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
         [placed] = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules)
         messages = placed["prompt"]
@@ -487,8 +487,8 @@ class SupervisedEncoder:
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
-        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn. Tokens that
-        media add to the rendered text are counted once per number of media, as they depend on this number alone.
+        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn. How many
+        tokens media add to the rendered text depends on the number of media alone, so it is computed once per number.
         """
         name, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
@@ -496,7 +496,8 @@ class SupervisedEncoder:
             text = write_chat(messages[:n], self.processing_class, name, **{**self.template_kwargs, **options})
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}  # by the number of media
+        # Number of tokens that media add, by the number of media
+        added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -524,7 +525,7 @@ class SupervisedEncoder:
 
 
 def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """Returns the labels of a tokenized row, or its ids, with -100 on tokens that its masks leave out."""
+    """Returns the `labels` of a tokenized row. Without `labels`, returns its ids, with -100 where a mask is 0."""
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -558,7 +559,7 @@ def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) 
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:
-    """Returns the columns of a row with preferences; a missing prompt becomes the completions' common start."""
+    """Returns the columns of a row with preferences. The completions' common start replaces a missing prompt."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
 
 
@@ -591,12 +592,12 @@ def _is_text(row: Mapping[str, Any]) -> bool:
 
 
 def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
-    """Returns the prompt as text if the row is a pair of texts without media, or else its messages."""
+    """Returns the text prompt if prompt and completion are texts without media, or else the messages."""
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
 def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
-    """Returns the messages of the prompt and of the completion; errors name the completion's `column`."""
+    """Returns the messages of the prompt and of the completion. Errors name the completion's `column`."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
         read_messages(row["messages"], "messages", row.row_index)

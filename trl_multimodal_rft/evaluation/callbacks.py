@@ -39,7 +39,7 @@ class GenerationEvalCallback(TrainerCallback):
         eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Reward functions; the first decides what is correct. By default those of the trainer.
+            Reward functions, of which the first decides what is correct. By default the trainer's reward functions.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
@@ -118,7 +118,7 @@ class GenerationEvalCallback(TrainerCallback):
             metrics.update(self._logged)
 
     def _selects_weights(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
-        """Returns whether `metrics` lacks `metric_for_best_model`, and the callback may measure it."""
+        """Returns whether `metrics` lacks `metric_for_best_model`, and the callback may measure this metric."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The loop of an evaluation over batches: it collects prompts, samples, calls reward functions and records rows."""
+"""The loop of an evaluation over batches, which collects prompts, samples, calls reward functions and records rows."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ logger = get_logger(__name__)
 class Policy:
     """A policy, and the objects that sample its completions."""
 
-    model: nn.Module  # put in evaluation mode
+    model: nn.Module  # in evaluation mode while it samples
     encoder: PromptEncoder
     # Returns the token ids of one completion per prompt, up to the end of the completion
     complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
@@ -99,7 +99,7 @@ class Evaluation:
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
         self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
-        self.left_out: set[str] = set()  # columns with values that the table of rows doesn't take
+        self.left_out: set[str] = set()  # columns with values that the table of rows can't hold
         self.logged: list[tuple[str, float]] = []  # metrics of reward functions
         self.skipped: dict[int, str] = {}  # reasons by the index of unreadable rows
 
@@ -262,7 +262,7 @@ class Evaluation:
     # Answers
 
     def _answer_without(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
-        """Returns further entries of records by row index: the answers without the ablated media."""
+        """Returns the answers without the ablated media, as further entries of records, by row index."""
         rollout, _ = self._read(rows, ablated=True)
         set_seed(seed)  # the seed of the answers with media, so that only the media differ
         n_logged = len(self.logged)

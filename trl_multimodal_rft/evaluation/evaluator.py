@@ -75,11 +75,11 @@ def evaluate(
             Rows with `prompt`, media columns, and columns that reward functions read, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
             Reward functions as the trainers take them, plain or async, or their names. The first decides what is
-            correct. Rewards of environments come last; with them, it may be `None`.
+            correct. May be `None` with environments, whose rewards come last.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            Processes and device. By default a new one.
+            Accelerator with the processes and the device. By default a new accelerator.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
@@ -99,7 +99,7 @@ def evaluate(
     Raises:
         `ValueError`: If there are no rows, a row has no prompt, a reward function returns something else than a number
             or `None` per completion, the model's weights are sharded, or the processor pads audio on the wrong side.
-        [`MediaError`]: If a medium can't be decoded or placed. The message names the row in its batch.
+        [`MediaError`]: If media can't be decoded or don't match their placeholders. The message names the row.
 
     Example:
     ```python
@@ -188,7 +188,7 @@ def evaluate_trainer(
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Reward functions; the first decides what is correct. By default those of the trainer.
+            Reward functions, of which the first decides what is correct. By default the trainer's reward functions.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting. By default one greedy completion per row, with the trainer's
             `max_completion_length` and `per_device_eval_batch_size`.

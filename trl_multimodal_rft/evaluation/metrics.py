@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Estimates from correct and wrong completions, and their confidence intervals, as functions of arrays."""
+"""Metrics of correct and wrong completions with their confidence intervals, as functions of arrays."""
 
 import math
 from collections import Counter
@@ -13,10 +13,11 @@ from scipy.stats import binomtest
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
     """
-    Estimates without bias the probability that at least one of `k` completions is right, from `n` completions with `c`
-    right ones, see [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
+    Computes an unbiased estimate of the probability that at least one of `k` completions is right, see
+    [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
 
-    The estimate is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` completions that hold a right one.
+    With `n` completions, of which `c` are right, the estimate is `1 - C(n - c, k) / C(n, k)`. This is the share of the
+    sets of `k` completions that hold a right completion.
 
     Args:
         n (`int` or array of `int`):
@@ -114,7 +115,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
         `tuple[float, float]`: Lower and upper end.
 
     Raises:
-        `ValueError`: If there is no trial, or not between 0 and `n` successes.
+        `ValueError`: If there is no trial, or if `successes` isn't between 0 and `n`.
 
     Example:
     ```python
@@ -135,9 +136,9 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
     Computes the confidence interval of a mean over rows from the standard error of the rows, see
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
-    The random sample consists of prompts, so each value belongs to a row, such as its pass@k. Completions of one
-    prompt are correlated, so an interval over completions would be too narrow. The interval is normal, which suits
-    dozens of rows and more.
+    The random sample consists of prompts, so there is one value per row, such as the row's pass@k. Completions of one
+    prompt are correlated, so an interval over completions would be too narrow. The interval is normal, so it needs
+    dozens of rows.
 
     Args:
         values (`ArrayLike`):

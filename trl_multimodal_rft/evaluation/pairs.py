@@ -29,7 +29,7 @@ from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 
 
-# Entries of an evaluation's row with an item for each completion
+# Entries of a row's record that are lists with an item for each completion
 _LISTS = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
 _LISTS += ("tool_failures", "unparsed_calls", "ended_by", "completions_without", "correct_without")
 
@@ -44,12 +44,12 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
 
     Returns:
         [`EvaluationResult`]: Rows are pairs, with the completions and `verdicts` of the first order before those of
-        the second. Metrics are those of [`evaluate`], where a pair is one observation: `accuracy` is the share of
-        right verdicts in both orders. There are further metrics with confidence intervals: `consistent_accuracy` is
-        how often both verdicts are right. `flips` is how often both verdicts name the same position, so that the
-        preferred answer changes with the order. `accuracy_without_ties` excludes pairs that are equally good, if there
-        are any. Metrics without intervals are shares of verdicts: `predicted_ties`, `unreadable`, and
-        `first_preferred` among verdicts that name a position.
+        the second. Metrics are those of [`evaluate`], and a pair is one observation: `accuracy` is the share of right
+        verdicts in both orders. Three more metrics have confidence intervals. `consistent_accuracy` is how often both
+        verdicts are right. `flips` is how often both verdicts name the same position, so that the preferred answer
+        changes with the order. `accuracy_without_ties` leaves out equally good pairs, if there are any. Shares of
+        verdicts have no intervals: `predicted_ties`, `unreadable`, and `first_preferred` among verdicts that name a
+        position.
 
     Example:
     ```python
@@ -125,11 +125,11 @@ def score_pairs(
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            Processes, which share the pairs. By default a new one.
+            Accelerator whose processes share the pairs. By default a new accelerator.
 
     Returns:
         [`EvaluationResult`]: Metrics of [`pair_result`] that apply to one order, and `margin`, the mean score
-        of chosen completions minus the mean score of rejected ones. Rows have the `scores` of both completions.
+        of chosen completions minus the mean score of rejected completions. Rows have the `scores` of both completions.
 
     Raises:
         `ValueError`: If the dataset has no pairs, or the function returns something else than a number or `None` per
@@ -183,7 +183,7 @@ def score_pairs(
 def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """
     Returns the arguments of a reward function for both completions of each pair, as trainers pass them. `placed` are
-    the rows of the batch with media inside completions. The media's columns aren't arguments.
+    the rows of the batch with media inside completions. Columns of media aren't arguments.
     """
     for row in batch:
         for name in COMPLETIONS:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The result of an evaluation: metrics from the records of rows, files, and a summary in a few lines."""
+"""The result of an evaluation: metrics from the records of rows, saved files, and a short summary."""
 
 import json
 import math
@@ -64,8 +64,8 @@ class EvaluationResult:
               to `log_extra`;
             - with tools, the lists `tool_calls`, `tool_failures`, `unparsed_calls`, `environment_failures` (reasons)
               and `ended_by`, while `completions` are whole conversations as text;
-            - with `ablate`, the lists `completions_without` and `correct_without`, `None` if the prompt has no such
-              medium;
+            - with `ablate`, the lists `completions_without` and `correct_without`, `None` if the prompt has no media
+              of this modality;
             - the dataset's other columns, if they hold text and numbers and have none of these names.
         settings (`dict`):
             Options, model and reward functions of the evaluation.
@@ -138,7 +138,7 @@ def aggregate(
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
-        if not records or column in records[0]:  # not of pairs, whose completions aren't sampled
+        if not records or column in records[0]:  # pairs lack these columns, as their completions aren't sampled
             metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
@@ -163,7 +163,7 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
 
 def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
     """
-    Returns the gains of a result over the result of the same rows in a folder, with paired confidence intervals.
+    Returns the gains of a result over a saved result of the same rows, with paired confidence intervals.
 
     Raises `ValueError` if the folder has a result of other rows.
     """
@@ -206,7 +206,7 @@ def summary(result: EvaluationResult) -> str:
 
 
 def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> list[str]:
-    """Returns a line per metric, shares in per cent with their confidence intervals."""
+    """Returns a line per metric. Shares are in per cent, with their confidence intervals."""
     lines = []
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
@@ -232,7 +232,7 @@ def _per_cent(value: float | None) -> str:
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """Returns an answer for a summary. Long texts keep only their ends, where prompts ask and completions answer."""
+    """Returns the lines of a row for a summary. Long texts keep only their ends, which hold question or answer."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     question = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]

@@ -13,6 +13,6 @@ from .critic import Critic, ValueHead
 if not hasattr(_MoeOutput, "image_outputs"):
     _MoeOutput.image_outputs = None
 
-# To switch Granite Speech's adapter, transformers asks for a PEFT that isn't released, although 0.21 works as before
+# To switch Granite Speech's adapter, transformers asks for an unreleased version of PEFT, although 0.21 works
 if hasattr(_peft, "MIN_PEFT_VERSION"):
     _peft.MIN_PEFT_VERSION = min(_peft.MIN_PEFT_VERSION, "0.21.0", key=_Version)  # pyrefly: ignore[bad-assignment]

@@ -92,8 +92,8 @@ class ValueHead(nn.Linear):
 
 class Critic(nn.Module):
     """
-    Multimodal backbone with a value head, which estimates the expected return of the state before each token. Its
-    forward is packed like the policy's.
+    Multimodal backbone with a value head, which estimates the expected return of each state. Its forward is packed
+    like the policy's.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -124,13 +124,13 @@ class Critic(nn.Module):
             `torch.Tensor`: Values, float32, shape `(B, S)`.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # Not the model's forward, which may cap or scale the output of its head
+        # Calls the backbone alone, as the model's forward may cap or scale the output of its head
         with hidden_states(self.model) as states:
             self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
         return self.head(states[-1])
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Saves the backbone as transformers does, and the head next to it, see [`ValueHead.save_pretrained`]."""
+        """Saves the backbone in transformers' format, and the head next to it, see [`ValueHead.save_pretrained`]."""
         backbone = head = None
         if state_dict is not None:
             backbone, head = (
@@ -141,7 +141,7 @@ class Critic(nn.Module):
         self.head.save_pretrained(folder, head)
 
     def load(self, folder: str | Path) -> bool:
-        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`], if the folder has a head."""
+        """Loads a critic from a local folder. Returns whether the folder has a head, see [`ValueHead.load`]."""
         if not self.head.load(folder):
             return False
         self.load_state_dict(Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype).state_dict())
@@ -152,8 +152,8 @@ class Critic(nn.Module):
         """
         Loads a critic that [`save_pretrained`] wrote, or makes one from a saved reward model or backbone.
 
-        A reward model is a sequence classifier with one label; its score gives the first values. An adapter of a
-        reward model is merged. The first values of a backbone are 0.
+        A reward model is a sequence classifier with one label. Its score layer initializes the value head. An adapter
+        of a reward model is merged. With a backbone, the first values are 0.
 
         Args:
             folder (`str` or `Path`):
@@ -199,7 +199,7 @@ class Critic(nn.Module):
         Args:
             model ([`~transformers.PreTrainedModel`]):
                 Model of the policy's class, or a reward model (a sequence classifier with one label) on the same
-                backbone, whose score gives the first values.
+                backbone. The score layer of a reward model initializes the value head.
             model_class (`type`):
                 Class of the policy.
 
@@ -241,8 +241,10 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
 
 def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
-    Returns the policy without its critic, to save, load or synchronize weights: a module of its class that shares all
-    other modules, or the policy itself if it has no critic. Expects a policy without wrappers such as DDP.
+    Returns the policy without its critic, to save, load or synchronize weights.
+
+    The result is a module of the policy's class that shares all other modules, or the policy itself if it has no
+    critic. Expects a policy without wrappers such as DDP.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy

@@ -90,7 +90,7 @@ def measuring(
 
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Switches activation checkpointing off within the context, as it warns about forwards without a graph."""
+    """Switches activation checkpointing off in the context, since it warns about forwards without a graph."""
     with ExitStack() as stack:
         for part in module.modules():
             if vars(part).get("gradient_checkpointing"):  # `vars`, as wrappers forward attributes of inner modules
@@ -100,11 +100,11 @@ def without_checkpointing(module: nn.Module) -> Iterator[None]:
 
 def fix_encoders(model: PreTrainedModel) -> None:
     """
-    Turns off dropout outside the language model, and keeps batch norms there at their running statistics.
+    Outside the language model, turns off dropout and keeps batch norms at their running statistics.
 
-    Encoders such as Granite Speech's would otherwise update statistics while sampling, and compute other features in
-    each forward pass, so that completions would be scored with other features than they were sampled with. Other
-    modules stay in training mode, which gradient checkpointing needs.
+    Encoders such as Granite Speech's would otherwise update statistics during sampling, and compute other features in
+    each forward pass. Sampling and scoring would then use different features. Other modules stay in training mode,
+    which gradient checkpointing needs.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():
@@ -138,5 +138,5 @@ def fix_batch_norms(modules: Iterable[nn.Module]) -> None:
 
 
 def _use_running_statistics(module: nn.Module, args: tuple) -> None:
-    """Puts a batch norm into evaluation mode, as a hook, since `Trainer` calls `model.train()` in each step."""
+    """Forward pre-hook that keeps a batch norm in evaluation mode, although `Trainer` calls `model.train()`."""
     module.training = False

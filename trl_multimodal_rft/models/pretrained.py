@@ -37,7 +37,7 @@ if Version(transformers.__version__) < Version("5.23"):
 
 class _TransposeBack(Transpose):
     """
-    Conversion on saving that reverses a transposition on loading that depends on shapes.
+    Conversion for saving, which undoes a transposition of loading that depends on shapes.
 
     Transformers' own reverse never transposes, so that experts of Qwen3-VL-MoE would be saved, and sent to vLLM, with
     shapes that vLLM can't load.
@@ -70,7 +70,7 @@ SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """Returns the class of the part of a model that is trained, or `None` if the whole model is."""
+    """Returns the class of the part of a model that is trained, or `None` if the whole model is trained."""
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
@@ -88,9 +88,8 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 @contextmanager
 def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: ()) -> Iterator[None]:
     """
-    Raises `ValueError` within the context for a model whose folder lacks weights, which would be random, or has
-    weights of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that is
-    removed.
+    Raises a `ValueError` if the folder of a model that the context loads lacks weights, which would be random, or has
+    weights of other shapes. `fresh` returns the parameters that may be missing, such as a head that is removed later.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
@@ -166,7 +165,7 @@ def load_trained(
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Returns whether a name is that of an adapter alone; the folder of a model may hold an adapter, too."""
+    """Returns whether a name belongs to an adapter without a model. A model's folder may hold an adapter, too."""
     return not holds_model(name) and find_adapter_config_file(name, revision=revision or "main") is not None
 
 

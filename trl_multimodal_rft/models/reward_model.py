@@ -25,12 +25,16 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _Scores(GenericForSequenceClassification):
-    """Mixin that replaces the LM head of the next class by a score. Masks and positions are made by the next class."""
+    """
+    Mixin that replaces the LM head of a policy's class by a score.
+
+    The policy's class is the next base of a subclass, and makes masks and positions.
+    """
 
     num_labels = 1
 
     def __init__(self, config: PreTrainedConfig):
-        policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # the next class
+        policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # the policy's class
         policy.__init__(config)
         model, head = cast(PreTrainedModel, self), policy.get_output_embeddings()
         delattr(model, next(name for name, module in model.named_children() if module is head))
@@ -48,8 +52,10 @@ class _Scores(GenericForSequenceClassification):
 @functools.cache
 def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """
-    Returns the class of reward models on the backbone of a policy's class. Names of weights are those of transformers'
-    `...ForSequenceClassification`; where transformers has such a class for the family, both load the same files.
+    Returns the class of reward models on the backbone of a policy's class.
+
+    Weights have the names of transformers' `...ForSequenceClassification`. If transformers has such a class for the
+    family, both classes load the same files.
 
     Args:
         policy (`type`):
@@ -63,25 +69,25 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     members = {
         "__module__": policy.__module__,  # transformers converts names of weights for its own modules alone
         "base_model_prefix": policy.base_model_prefix,
-        "_tied_weights_keys": {},  # without those of the LM head, which is removed
+        "_tied_weights_keys": {},  # the LM head, which may be tied, is removed
     }
     return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
 
 
 def as_reward_model(model: _Model) -> _Model:
     """
-    Makes a reward model from a policy, without its LM head, or from a sequence classifier, with its score.
+    Makes a reward model from a policy, whose LM head is removed, or from a sequence classifier, whose score is kept.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model, whose modules are taken over.
+            Model. The reward model takes over its modules.
 
     Returns:
-        The same type: The reward model, with the adapter of `model` if it has one; `model` itself if it is a reward
+        The same type: The reward model, with the adapter of `model` if it has one, or `model` itself if it is a reward
         model. A new score is initialized like the other weights.
 
     Raises:
-        `ValueError`: If the model has no backbone of its own, or several labels.
+        `ValueError`: If the model has no backbone apart from its LM head, or if it has several labels.
     """
     if is_peft_model(model):
         adapter = cast("PeftModel", model)
@@ -107,7 +113,7 @@ def as_reward_model(model: _Model) -> _Model:
     policy = source
     if not source.can_generate():
         with torch.device("meta"):
-            policy = policy_class(source.config)(source.config)  # for attributes that only its methods read
+            policy = policy_class(source.config)(source.config)  # has attributes that methods of its class read
         if type(policy.base_model) is not type(source.base_model):
             raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
     reward_model = object.__new__(reward_model_class(type(policy)))
@@ -115,7 +121,7 @@ def as_reward_model(model: _Model) -> _Model:
     tied = {name: target for name, target in source.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
     vars(reward_model).update({**vars(policy), **vars(source), **attributes})
-    # Drops forwards that trainers or hooks have put before the class's, and conversions of the policy's weight names
+    # Drops forwards that trainers or hooks have set on the instance, and conversions of the policy's weight names
     for name in ("num_labels", "_weight_conversions", "forward", "_plain_forward", "_original_forward"):
         vars(reward_model).pop(name, None)
     return cast(_Model, reward_model)
@@ -169,19 +175,19 @@ def load_trained_reward_model(
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
-    base.config._name_or_path = name  # name in the log, instead of an adapter's base
+    base.config._name_or_path = name  # otherwise, logs would name an adapter's base
     return model, processor
 
 
 def is_reward_model(architectures: Sequence[str] | None) -> bool:
-    """Returns whether the architectures of a config are those of a reward model."""
+    """Returns whether the architectures of a config name a reward model."""
     return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
 
 
 def register_reward_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """
     Registers the class of a saved reward model at [`~transformers.AutoModelForSequenceClassification`], if
-    transformers has none for its family. Returns whether a name is that of a reward model.
+    transformers has no such class for the family. Returns whether `name` names a reward model.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     check_model_folder(name)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """Returns the model within the wrappers of Accelerate and of PEFT."""
     if isinstance(model, PreTrainedModel):
-        return model  # a shortcut: Accelerate searches all installed packages
+        return model  # a shortcut, as `unwrap_model` searches all installed packages
     inner = model if accelerator is None else accelerator.unwrap_model(model)
     return cast(PreTrainedModel, cast("PeftModel", inner).get_base_model() if is_peft_model(inner) else inner)
 
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Sets attributes or methods of one object, and of no other of its class, within the context."""
+    """Sets attributes or methods of an object within the context. Other objects of its class keep theirs."""
     before = {
         name: getattr(owner, name)
         for name, class_value in {name: getattr(type(owner), name, None) for name in values}.items()
@@ -51,8 +51,8 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     """
     Collects the inputs of the LM head, `(B, S, hidden_size)`, of each forward within the context.
 
-    These inputs are the outputs of the backbone. A model without a backbone merges media and holds a language model
-    with a head. This head gets a hook. With `instead_of_logits`, it projects only the last state.
+    These inputs are the outputs of the backbone. In a model without a backbone, a hook on the head of its language
+    model collects them. With `instead_of_logits`, such a head projects only the last state.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()

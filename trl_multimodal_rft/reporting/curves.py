@@ -25,8 +25,8 @@ logger = get_logger(__name__)
 
 FILE_NAME = "training_curves.png"
 
-_SHARE_OF_TIME = 0.02  # of the training time that pictures may take
-_SMOOTHED_FROM = 60  # points
+_SHARE_OF_TIME = 0.02  # largest share of the training time that drawing takes
+_SMOOTHED_FROM = 60  # points of the longest curve that isn't smoothed
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches, 1200 pixels wide
 _SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
 _COLOURS = {"training": 0, "held out": 1}  # of labels that several panels have
@@ -36,11 +36,11 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 class _Panel(NamedTuple):
     title: str
     unit: str
-    metrics: dict[str, str]  # regular expressions of names, by label; a group replaces the label
+    metrics: dict[str, str]  # regular expressions of names, by label; a group replaces an empty label
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
 
 
-_PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
+_PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
     _Panel(
         "Reward",
         "mean ± std of completions",
@@ -129,7 +129,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
 
 
 def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
-    """Returns the values of each metric by step, `NaN` for `None`, which TRL logs as the mean of no values."""
+    """Returns the values of each metric by step. `None`, which TRL logs as the mean of no values, becomes `NaN`."""
     values: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, value in entry.items():
@@ -231,7 +231,7 @@ class TrainingCurvesCallback(TrainerCallback):
         if not state.is_world_process_zero or not any(_curves(panel, metrics) for panel in _PANELS):
             return
         start, folder = time.perf_counter(), Path(str(args.output_dir))
-        # A run that resumes with fewer steps than its checkpoint has takes none
+        # A run that resumes from a checkpoint with more steps than `max_steps` takes no further step
         steps = max(state.global_step, state.max_steps)
         title = f"{folder.absolute().name}: update {state.global_step} of {steps}"
         figure = figure_of(state.log_history, title)

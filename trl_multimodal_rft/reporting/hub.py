@@ -31,7 +31,7 @@ def repository_name(folder: str) -> str:
 
 
 def upload_command(repo: str, folder: str, private: bool) -> str:
-    """Returns a command that publishes a folder as a trainer does."""
+    """Returns a command that publishes a folder without the files that a trainer leaves out."""
     excluded = [word for pattern in _LEFT_OUT for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 

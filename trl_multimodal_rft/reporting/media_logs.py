@@ -48,7 +48,7 @@ _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
-MAX_PROMPTS = 8  # prompts whose media a table shows: the first ones that have any
+MAX_PROMPTS = 8  # a table shows the media of the first prompts that have media
 MAX_BYTES = 32e6  # of the media of a prompt in a table
 
 # The media of a prompt and a completion, by column
@@ -59,10 +59,10 @@ Labelled = list[tuple[MediaFile, str]]
 
 class MediaLog:
     """
-    A store of the media in the rows of TRL's logs, encoded when the rows are logged.
+    A store of the media in the rows of TRL's logs. It encodes the media when the rows are logged.
 
-    A row's number counts the rows of all processes since the start. The order is TRL's: by batch, then by process.
-    Media stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
+    Rows of all processes are numbered since the start of the run in TRL's order: by batch, then by process. Media stay
+    undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
     def __init__(self, n_rows: int, with_media: bool, accelerator: Accelerator):
@@ -145,7 +145,7 @@ class MediaLog:
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
-        """Returns the first row of the prompt for each row of TRL's logs, `None` for a prompt without media."""
+        """Returns the first row of the prompt for each row of TRL's logs, or `None` if the prompt has no media."""
         return [group if group in self._with_media else None for group in self._groups]
 
 
@@ -225,7 +225,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
 def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
     """
-    Returns the table for trackio, with audio and videos to log next to it, since its cells don't play media. A cell
+    Returns the table for trackio, and audio and videos to log next to the table, as cells don't play media. A cell
     shows images and some frames of videos, or else the names of its media.
     """
     trackio = require_module("trackio", "logging")
@@ -274,7 +274,7 @@ def _markdown(value: str | float | None) -> str:
 
 class MediaLogCallback(TrainerCallback):
     """
-    A callback that logs completions with their media, in place of TRL's tables without audio and video.
+    A callback that logs completions with their media, in place of TRL's tables, which lack audio and video.
 
     Media are gathered in events that all processes reach, since not all processes may reach `log`.
     """

@@ -89,14 +89,14 @@ _IF_SET += ("ema_decay",)
 
 
 def in_text(name: str) -> str:
-    """Returns a name from outside as plain text, without Markdown, HTML, links, templates and credentials."""
+    """Returns an untrusted name as plain text, without Markdown, HTML, links, templates and credentials."""
     name = without_credentials(" ".join(name.split()))
     letters = [letter if letter.isalnum() or letter in " _-/." else f"&#{ord(letter)};" for letter in name]
     return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
 
 
 def in_code(name: str) -> str:
-    """Returns a name from outside as code, see [`in_text`]."""
+    """Returns an untrusted name as code, see [`in_text`]."""
     name = without_credentials(name)
     return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
 
@@ -169,7 +169,7 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Returns code that prompts a model, or scores completions with a reward model, complete but for media files."""
+    """Returns code that prompts a model, or scores completions with a reward model. Users add media files."""
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
@@ -180,6 +180,8 @@ def quick_start(
 
 @dataclass
 class CardRun:
+    """The facts about a run that its model card shows."""
+
     args: TrainingArguments
     state: TrainerState
     model: nn.Module  # with its adapter
@@ -190,7 +192,7 @@ class CardRun:
     repository: str  # on the Hub, or a folder
     max_new_tokens: int
     template_kwargs: dict[str, Any]
-    training: list[tuple[str, str]]
+    training: list[tuple[str, str]]  # names and texts of the lines about the method
     folders: list[tuple[str, str]]  # names and contents of further folders of the model
     self_check: SelfCheck | None = None
 

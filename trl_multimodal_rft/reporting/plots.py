@@ -43,7 +43,7 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
 
     Args:
         values (`Mapping[str, Sequence[float]]`):
-            Values by their name, which is the panel's title and, up to " of ", the unit of its horizontal axis.
+            Values by name. The name is the panel's title. Its part before " of " is the unit of the horizontal axis.
             Names without values have no panel.
         count_of (`str`):
             Label of the vertical axis: the things that it counts, such as `"rows"`.

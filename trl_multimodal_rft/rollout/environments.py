@@ -24,18 +24,18 @@ from ..rewards.calls import Argument, distinct_names
 # Methods of environments that aren't tools
 _NO_TOOLS = ("reset", "get_reward", "get_context")
 
-# Messages in place of a prompt that an environment makes
+# Messages that stand for a prompt until an environment makes it
 _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 class EnvironmentFailure(Exception):
     """
-    Failure of an environment that can't go on, such as one without its server. The environment's `reset`, tools,
-    `get_context` and `get_reward` may raise it.
+    Failure of an environment that can't go on, for instance because its server is down. The environment's `reset`,
+    tools, `get_context` and `get_reward` may raise it.
 
-    The failure ends the trajectory, which is left out of the loss and has no reward to compare its group with. Other
-    errors of tools are results that the model reads. Other errors of `reset`, `get_context` and `get_reward` count as
-    this failure.
+    The failure ends the trajectory. A failed trajectory gets no reward and is left out of the loss. Other errors of
+    tools are results that the model reads. Other errors of `reset`, `get_context` and `get_reward` count as this
+    failure.
     """
 
 
@@ -80,7 +80,7 @@ class Environments:
         self.factories: dict[Any, Callable] = {}
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
-        # One environment of each factory, which shows the tools and whether there is a reward
+        # One environment of each factory, to know its tools and whether it has a reward
         self.pool = {name: [_make(make)] for name, make in self.factories.items()}
         for [environment] in self.pool.values():
             if not callable(getattr(environment, "reset", None)):
@@ -137,8 +137,8 @@ class Environments:
                 control tokens, or raises an error about them.
 
         Returns:
-            `tuple`: Environments, prompts that end with the environments' observations, and the errors of `reset`,
-                `None` where there is none. A prompt whose `reset` failed gets no observation.
+            `tuple`: Environments, prompts that end with the environments' observations, and errors of `reset` or
+                `None`. A prompt whose `reset` failed gets no observation.
 
         Raises:
             `ValueError`: If a row names an unknown environment.
@@ -160,7 +160,7 @@ class Environments:
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
-            # With several environments, the column only chooses one, as in TRL
+            # With several factories, the column `environment` only chooses the factory, as in TRL
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
             label, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
             if "prompt_messages" in signature.parameters:
@@ -187,7 +187,7 @@ class Environments:
 
 
 def check_without_media(result: object, origin: str) -> None:
-    """Raises a [`MediaError`] if the result of a tool or of `reset` holds a medium outside of content blocks."""
+    """Raises a [`MediaError`] if the result of a tool or of `reset` holds media outside of content blocks."""
     path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
     if path is not None:
         raise MediaError(
@@ -197,7 +197,7 @@ def check_without_media(result: object, origin: str) -> None:
 
 
 def _make(factory: Callable[[], Any]) -> Any:
-    """Returns an environment of a factory; raises a `TypeError` of one line if the factory can't be called."""
+    """Returns an environment of a factory. Raises a `TypeError` if the factory can't be called."""
     if not callable(factory):
         raise TypeError(
             f"`environment_factory` is {shortened(factory)}, which can't be called; pass the class itself, or a "
@@ -258,9 +258,11 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(environment_class: type) -> Callable:
     """
-    Returns a reward function that calls `get_reward` of a class, sync or async, with the environment's `completion` if
-    the method has this parameter. The function returns `None` for environments of other classes, and for environments
-    that failed. It stores errors of `get_reward` in the argument `failures`, or raises them if that is `None`.
+    Returns a reward function that calls `get_reward` of a class, sync or async.
+
+    `get_reward` gets the environment's `completion` if it has this parameter. The function returns `None` for
+    environments of other classes, and for environments that failed. It stores errors of `get_reward` in the argument
+    `failures`, or raises them if `failures` is `None`.
     """
     reads_completion = "completion" in inspect.signature(environment_class.get_reward).parameters
 
@@ -289,13 +291,13 @@ def reward_of(environment_class: type) -> Callable:
 
 
 def as_error(exit: SystemExit) -> Exception:
-    """Returns an error in place of an exit, by which code of a tool or an environment would end the run."""
+    """Returns an error in place of `SystemExit`, with which a tool or an environment would end the run."""
     return RuntimeError(f"it called `sys.exit({exit.code!r})`")
 
 
 @contextmanager
 def _storing_error(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
-    """Suppresses an error of the context and stores it at an index of `failures`, or raises it if that is `None`."""
+    """Stores an error of the context at an index of `failures`, or raises the error if `failures` is `None`."""
     try:
         yield
     except (Exception, SystemExit) as error:

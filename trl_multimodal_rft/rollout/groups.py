@@ -27,7 +27,7 @@ class GroupBuffer:
     """Buffer of the newest groups of completions, each a [`Rollout`] on the CPU, the oldest first."""
 
     def __init__(self, limit: int = 0, max_age: int | None = None, seed: int = 0):
-        self.limit = limit  # most groups to keep, the newest ones; 0 keeps all
+        self.limit = limit  # number of the newest groups to keep; 0 keeps all
         self.max_age = max_age  # optimizer steps after which a group isn't used any more
         self._groups: list[Rollout] = []
         self._generator = torch.Generator().manual_seed(seed)
@@ -36,14 +36,14 @@ class GroupBuffer:
         return len(self._groups)
 
     def append(self, groups: Sequence[Rollout]) -> None:
-        """Adds copies of groups, which share no memory with the batch that the groups come from."""
+        """Adds copies of groups. The copies share no memory with the batch of the groups."""
         self._groups += [
             group.with_copied_prompts(on_device=False).to("cpu", copy=True) for group in groups[-self.limit :]
         ]
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Rollout]:
-        """Drops groups that are too old, and returns at most `n` of the others at random, which stay in the buffer."""
+        """Drops groups that are too old. Returns at most `n` random groups, which also stay in the buffer."""
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]
         return [self._groups[i] for i in torch.randperm(len(self._groups), generator=self._generator)[:n].tolist()]
@@ -68,8 +68,8 @@ class GroupExchange:
     accelerator: Accelerator
     group_size: int
     replay: GroupBuffer
-    # Groups with signal for which the last batch had no room. All ranks draw while one of them lacks groups, so the
-    # surplus of another rank would grow and age without a limit.
+    # Groups with signal for which the last batch had no room. All ranks draw while any rank lacks groups, so without
+    # a limit, the surplus of the other ranks would grow and age.
     surplus: GroupBuffer
     max_rounds: int  # most draws of completions in a step; 0 without dynamic sampling
     replays: bool
@@ -132,14 +132,14 @@ def _with_signal(groups: list[Rollout]) -> list[Rollout]:
 
 
 def _side(group: Rollout) -> int:
-    """Returns -1 if the group's mean reward is below the wanted range, 1 if it is above, and 0 if it is within."""
+    """Returns -1 or 1 if the group's mean reward is too low or too high for the wanted range, and 0 otherwise."""
     return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:
     """
-    Returns the exchange of groups by a trainer's arguments, or `None`. `makes_prompts` is whether user code makes
-    the prompts.
+    Returns the exchange of groups for a trainer's arguments, or `None` without dynamic sampling and replay.
+    `makes_prompts` is whether user code makes the prompts.
 
     Raises `ValueError` if groups of these prompts can't be exchanged, or rows can't be drawn in another order.
     """

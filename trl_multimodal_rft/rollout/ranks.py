@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Exchange among ranks of rows, sums and, before the update, whole groups, so that ranks have about equally many tokens.
-"""
+"""Exchange among ranks. Ranks gather rows and sums. Before the update, they swap groups to balance their tokens."""
 
 import io
 import pickle
@@ -20,7 +18,7 @@ from ..forward.scores import by_context
 from .rollout import Rollout, join_rollouts
 
 
-_TOLERANCE = 0.02  # share by which the longest rank may exceed the mean, as less isn't worth the transfer
+_TOLERANCE = 0.02  # share by which the longest rank may exceed the mean; a smaller excess isn't worth the transfer
 
 
 def arranged(
@@ -142,7 +140,7 @@ def _move(
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that copies tensors that are a part of their storage, as pickle would write the whole storage."""
+    """Pickler that copies a tensor if it is only a part of its storage, as pickle would write the whole storage."""
 
     def reducer_override(self, value):
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rollouts: the completions of a generation batch, with all that the stages of a training step add to them."""
+"""Rollouts: the completions of a generation batch, and the results of all stages of a training step."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -77,7 +77,7 @@ class Turn(NamedTuple):
 
 @dataclass(eq=False)
 class Source(_Part):
-    """Rows, prompts and texts of completions, which rewards, logs and checks read, but no loss."""
+    """Rows, prompts and texts of completions, for rewards, logs and checks. The loss doesn't read them."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as reward functions get them
     row_indices: list[int] = field(default_factory=list)  # row indices in the dataset
@@ -85,8 +85,8 @@ class Source(_Part):
     environments: list[Any] | None = None
     tools: list[dict[str, Callable]] = field(default_factory=list)  # of each completion, by name
     failures: list[Exception | None] = field(default_factory=list)  # why environments couldn't go on
-    whole_groups: bool = True  # whether no group straddles ranks
-    batch_index: int | None = None  # index in the run, for a batch of the training loader
+    whole_groups: bool = True  # whether each group is on a single rank
+    batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
@@ -96,7 +96,8 @@ class Source(_Part):
     extra: dict[str, Any] = field(default_factory=dict)  # further columns that `rollout_func` returned
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
-    # Rollout from another view, which isn't trained on, and the indices in this rollout of its completions' prompts
+    # Rollout under another view, which isn't trained on, and for each of its completions, the batch index in this
+    # rollout of the prompt without the view
     contrast: "tuple[Rollout, list[int]] | None" = None
 
     def template_tools(self, row: int) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Source(_Part):
 
     @property
     def sampled_turns(self) -> list[list[Turn]]:
-        """Turns of each completion that have tokens; a completion without tools is one turn."""
+        """Turns of each completion that have tokens. Without tools, a completion is one turn."""
         whole = zip(self.ids, self.messages, strict=True)
         turns = self.turns or [[Turn(0, len(ids), messages)] for ids, messages in whole]
         return [[turn for turn in turn_list if turn.stop > turn.start] for turn_list in turns]
@@ -128,14 +129,14 @@ class Rewards(_Part):
 class ViewScores(_Part):
     """Prompts under the view in the loss, and the dependency of tokens on the media that the view replaces."""
 
-    prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without one
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without a view
     replaces: torch.Tensor | None = None  # (N,), whether the view replaces media of the prompt
     dependency: torch.Tensor | None = _per_token()  # (N, C), how far tokens depend on the replaced media
 
 
 @dataclass(eq=False)
 class Values(_Part):
-    """Values of a critic, and the returns that it learns."""
+    """Values of a critic, and the returns that the critic learns."""
 
     old: torch.Tensor | None = _per_token()  # (N, C), by the critic before the update
     returns: torch.Tensor | None = _per_token()  # (N, C)
@@ -145,7 +146,7 @@ class Values(_Part):
 class TeacherScores(_Part):
     """Prompts of a teacher, and scores by a teacher on a server."""
 
-    prompts: list[EncodedPrompt] = field(default_factory=list)  # empty unless they differ from the student's
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
 
@@ -167,9 +168,9 @@ PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice
 @dataclass(eq=False)
 class Rollout(_Part):
     """
-    Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.
+    Completions of a generation batch, or of a micro-batch, on this rank: `N` completions of at most `C` tokens.
 
-    A field, or a part, is written by a single stage of the step. Fields that losses of TRL read have TRL's names, see
+    A single stage of the step writes each field or part. Fields that losses of TRL read have TRL's names, see
     [`TRLInputs`].
     """
 
@@ -211,7 +212,7 @@ class Rollout(_Part):
 
     @property
     def rows_to_score(self) -> list[int] | None:
-        """Batch indices of the completions that have a gradient, `None` for all."""
+        """Batch indices of the completions that have a gradient, or `None` if all have a gradient."""
         skips = self.tokens.without_gradient
         return [i for i, skip in enumerate(skips) if not skip] if any(skips) else None
 
@@ -269,7 +270,7 @@ class Rollout(_Part):
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
     def token_fields(self) -> set[Field]:
-        """Returns the fields that have a value per token here; advantages and ratios may have one per completion."""
+        """Returns the fields with a value per token. Advantages and ratios may have a value per completion instead."""
         width = self.completion_ids.size(1)
         values = {spec: value for spec, value in self.walk() if "fill" in spec.metadata and value is not None}
         return {spec for spec, value in values.items() if value.dim() > 1 and value.size(1) == width}
@@ -282,19 +283,19 @@ class Rollout(_Part):
             if spec not in tokens:
                 return value
             fill = spec.metadata["fill"]
-            behind = (0, 0) * (value.dim() - 2)  # no padding of the dimensions behind the tokens
-            return F.pad(value, (*behind, 0, n_extra), value=self.pad_token_id if fill is None else fill)
+            no_padding = (0, 0) * (value.dim() - 2)  # of the dimensions after the dimension of tokens
+            return F.pad(value, (*no_padding, 0, n_extra), value=self.pad_token_id if fill is None else fill)
 
         return self.changed(pad)
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Rollout":
-        """Returns a copy with tensors on a device; prompts stay on the CPU."""
+        """Returns a copy with tensors on a device. Prompts stay on the CPU."""
         return self.changed(lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value)
 
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
         """
-        Returns a copy whose prompts have new mask caches and no decoded media. Only with `on_device`, the copies share
-        the media on devices.
+        Returns a copy whose prompts have new mask caches and no decoded media. With `on_device`, the copied prompts
+        share the originals' media on devices.
         """
         copies: dict[int, EncodedPrompt] = {}
 
@@ -311,7 +312,7 @@ class Rollout(_Part):
         )
 
     def release(self) -> None:
-        """Frees the media that forwards kept on devices, once no further forward comes."""
+        """Frees the media that forwards kept on devices, after the last forward."""
         for prompt in [*self.prompts, *self.view.prompts, *self.teacher.prompts]:
             for part in prompt.parts:
                 part.on_device.clear()
@@ -349,7 +350,7 @@ _TRL_NAMES += ("num_items_in_batch",)
 
 
 class TRLInputs(MutableMapping[str, torch.Tensor]):
-    """Micro-batch as the dictionary that a `_compute_loss` like TRL's reads and writes."""
+    """Micro-batch in the form of the dictionary that TRL's `_compute_loss` reads and writes."""
 
     def __init__(self, rollout: Rollout):
         self.rollout = rollout

@@ -34,9 +34,10 @@ def score_with_view(
     policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
 ) -> Scores:
     """
-    Returns the scores of a micro-batch. If it has prompts under a view, the field `view` holds the scores with these.
+    Returns the scores of a micro-batch. If it has prompts under a view, the field `view` of the result holds the
+    scores of the completions after these prompts.
 
-    One forward computes both scores, as wrappers such as DDP require. Where the view replaces nothing, both are equal.
+    One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal.
     `options` are further fields of the [`~forward.scores.ScoreRequest`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
@@ -55,7 +56,7 @@ def score_with_view(
         plain.deferred = scores.deferred
     else:
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
-    if rows is not None and rollout.old_per_token_logps is not None:  # rows that aren't forwarded get ratio 1
+    if rows is not None and rollout.old_per_token_logps is not None:  # rows that aren't forwarded get a ratio of 1
         plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
     return plain
 
@@ -90,15 +91,15 @@ def score_values(
     cut: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the value of the state before each completion token, and of the state after each completion that was `cut`,
-    0 for other completions. Forwards have `size` completions.
+    Returns the value of the state before each completion token, and the value of the state after each completion that
+    was `cut`, or 0 for other completions. Forwards have `size` completions.
 
     Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
     prompts, ids, mask = rollout.completions
     lengths, extended = mask.sum(1, keepdim=True), mask
     if cut is not None:
-        # The state after the last token is the state before a further token, whatever id that has
+        # The state after the last token is the state before a further token, whose id doesn't matter
         ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
@@ -174,7 +175,7 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
 
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
-    """Returns the number of micro-batches of a rollout that are on-policy, as they precede the first update."""
+    """Returns the number of on-policy micro-batches of a rollout, which are those before the first update."""
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps

@@ -20,8 +20,8 @@ _MOST_ELONGATED = 100  # largest ratio of a box's sides
 
 class Zoom:
     """
-    Environment with the tool `zoom`, which shows a part of an image of the prompt, or of an earlier result, as
-    [DeepEyes](https://huggingface.co/papers/2505.14362) does.
+    Environment with the tool `zoom`, which shows a part of an image of the prompt or of an earlier result, as in
+    [DeepEyes](https://huggingface.co/papers/2505.14362).
 
     Boxes are cut at the border of the image. A box with a side shorter than 28 pixels is enlarged around its center.
 
@@ -85,7 +85,7 @@ class Zoom:
 
 
 def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
-    """Returns the start and end of a box's side in pixels, enlarged to `_SMALLEST` or else to the image's `size`."""
+    """Returns start and end of a box's side in pixels. Enlarges short sides to `_SMALLEST` or the image's `size`."""
     if start >= end:
         return 0, 0
     start, end = math.floor(start), math.ceil(end)
@@ -101,8 +101,10 @@ TOOLS: dict[str, Callable] = {"zoom": Zoom}
 
 def load_tools(names: Sequence[str]) -> dict[str, Any]:
     """
-    Returns a trainer's arguments `tools` and `environment_factory` from names of tools: ready-made tools, and dotted
-    paths of functions and of one class of environments. A class may have settings, as in `zoom(scale=1000)`.
+    Returns a trainer's arguments `tools` and `environment_factory` from names of tools.
+
+    A name is the name of a ready-made tool, or the dotted path of a function or of a class of environments. At most
+    one name may be a class. A class may have settings, as in `zoom(scale=1000)`.
 
     Raises `ValueError` for an unknown name or setting, or for several classes.
     """

@@ -18,7 +18,7 @@ class RolloutView:
     """View from which a share of each group is sampled, by the option `rollout_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, rounded down, from its end
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, counted from its end and rounded down
     schedule: str = "constant"  # schedule of the view's strength, see `SCHEDULES`
 
 
@@ -28,7 +28,8 @@ class ContrastView:
 
     view: View | None = None
     fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
-    reward_ratio: Annotated[float, "[0, inf)"] = 0.8  # least ratio of mean rewards, group over contrast, for the bonus
+    # Least ratio of the group's mean reward to the contrast's at which the bonus applies
+    reward_ratio: Annotated[float, "[0, inf)"] = 0.8
     bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
 
 
@@ -42,7 +43,7 @@ class LossView:
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
     advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the completion that depends least on media
-    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on: those most dependent on media
+    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on, the most media-dependent first
     temperature: Annotated[float | None, "(0, inf)"] = None  # temperature of token weights by entropy differences
 
     @property

@@ -25,7 +25,7 @@ _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
 
 Share, Count = Annotated[float, "(0, 1]"], Annotated[int, "[1, inf)"]
-M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded medium
+M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded sound, video or image
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ViewType:
     function: Callable[..., np.ndarray]
     modalities: tuple[str, ...] = MODALITIES  # media that the view applies to
     strength: str | None = None  # the setting that a schedule scales
-    needs_other: bool = False  # whether the view shows a medium of another row
+    needs_other: bool = False  # whether the view shows media of another row
 
 
 VIEWS: dict[str, ViewType] = {}
@@ -57,11 +57,11 @@ def view(
         strength (`str`, *optional*):
             Setting that a schedule scales.
         needs_other (`bool`, *optional*, defaults to `False`):
-            Whether the view shows a medium of another row, which the function gets as `other`.
+            Whether the view shows media of another row, which the function gets as `other`.
 
     Returns:
-        `Callable`: The decorator. It takes a function of a medium (pixels `(T, H, W, 3)` or samples `(S,)`), a
-        `numpy.random.Generator` and settings, which returns an array of the same shape.
+        `Callable`: The decorator. The decorated function takes pixels `(T, H, W, 3)` or samples `(S,)`, a
+        `numpy.random.Generator` and settings. It returns an array of the same shape.
     """
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -80,7 +80,7 @@ class View:
     settings: dict[str, Any] = field(default_factory=dict)
     modalities: tuple[str, ...] = MODALITIES  # media to replace, if the view applies to them
     others: Sequence[MediaRef] = ()  # media of another row, used in turn
-    seed: tuple[int, ...] = (0,)  # of random numbers, with the index of media in the prompt
+    seed: tuple[int, ...] = (0,)  # seed of random numbers, together with the index of media in the prompt
 
     @property
     def spelling(self) -> str:
@@ -113,8 +113,8 @@ class View:
 
     def __call__(self, media: M, index: int, other: M | None = None) -> M:
         """
-        Returns the view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`)
-        in the same form. Raises `ValueError` if the view changes the shape of the medium.
+        Returns the view of a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`, in the same form.
+        Raises `ValueError` if the view changes the shape.
         """
         source, rng = _as_array(media), np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
@@ -137,7 +137,7 @@ def as_view(source: "str | Callable | View") -> View:
     Args:
         source (`str` or `Callable` or [`View`]):
             Name of a view, with its settings (`"mask_patches(ratio=0.5)"`), a dotted path to a function
-            (`"my_views.flip"`), or the function itself, which takes a medium and a random generator as for [`view`].
+            (`"my_views.flip"`), or the function itself, with the arguments that [`view`] describes.
 
     Returns:
         [`View`]: The view, which maps decoded media and their index in the prompt to other media of the same size.
@@ -156,7 +156,7 @@ def as_view(source: "str | Callable | View") -> View:
 
 
 def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
-    """Returns a medium as pixels `(T, H, W, 3)`, or as samples `(S,)`."""
+    """Returns an image or video as pixels `(T, H, W, 3)`, and a sound as samples `(S,)`."""
     if isinstance(media, PIL.Image.Image):
         return np.array(media.convert("RGB"))[None]
     return media.permute(0, 2, 3, 1).numpy() if isinstance(media, torch.Tensor) else media
@@ -176,7 +176,7 @@ def blank(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @view("other_row", needs_other=True)
 def other_row(media: np.ndarray, rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
-    """A medium of another row, fitted to the duration and size of the original; without another row, `blank`."""
+    """Media of another row, fitted to the duration and size of the original, or `blank` without another row."""
     if other is None:
         return blank(media, rng)
     if media.ndim == 1:
@@ -230,7 +230,7 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @view("drop_frames", modalities=("video",), strength="ratio")
 def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.5) -> np.ndarray:
-    """Repeats of the previous kept frame in place of dropped frames; the first frame stays."""
+    """Repeats of the previous kept frame in place of dropped frames. The first frame stays."""
     is_kept = rng.random(len(media)) >= ratio
     indices = np.where(is_kept, np.arange(len(media)), 0)
     return media[np.maximum.accumulate(indices)]
