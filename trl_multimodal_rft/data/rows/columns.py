@@ -114,8 +114,8 @@ def rows_to_messages(
 
     All rows of a batch get the same format. If any row has media or a conversational prompt, every plain-text prompt
     becomes one user message, so that TRL passes all completions to reward functions as messages. If any row has media,
-    every string content becomes a text block. Plain-text prompts in a batch without media stay strings, as TRL expects
-    for text.
+    every string content becomes a text block. If all prompts are plain text without media, they stay strings, as TRL
+    expects for text.
 
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
@@ -124,12 +124,12 @@ def rows_to_messages(
         ignored (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that aren't put into prompts.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
-            The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
+            The model's placeholder tokens. If `"<image>"` is one of them, plain-text prompts keep `"<image>"` as text.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
-            Prefix of columns that replace others in rows that have them. With `"teacher_"`, `"teacher_prompt"`
-            replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
+            Prefix of columns that replace the columns without the prefix, in rows that have both. With `"teacher_"`,
+            `"teacher_prompt"` replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -184,7 +184,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether a prompt, as reward functions get it, holds media, and not only placeholders."""
+    """Returns whether the prompt that a reward function gets holds media, not only placeholders."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -262,7 +262,7 @@ def strip_media(value: T) -> T:
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """Returns a prompt or a completion as one text, with roles before several messages unless `roles` is off."""
+    """Returns a prompt or a completion as one text. With `roles`, each of several messages begins with its role."""
     if isinstance(messages, str):
         return messages
     if not roles:
@@ -341,7 +341,7 @@ class _RowReader:
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tag_modalities: list[str]
     ) -> list[dict[str, Any]]:
         """
-        Returns copies of the messages in column `name`, with the media of other columns put into them. Tags in texts,
+        Returns copies of the messages in column `name`, into which the media of other columns are put. Tags in texts,
         such as `<image>`, may be placeholders for `tag_modalities`.
         """
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
@@ -485,7 +485,7 @@ class _RowReader:
 
 
 def _without_absent(value: T) -> T:
-    """Returns tool calls without keys that are `None`, which a table of rows adds from the calls of other rows."""
+    """Returns tool calls without keys of value `None`. A table adds such keys from the calls of other rows."""
     if isinstance(value, list):
         return cast(T, [_without_absent(item) for item in value])
     if isinstance(value, Mapping):  # templates read the key `arguments` of each call
@@ -495,13 +495,13 @@ def _without_absent(value: T) -> T:
 
 
 def further_keys(message: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of a message that hold something to read, such as `tool_calls`, besides content and labels."""
+    """Returns the keys of a message, such as `tool_calls`, that aren't empty, besides content and labels."""
     fields = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
     return [key for key, value in fields.items() if value not in ("", [], {})]
 
 
 def holds_several(modality: str, value: Any) -> bool:
-    """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
+    """Returns whether a value is a list of media. A list of frames, of samples or of rows of pixels is one medium."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
@@ -568,7 +568,7 @@ def _source_keys(modality: str | None) -> tuple[str, ...]:
 
 
 def _source(key: str, value: Any) -> Any:
-    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell it from a path."""
+    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell base64 from a path."""
     if isinstance(value, dict):
         key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
     if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):
@@ -577,7 +577,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count, too."""
+    """Returns whether an unread key holds media. With `files`, texts that name media files count as media, too."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:

@@ -35,11 +35,11 @@ class _Hanging(BrokenProcessPool):
 
 class PrefetchPool(Generic[T]):
     """
-    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads the row.
+    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads rows itself.
 
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
-    line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
-    little; these workers send bytes through a pipe.
+    line, which ends the run without naming the row. They also need shared memory for tensors, and containers have
+    little. The workers of this pool send bytes through a pipe.
 
     Args:
         read (`Callable`):
@@ -47,8 +47,9 @@ class PrefetchPool(Generic[T]):
         num_workers (`int`, *optional*, defaults to 1):
             Number of workers.
         patience (`Callable`, *optional*):
-            Function that returns the seconds that a row may take, by its index. Workers that finish no row in that
-            time, as in a decoder that hangs, are killed, and the row is read once more. Called only for late rows.
+            Function that returns the seconds that reading a row may take, by its index. If no worker finishes a row
+            in that time, as when decoders hang, all workers are killed, and the row is read once more. Called only for
+            late rows.
     """
 
     def __init__(self, read: Callable[[int], T], num_workers: int = 1, patience: Callable[[int], float] | None = None):
@@ -90,8 +91,7 @@ class PrefetchPool(Generic[T]):
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:
-        """Kills the workers, and closes the queue of results, in which the pool's thread would wait for the rest of a
-        row."""
+        """Kills the workers, and closes the queue in which the pool's thread would wait for the rest of a row."""
         for worker in self._workers:
             worker.kill()
         vars(results)["_writer"].close()
@@ -153,7 +153,7 @@ class PrefetchPool(Generic[T]):
     def _fork(self, row: int) -> Future:
         """Starts the workers, and has them read a first row."""
         self._pool = ProcessPoolExecutor(self._num_workers, multiprocessing.get_context("fork"), _start, (self._read,))
-        gc.freeze()  # workers can't destroy tensors of the parent's GPU, so their collector must not find any
+        gc.freeze()  # workers can't free the parent's tensors on a GPU, so their garbage collector must not find any
         try:
             return self._pool.submit(_work, row)
         finally:
@@ -167,7 +167,7 @@ _read: Callable[[int], object]
 def _start(read: Callable[[int], object]) -> None:
     global _read
     _read = read
-    torch.set_num_threads(1)  # the parent's other threads don't exist here
+    torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # a launcher's signals to the whole group are handled by the parent
