@@ -181,7 +181,7 @@ def as_loss(text: str) -> LossType:
 
 
 def grpo_loss(
-    kind: LossType,
+    loss_type: LossType,
     inputs: LossInputs,
     options: LossOptions,
     normalizer: Normalizer,
@@ -196,17 +196,17 @@ def grpo_loss(
     have an `aux_loss`).
     """
     mask, accumulation = inputs.mask, normalizer.accumulation
-    losses, metrics = kind(inputs, options)
-    loss, metrics = kind.average(losses, mask, normalizer), dict(metrics)
+    losses, metrics = loss_type(inputs, options)
+    loss, metrics = loss_type.average(losses, mask, normalizer), dict(metrics)
     if inputs.ref_logps is not None:
         kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
-        if options.kl_estimator == "k3" and options.kl_bias_correction and not kind.per_completion:
+        if options.kl_estimator == "k3" and options.kl_bias_correction and not loss_type.per_completion:
             kl = kl * importance_ratios(inputs, options)
-        loss = loss + kl_coef * kind.average(kl, mask, normalizer)
+        loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
         # TRL's metric is a mean over micro-batches, so the division by accumulation steps is undone
-        metrics["policy_loss"] = rank_mean(loss * accumulation if kind.is_mean else loss)
+        metrics["policy_loss"] = rank_mean(loss * accumulation if loss_type.is_mean else loss)
         total, count = entropy_sums(inputs)
         loss = loss - entropy_coef * total / count.clamp(min=1) / accumulation
     if inputs.aux_loss is not None:
@@ -410,7 +410,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     The advantage of a completion times the geometric mean of its ratios, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
-    `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the paper uses 0.4.
+    `-epsilon_low` for negative advantages, and at `epsilon_high` for positive advantages. The paper uses 0.4.
 
     See [`LossType.__call__`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
     """

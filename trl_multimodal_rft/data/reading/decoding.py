@@ -37,7 +37,7 @@ _SHORTEST = 0.025  # seconds, one window of a spectrogram
 _CANCELLED = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
 _FASTEST = 1000.0  # frames per second
 
-_PIXELS_AT_ONCE = 2**22  # pixels of frames that are decoded at once
+_PIXELS_AT_ONCE = 2**22  # most pixels of a chunk of frames
 
 # FFmpeg's names of formats whose header states the number of samples. For formats in `_COUNTED`, only this number
 # reveals a truncated file.
@@ -49,7 +49,7 @@ _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_e
 
 # Chunks of samples, and their rate in Hz (`None` if unknown)
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
-# Reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
+# Function that reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
 _Frames = Callable[[list[int]], Iterator[np.ndarray]]
 
 
@@ -197,7 +197,7 @@ def load_video(
     Decodes selected frames of a video, equal to the frames that the program `ffmpeg` decodes.
 
     If torchcodec is usable, it decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without
-    re-encoding). PyAV decodes other files, from the first frame to the last selected one.
+    re-encoding). PyAV decodes other files, from the first frame to the last selected frame.
 
     Args:
         ref ([`MediaRef`]):
@@ -220,7 +220,7 @@ def load_video(
         all frames were decoded.
 
     Raises:
-        MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
+        MediaError: If the video is missing, unreadable or cut off, or has no frames or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
     with decoding(ref), open_video(ref) as (metadata, read):
@@ -601,7 +601,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        average = video.average_rate if container.duration else None  # without a duration, a default of FFmpeg
+        average = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
         count, first, is_exact, independent = 0, None, True, True
         for packet in container.demux(video):

@@ -28,7 +28,7 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Extensions and first bytes of the files that browsers show, which are logged unchanged
+# Extensions and first bytes of the files that browsers show. Such files are logged unchanged.
 _VIEWABLE = {
     "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
     "audio": {
@@ -50,7 +50,7 @@ class MediaFile:
     modality: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # file extension, such as `"wav"`
-    rules: MediaRules = DEFAULT_RULES  # limits for decoding it
+    rules: MediaRules = DEFAULT_RULES  # limits for decoding the file
 
     def ref(self) -> MediaRef:
         return MediaRef(self.modality, self.data, {}, self.modality, 0, self.rules)

@@ -156,7 +156,7 @@ def _attempt(
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
-        # Some servers refuse the user agent of `requests`; compressed bodies may be larger than their header says
+        # Some servers refuse the user agent of `requests`. Compressed bodies may be larger than their header says.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         seconds_left = max(until - time.monotonic(), 0.1)
         # The server of a URL in a row gets no password from ~/.netrc

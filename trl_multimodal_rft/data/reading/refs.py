@@ -21,7 +21,7 @@ _LONGEST_WORD = 300
 
 
 def checksum(messages: str | list | None) -> int | None:
-    """Returns a checksum of the media in messages, `None` if there are none."""
+    """Returns a checksum of the media in messages, `None` without media."""
     media = [*iter_refs(messages)]
     return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
 

@@ -124,7 +124,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     """Opens the path or bytes from [`fetch_file`] as a stream. Decoders may read a path as a pattern of files."""
     if isinstance(file, bytes):
         return BytesIO(file)
-    # Opened by a descriptor, so that the stream has no name, which decoders would interpret, too
+    # Opened by a descriptor, so that the stream has no name that decoders would interpret
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:

@@ -16,7 +16,7 @@ from .load import json_file, load_rows, read_json, required
 
 logger = logging.getLogger(__name__)
 
-# The prompts of R1-AQA (https://huggingface.co/papers/2503.11197), on which its models were trained
+# The prompts on which the models of R1-AQA (https://huggingface.co/papers/2503.11197) were trained
 CHOICE_TEMPLATE = (
     "{question} Please choose the answer from the following options: {choices}. Output the final answer in <answer> "
     "</answer>."

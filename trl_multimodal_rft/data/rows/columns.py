@@ -21,7 +21,7 @@ from ..reading.rules import DEFAULT_RULES, MediaRules
 
 T = TypeVar("T")
 
-# Dataset column -> modality of its media. A column with the name of the modality holds one medium, the plural a list.
+# Modalities by dataset columns. A column with a singular name holds one medium, a column with a plural name a list.
 MEDIA_COLUMNS = {
     "image": "image",
     "images": "image",
@@ -107,6 +107,7 @@ def rows_to_messages(
     Media in blocks of the prompt stay there. A block holds a medium under its modality (`"audio"`), `"audio_url"`,
     `"base64"`, `"bytes"`, `"path"` or `"url"`. OpenAI's block types (`"image_url"`, `"input_audio"`, `"input_text"`)
     work, too.
+
     Media of columns fill placeholders without a medium (`{"type": "image"}`) in order. If a row has a column of a
     modality but no such placeholder, the literal texts `"<image>"`, `"<video>"` and `"<audio>"` are placeholders,
     except in assistant and tool messages. Media of a modality without any placeholder go to the start of the first
@@ -128,17 +129,18 @@ def rows_to_messages(
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
-            Prefix of columns that replace the columns without the prefix, in rows that have both. With `"teacher_"`,
+            Prefix of columns that replace the columns without the prefix, if a row has them. With `"teacher_"`,
             `"teacher_prompt"` replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
 
     Returns:
-        `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
+        `list[dict[str, Any]]`: New rows without media columns. Every medium is a block of a prompt,
         `{"type": modality, modality: MediaRef}`.
 
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a modality
-            are set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media
-            of their row, if no user message can receive media, or if a message has unread media or an invalid option.
+            are set, if a singular column holds a list or a plural column doesn't, if placeholders don't match the
+            media of their row, if no user message can receive media, or if a message has unread media or an invalid
+            option.
     """
     readers = [_RowReader(getattr(row, "row_index", i), rules) for i, row in enumerate(rows)]
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
@@ -489,8 +491,8 @@ def _without_absent(value: T) -> T:
     if isinstance(value, list):
         return cast(T, [_without_absent(item) for item in value])
     if isinstance(value, Mapping):  # templates read the key `arguments` of each call
-        kept = {key: item for key, item in value.items() if item is not None or key == "arguments"}
-        return cast(T, {key: _without_absent(item) for key, item in kept.items()})
+        fields = {key: item for key, item in value.items() if item is not None or key == "arguments"}
+        return cast(T, {key: _without_absent(item) for key, item in fields.items()})
     return value
 
 
@@ -545,10 +547,10 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def _check_options(ref: MediaRef) -> None:
-    known = OPTIONS[ref.modality]
+    names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
-        if name not in known:
-            raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {known}")
+        if name not in names:
+            raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {names}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (value == 0 and name != "video_start"):
             raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")

@@ -90,7 +90,7 @@ def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a prompt with its chosen and rejected answer. In ms-swift's rows, the last message is the former."""
+    """Returns a prompt, its chosen and its rejected answer. In ms-swift's rows, the last message is chosen."""
     pair: dict[str, Any] = {"prompt": chat}
     last = chat.pop() if row.get("chosen") is None and chat[-1]["role"] == "assistant" else None
     for name, columns in (("chosen", ()), ("rejected", ("rejected_response", "rejected_messages"))):

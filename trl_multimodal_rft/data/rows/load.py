@@ -18,10 +18,10 @@ from ...paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Returns the rows of a split of a dataset, which is a file, a folder or on the Hub."""
+    """Returns the rows of a dataset's split. The dataset is a file, a folder or on the Hub."""
     path = local_path(name)
-    where = ", which is no local file or folder," if path is None and "://" not in name else ""
-    with reading(f"the dataset {name!r}{where}"):
+    hint = ", which is no local file or folder," if path is None and "://" not in name else ""
+    with reading(f"the dataset {name!r}{hint}"):
         if config is not None and path is not None and (path.is_file() or is_saved(path)):
             kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
             raise ValueError(f"{kind} has no configurations, so leave out {config!r}")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # wait for workers that no signal ends, such as one that reads a hanging folder
+_END_SECONDS = 10.0  # seconds to wait for workers that no signal ends, as while they read a hanging folder
 
 
 class _Hanging(BrokenProcessPool):
@@ -103,7 +103,7 @@ class PrefetchPool(Generic[T]):
             if self._pool is None:
                 continue
             if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
-                since = time.monotonic()  # workers are reading rows before this one
+                since = time.monotonic()  # workers are reading earlier rows
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
                 seconds = self._patience(row) if seconds is None and self._patience is not None else seconds
@@ -115,7 +115,7 @@ class PrefetchPool(Generic[T]):
         return job.result()
 
     def _isolate(self, row: int) -> bytes | None:
-        """Reads a row again, alone, after a worker died and the pool lost all rows, as the row may be the cause."""
+        """Reads a row again, alone, after a worker died. The pool lost all rows, and this row may be the cause."""
         other_rows = list(self._jobs)
         self.close()
         try:
@@ -183,6 +183,6 @@ def _end_with_parent() -> None:
 def _work(row: int) -> bytes | None:
     result = _read(row)
     try:
-        return pickle.dumps(result, protocol=5)  # five times as fast as the default for tensors
+        return pickle.dumps(result, protocol=5)  # for tensors, five times as fast as the default
     except (pickle.PicklingError, TypeError, AttributeError):  # decoders can't be pickled
         return None

@@ -58,10 +58,10 @@ class _Unread:
     column: str
     path: str  # location in the column
     modality: str | None
-    several: bool  # whether a cell holds a list of media
+    is_list: bool  # whether a cell holds a list of media
     evidence: str  # how the media were recognized
-    certain: bool  # `False` for texts that may only look like file names
-    everywhere: bool = True  # whether each cell that isn't empty holds such media
+    is_certain: bool  # `False` for texts that may only look like file names
+    in_every_cell: bool = True  # whether every cell that isn't empty holds such media
 
     @property
     def likely_modality(self) -> str | None:
@@ -72,7 +72,7 @@ class _Unread:
 
     def describe(self, columns: Collection[str]) -> str:
         modality = self.likely_modality
-        column = f"{modality}s" if self.several else modality
+        column = f"{modality}s" if self.is_list else modality
         if self.evidence == "blocks":
             remedy = "move them to 'prompt'"
         elif modality == "PDF":
@@ -141,7 +141,7 @@ def check_columns(
                 "or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
-        certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
+        certain = any(media.is_certain or (media.in_every_cell and media.is_of(takes)) for media in unread)
         alone = certain and not (has_media or (extent == "first" and media_columns))
         layout = other_layout(sample)
         message = (
@@ -260,26 +260,27 @@ def _inspect(
     leaves = [entry for column in reads for entry in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
         modalities |= {*MODALITIES}
-    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # until all rows are read
+    # JSON may hold media of any modality
+    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}
     return features, rows, modalities | unknown | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
 def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
     """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _media_in_feature(feature, column):
-        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
+        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
     media = [[*find_media(value, column)] for value in values]
-    everywhere = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
+    in_every_cell = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
-    for several, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
+    for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
             continue  # its feature was found above
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
-            return _Unread(column, path, modality, several, evidence, certain=False, everywhere=everywhere)
+            return _Unread(column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell)
         is_block = isinstance(medium, dict) and block_modality(medium.get("type")) is not None
         evidence = "blocks" if is_block else f"of type {type(medium).__name__}"
-        return _Unread(column, path, modality, several, evidence, certain=True)
+        return _Unread(column, path, modality, is_list, evidence, is_certain=True)
     return None
 
 
