@@ -2,9 +2,9 @@
 """
 Advantage estimators: functions of a whole batch of rewards, group ids and masks.
 
-An estimator is a function decorated with [`estimator`]; its docstring holds formula and paper. Masks may be padded on
-either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be
-scored: it enters no statistic and gets the advantage 0. Statistics are computed in float64.
+An estimator is a function decorated with [`estimator`]. Its docstring holds the formula and the paper. Masks may have
+padding on either side and gaps. Results are exactly 0 outside the mask. A reward of `NaN` means that the completion
+can't be scored. Such a completion enters no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from .papers import Paper, cited, paper_of
 from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
-# Added to standard deviations, in rewards, as in TRL
+# Added to standard deviations of rewards before a division by them, as in TRL
 _EPS = 1e-4
 
 
@@ -32,19 +32,20 @@ class Estimator:
 
     name: str
     paper: Paper | None
-    function: Callable  # takes the arguments of `estimate_advantages` in its signature
+    function: Callable  # takes arguments of `estimate_advantages`, by their names
     alias: str | None = None
-    needs: Literal["group", "critic"] | None = None  # besides rewards: several completions per prompt, or values
-    per_token: bool = False  # one advantage, and KL penalty, per token instead of one per completion
-    kl_in_reward: bool = False  # default of the option
-    kl_in_loss: Literal["k2", "k3"] = "k3"  # default estimator of a KL term in the loss
-    # What the function reads of `Steps` besides outcomes: rewards of steps, or also states
+    # Needed besides rewards: several completions per prompt ("group"), or values ("critic")
+    needs: Literal["group", "critic"] | None = None
+    per_token: bool = False  # whether advantages and KL penalties are per token instead of per completion
+    kl_in_reward: bool = False  # whether the KL divergence is by default a penalty in the reward (k1)
+    kl_in_loss: Literal["k2", "k3"] = "k3"  # default `kl_estimator` if the divergence is a term of the loss
+    # Fields of steps that the function reads: rewards ("steps"), or rewards and states ("states")
     reads: Literal["steps", "states"] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(weight='std')"`
+    settings: dict[str, Any] = field(default_factory=dict)  # `{"weight": "std"}` for `"cpgd(weight='std')"`
 
     @property
     def spelling(self) -> str:
-        """The value of the option."""
+        """The name with its settings, as a value of `advantage_estimator`."""
         return spelled(self.name, self.settings)
 
 
@@ -53,7 +54,7 @@ ALIASES: dict[str, str] = {}
 
 
 def estimator(name: str, **facts) -> Callable:
-    """Returns a decorator that registers a function as the estimator `name`, with `facts` for its [`Estimator`]."""
+    """Returns a decorator that registers a function as the estimator `name`. `facts` are fields of [`Estimator`]."""
 
     def register(function):
         check_unused([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
@@ -66,7 +67,7 @@ def estimator(name: str, **facts) -> Callable:
 
 
 # Keyword arguments of estimators that come from options of trainers, not from settings
-_OF_TRAINERS = ("kl_coef", "scale", "bootstrap")
+_TRAINER_ARGUMENTS = ("kl_coef", "scale", "bootstrap")
 
 
 def as_estimator(text: str) -> Estimator:
@@ -80,7 +81,7 @@ def as_estimator(text: str) -> Estimator:
     names = [
         parameter.name
         for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _OF_TRAINERS
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _TRAINER_ARGUMENTS
     ]
     check_settings(chosen.function, name, settings, names)
     return replace(chosen, settings=settings)
@@ -96,14 +97,14 @@ def described(*needs: str | None) -> str:
 class GroupStatistics:
     """Rewards relative to their group, for `N` completions in `G` groups."""
 
-    index: torch.Tensor  # position of each completion's group, `(N,)`
-    centred: torch.Tensor  # reward minus mean; exactly 0 where unscorable or without signal, `(N,)`, float64
+    index: torch.Tensor  # index of each completion's group, `(N,)`
+    centred: torch.Tensor  # reward minus group mean, 0 for NaN and in groups without signal, `(N,)`, float64
     squares: torch.Tensor  # sum of the squared centred rewards, `(G,)`, float64
     count: torch.Tensor  # scorable completions, `(G,)`
-    live: torch.Tensor  # at least two scorable completions with different rewards, `(G,)`
+    live: torch.Tensor  # whether the group has signal, that is, different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:
-        """Returns the standard deviation within each group, `(G,)`; 0 without signal."""
+        """Returns the standard deviation within each group, `(G,)`, 0 for groups without signal."""
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 
@@ -113,7 +114,7 @@ def group_statistics(
     """
     Centres rewards `(N,)` within groups `(N,)`, on the CPU. `weights` `(N,)` say how often each reward counts.
 
-    A group with equal rewards has no signal: rounding must not turn equal rewards into advantages.
+    Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage.
     """
     # Not every device has float64
     rewards = rewards.cpu()
@@ -161,8 +162,8 @@ def group_norm(
 @estimator("rloo", needs="group", kl_in_reward=True)
 def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
-    RLOO's advantage, the reward minus the mean of the *other* completions of the group, see
-    [Back to Basics](https://huggingface.co/papers/2402.14740), where the reward contains the KL penalty of the whole
+    RLOO's advantage, the reward minus the mean reward of the *other* completions of the group, see
+    [Back to Basics](https://huggingface.co/papers/2402.14740). The reward contains the KL penalty of the whole
     completion.
 
     See [`estimate_advantages`] for the arguments.
@@ -182,9 +183,9 @@ def reinforce(
     kl_coef: float = 0.0,
 ) -> torch.Tensor:
     r"""
-    REINFORCE++'s advantage: the KL penalty of every token and the reward at the last token, summed from each token on
-    ($\gamma = 1$) and whitened over all tokens of the batch, see
-    [REINFORCE++](https://huggingface.co/papers/2501.03262). One completion per prompt is enough.
+    REINFORCE++'s advantage: the return of each token ($\gamma = 1$), whitened over all tokens of the batch, see
+    [REINFORCE++](https://huggingface.co/papers/2501.03262). Every token is rewarded with its KL penalty, and the last
+    token also with the completion's reward. One completion per prompt is enough.
 
     See [`estimate_advantages`] for the arguments.
     """
@@ -203,15 +204,15 @@ def reinforce_baseline(
 ) -> torch.Tensor:
     r"""
     REINFORCE++-baseline's advantage: the reward minus the mean of its group, whitened over the batch, see
-    [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal stay at exactly 0, although
-    whitening shifts by the mean of the batch.
+    [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal are left out of the whitening, and
+    have the advantage 0.
 
     See [`estimate_advantages`] for the other arguments.
 
     Args:
         norm_level (`str`, *optional*, defaults to `"token"`):
-            Unit that counts once in mean and standard deviation: every `"token"`, so that long completions count
-            more, or every `"sequence"`.
+            Unit that counts once in the mean and the standard deviation: `"token"`, so that long completions count
+            more, or `"sequence"`.
     """
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
@@ -234,9 +235,8 @@ def cpgd(
 
     Args:
         weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            Weight of a group: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or
-            `"clip_filter_like"`, which makes up for groups without signal: number of groups over groups with signal,
-            at most 3.
+            Weight of a group with signal: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or the
+            number of groups over the number of groups with signal, at most 3 (`"clip_filter_like"`).
     """
     groups = group_statistics(rewards, group_ids)
     if weight == "std":
@@ -252,8 +252,8 @@ def clip_filter_like_weights(
     live: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights `(G,)`, float64, by which groups with signal make up for groups without signal, as if other prompts
-    had replaced these. `live` `(G,)` says which groups have signal. If none has, all weights are 1.
+    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. `live`
+    `(G,)` says which groups have signal. If no group has signal, all weights are 1.
     """
     n_live = live.sum().double()
     if n_live == 0:
@@ -284,13 +284,15 @@ def online_dpo(
     loss: Literal["sigmoid", "ipo"] = "sigmoid",
 ) -> torch.Tensor:
     r"""
-    Online DPO's weight for the completion with a group's largest reward, and its negative for the smallest reward:
-    $G \beta \sigma(-\beta \Delta)$ for $G$ completions in the group, where $\Delta$ is the difference of the pair's
-    $\log \pi - \log \pi_\mathrm{ref}$, see [Online AI Feedback](https://huggingface.co/papers/2402.04792). With
-    `loss="ipo"` ([IPO](https://huggingface.co/papers/2310.12036)), the weight is $G (1 / \beta - 2 \Delta)$.
+    Online DPO's weight $G \beta \sigma(-\beta \Delta)$ for the completion with the largest reward of a group, and the
+    negative weight for the completion with the smallest reward, see
+    [Online AI Feedback](https://huggingface.co/papers/2402.04792). The group has $G$ completions, and $\Delta$ is the
+    difference of $\log \pi - \log \pi_\mathrm{ref}$ between the two. Other completions, and groups with equal
+    rewards, have the weight 0. With `loss="ipo"` ([IPO](https://huggingface.co/papers/2310.12036)), the weight is
+    $G (1 / \beta - 2 \Delta)$.
 
-    A policy loss that sums the tokens of a completion (`"luspo"`) has the gradient of DPO's loss in the first update
-    on a batch. Other completions, and groups with equal rewards, have the weight 0.
+    With a policy loss that sums over the tokens of a completion (`"luspo"`), the first update on a batch has the
+    gradient of DPO's loss.
 
     See [`estimate_advantages`] for the other arguments; `kl_coef` is $\beta$, above 0.
 
@@ -335,24 +337,24 @@ def turn_norm(
     norm: Literal["turn", "trajectory"] = "turn",
 ) -> torch.Tensor:
     r"""
-    Advantage of each token by the return of its step,
-    $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$ with the outcome in the last $r_j$, normalized in its group. The process
-    supervision of [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes before the sum.
+    Advantage of each token: the return of its step, $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$, normalized within its
+    group. The reward of the last step includes the reward of the whole completion. The process supervision of
+    [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes rewards before the sum instead.
 
     See [`estimate_advantages`] for the other arguments.
 
     Args:
         turn_discount (`float`, *optional*, defaults to `1.0`):
-            $\gamma$, per step. A step is a turn, or a part of one that a reward function rewards.
+            $\gamma$, per step. A step is a turn, or a part of a turn that a reward function rewards.
         norm (`str`, *optional*, defaults to `"turn"`):
-            Steps of the group that give mean and unbiased standard deviation: steps with the same index (`"turn"`), or
-            all steps, where every `"trajectory"` counts once. In the second case, a group whose returns differ at no
-            index has the advantage 0.
+            Steps of the group that give the mean and the unbiased standard deviation: steps with the same index
+            (`"turn"`), or all steps, with the same weight for every completion (`"trajectory"`). With `"trajectory"`,
+            advantages are 0 if the group's returns are equal at every index.
     """
-    rows, numbers = steps.indices()
+    rows, step_indices = steps.indices()
     returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, steps.returns(turn_discount))
     step_groups = group_ids.cpu()[rows]
-    groups = group_statistics(returns, step_groups * (numbers.amax() + 1) + numbers)
+    groups = group_statistics(returns, step_groups * (step_indices.amax() + 1) + step_indices)
     centred = groups.centred
     if norm == "trajectory":
         live = groups.live[groups.index].double()
@@ -372,9 +374,10 @@ def ps_grpo(
     rho: Annotated[float, "(0, inf)"] = 0.3,
 ) -> torch.Tensor:
     r"""
-    PS-GRPO's advantage: GRPO's advantage of outcomes, which are multiplied by $1 - \gamma$ where the rewards of steps
-    drop, $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see Equation 6 of [URSA](https://huggingface.co/papers/2501.04686).
-    Rewards of steps count in no other way.
+    PS-GRPO's advantage: GRPO's advantage of the outcomes, the rewards of whole completions, see Equation 6 of
+    [URSA](https://huggingface.co/papers/2501.04686). If a completion's step rewards $p_k$ drop,
+    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, its outcome is first multiplied by $1 - \gamma$. Step rewards count in no
+    other way.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -408,9 +411,10 @@ def gigpo(
     norm: Literal["std", "none"] = "std",
 ) -> torch.Tensor:
     r"""
-    GiGPO's advantage: the completion's advantage in its group, plus $\omega$ times the turn's advantage, by discounted
-    return $\sum_{j \ge k} \gamma^{j - k} r_j$, among all turns of the group that answer the same prompt or results,
-    see [GiGPO](https://huggingface.co/papers/2505.10978). A turn without such other turns has only the first term.
+    GiGPO's advantage: the completion's advantage in its group, plus $\omega$ times the turn's advantage, see
+    [GiGPO](https://huggingface.co/papers/2505.10978). The turn's advantage compares its discounted return
+    $\sum_{j \ge k} \gamma^{j - k} r_j$ with the returns of all turns of the group that answer the same prompt or the
+    same tool results. A turn without such other turns has only the first term.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -443,8 +447,8 @@ def gae(
     r"""
     Generalized advantage estimation, $\delta_t = r_t + \gamma V_{t+1} - V_t$ and
     $A_t = \delta_t + \gamma \lambda A_{t+1}$, see
-    [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438). Tokens outside the mask are no steps:
-    the token before a gap continues with the token after the gap.
+    [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438). Tokens outside the mask are skipped:
+    $V_{t+1}$ before a gap is the value after the gap.
 
     Args:
         rewards (`torch.Tensor`):
@@ -493,8 +497,8 @@ def estimate_advantages(
 
     Args:
         name (`str`, [`Estimator`] or `Callable`):
-            Name of an estimator, with settings behind it (`"cpgd(weight='std')"`), the estimator, or a function that
-            takes the next six arguments by name and returns advantages of shape `(N,)` or `(N, T)`.
+            Name of an estimator, which settings may follow (`"cpgd(weight='std')"`), the estimator itself, or a
+            function that takes the next six arguments by name and returns advantages of shape `(N,)` or `(N, T)`.
         rewards (`torch.Tensor`):
             Weighted and shaped rewards, `NaN` where unscorable, shape `(N,)`.
         rewards_per_func (`torch.Tensor`):
@@ -508,13 +512,13 @@ def estimate_advantages(
         ref_logps (`torch.Tensor`, *optional*):
             Log-probabilities under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the k1 penalty in the reward: per token for estimators that are per token, else of the whole
-            completion. [`online_dpo`] takes it as a coefficient of its own.
+            Coefficient of the k1 penalty in the reward. Estimators per token subtract it from the rewards of tokens,
+            others from the reward of the completion. In [`online_dpo`], the coefficient is $\beta$ instead.
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
             nothing (`"none"`).
         steps ([`~algorithms.returns.Steps`], *optional*):
-            Rewards along completions, which some estimators need.
+            Steps of the completions with their rewards, which some estimators need.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses that PPO adds to the policy loss: of the critic, and of supervised completions."""
+"""Losses that PPO adds to the policy loss, for the critic and for supervised completions."""
 
 import torch
 
@@ -15,7 +15,7 @@ def value_loss(
     clip: float | None = None,
 ) -> LossOutput:
     r"""
-    Computes half the squared error of the critic, clipped around its old values as in
+    Computes half the squared error of the critic, with values clipped around the old values as in
     [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
@@ -68,7 +68,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 def critic_metrics(
     values: torch.Tensor, returns: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
-    """Returns moments of values, returns and advantages, and the explained variance. Shapes: all `(B, T)`."""
+    """Returns mean and standard deviation of each tensor `(B, T)`, and the explained variance of the returns."""
     metrics, valid = {}, mask.bool()
     for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
         std, mean = torch.std_mean(numbers[valid], correction=0)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights of tokens by the policy's entropy and its dependency on media, and the coefficient of the entropy bonus."""
+"""Weights of tokens and completions by entropy and dependency on media, and the coefficient of the entropy bonus."""
 
 import math
 from typing import Literal
@@ -10,10 +10,11 @@ import torch
 # Largest weight of a token in `relevance_weights`, before weights are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
-# Tolerance of equal entropies, relative to their size or 1: forwards with another layout round differently
+# Largest difference of equal entropies, relative to their size if it exceeds 1, as forward passes of padded and packed
+# rows round differently
 _ROUNDING = 1e-5
 
-# Spread of dependencies, in nats, below which completions weigh the same
+# Spread of dependencies, in nats, below which all completions have the weight 1
 _SMALLEST_SPREAD = 1e-6
 
 
@@ -26,10 +27,11 @@ def high_entropy_mask(
     renormalize: bool = False,
 ) -> torch.Tensor:
     r"""
-    Returns weights that keep the share of tokens with the highest entropy, see
+    Returns weights of tokens that are 0 except for a share with the highest entropies, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal entropies, the first.
+    Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept. Of tokens with about equal entropies,
+    the first are kept.
 
     Args:
         entropies (`torch.Tensor`):
@@ -41,8 +43,8 @@ def high_entropy_mask(
         scope (`str`, *optional*, defaults to `"batch"`):
             Whether tokens compete within the whole `"batch"`, as in the paper, or within their `"sequence"`.
         renormalize (`bool`, *optional*, defaults to `False`):
-            Whether the weight of kept tokens is the number of valid tokens over that of kept tokens instead of 1, so
-            that a mean over valid tokens becomes a mean over kept tokens.
+            Whether the weight of kept tokens is valid tokens over kept tokens, instead of 1. A mean over valid tokens
+            then becomes a mean over kept tokens.
 
     Returns:
         `torch.Tensor`: Weight of each token, float32, shape `(N, T)`; 0 on tokens that aren't kept.
@@ -52,16 +54,16 @@ def high_entropy_mask(
     valid = mask.reshape(rows)
     ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
     counts = valid.sum(1).tolist()
-    # `round` removes the rounding error of a product that is whole, such as 0.7 * 10
-    kept = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
-    n_kept = torch.tensor(kept, device=mask.device)[:, None]
+    # `round` removes the rounding error of a whole product, such as 0.7 * 10
+    keep_counts = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
+    n_kept = torch.tensor(keep_counts, device=mask.device)[:, None]
     lowest = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
     tied = valid & ((ranked - lowest).abs() <= _ROUNDING * lowest.abs().clamp(min=1))
     higher = valid & (ranked > lowest) & ~tied
     keep = higher | (tied & (tied.cumsum(1) <= n_kept - higher.sum(1, keepdim=True)))
     weight = keep.float()
     if renormalize:
-        factors = [count / max(k, 1) for count, k in zip(counts, kept, strict=True)]
+        factors = [count / max(k, 1) for count, k in zip(counts, keep_counts, strict=True)]
         weight = weight * torch.tensor(factors, device=mask.device)[:, None]
     return weight.reshape(mask.shape)
 
@@ -78,9 +80,9 @@ def adapted_entropy_coef(
 
 def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: float) -> torch.Tensor:
     r"""
-    Returns weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least
-    dependent completion of a batch, and linear in the dependency, so that the mean weight is 1, see
-    [VPPO](https://huggingface.co/papers/2510.09285).
+    Returns weights of advantages by how far completions depend on their media, see
+    [VPPO](https://huggingface.co/papers/2510.09285). The least dependent completion of a batch has the weight
+    $\beta_\mathrm{min}$. Weights are linear in the dependency, and their mean is 1.
 
     Args:
         dependency (`torch.Tensor`):

@@ -39,7 +39,7 @@ def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, 
     $d = \log \pi - \log \pi_\mathrm{ref}$, see [Approximating KL divergence](http://joschu.net/blog/kl-approx.html).
 
     As a reward, only k1 gives the gradient of the divergence. As a loss, k1 has the gradient 0 on average, k2 the
-    gradient of $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 that of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
+    gradient of $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 the gradient of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
 
     Args:
         logps, ref_logps (`torch.Tensor`):
@@ -99,7 +99,7 @@ class AdaptiveKLController(FixedKLController):
     A KL coefficient that rises while the divergence is above its target and falls while it is below, see
     [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593):
     $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
-    horizon $h$, where the factor stays positive.
+    horizon $h$. The factor stays positive.
 
     Args:
         value (`float`):

@@ -2,7 +2,7 @@
 """
 Policy losses, TRL's included: functions of tensors that return a loss, to be minimized, and its metrics.
 
-A policy loss is a function decorated with [`policy_loss`]; its docstring holds formula and paper.
+A policy loss is a function decorated with [`policy_loss`]. Its docstring holds the formula and the paper.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, 
 from .papers import Paper, cited, paper_of
 
 
-# Largest log-ratio; beyond it, the exponential may overflow, and its gradient become NaN
+# Largest log-ratio. The exponential of a larger one may overflow, and its gradient become NaN.
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -39,20 +39,20 @@ class LossInputs:
     advantages: torch.Tensor  # `(B,)` or `(B, T)`
     mask: torch.Tensor  # 1 on the tokens that count, `(B, T)`
     weights: torch.Tensor | float = 1.0  # of tokens in the policy gradient, `(B, T)`
-    # Log-probabilities under the engine that sampled, NaN where it returned none, `(B, T)`; by default `old_logps`
+    # Log-probabilities that the engine returned, NaN where it returned none, `(B, T)`, by default `old_logps`
     sampling_logps: torch.Tensor | None = None
     sampling_ratio: torch.Tensor | None = None  # importance ratio of old policy to engine, `(B, T or 1)`
     ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
     entropies: Any = None  # of the policy, `(B, T)`
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
-    scored: torch.Tensor | None = None  # 1 on tokens that have scores, by default the mask, `(B, T)`
+    scored: torch.Tensor | None = None  # 1 on tokens of completions that were forwarded, by default the mask, `(B, T)`
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """
-    TRL's options of policy losses, shared or of one loss, with TRL's defaults. Other settings of a loss are keyword
-    arguments of its function.
+    TRL's options of policy losses, with TRL's defaults. Settings that only this package has are keyword arguments of a
+    loss's function.
     """
 
     # The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`
@@ -60,14 +60,14 @@ class LossOptions:
     epsilon_high: float
     delta: float = math.inf  # upper bound of the ratio, above `1 + epsilon_high`, for negative advantages
     importance_sampling_level: str = "token"  # "sequence": the geometric mean of a completion's ratios
-    # Divergence from the engine that sampled, in nats per token, above which `off_policy_mask` drops completions
+    # Divergence from the policy that sampled, in nats per token, above which `off_policy_mask` drops completions
     off_policy_threshold: float | None = None
     kl_estimator: str = "k3"  # of the KL term
     kl_bias_correction: bool = True  # whether k3 is multiplied by the ratio
-    # Temperatures for advantages above 0, and for the others
+    # SAPO's temperatures for advantages above 0, and for other advantages
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    # Shape of the weights for advantages of at least 0, and below
+    # Parameters k and lambda of VESPO's weights, for advantages of at least 0, and for negative advantages
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
@@ -76,11 +76,11 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """Denominators of sums over a micro-batch, see [`LossType.average`]."""
+    """Quantities in the denominators of losses, see [`LossType.average`]."""
 
     accumulation: int  # micro-batches of the optimizer step on this rank
-    length_limit: int  # tokens that a completion may have
-    batch_tokens: torch.Tensor | float  # tokens of the optimizer step, per rank
+    length_limit: int  # most tokens of a completion
+    batch_tokens: torch.Tensor | float  # tokens of the optimizer step, as a mean over ranks
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ class LossType:
     paper: Paper | None
     function: Callable[..., LossOutput]  # of [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
-    # Denominator of the sum: completions of the optimizer step, the same times the length limit, tokens of the
+    # Denominator of the sum: completions of the optimizer step, these times the length limit, tokens of the
     # micro-batch times the accumulation steps, or tokens of the optimizer step
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
-    per_completion: bool = False  # the loss has one ratio, and takes one advantage, per completion
-    sequence_level: bool = False  # the loss supports `importance_sampling_level="sequence"`
-    clips: bool = True  # the loss clips ratios; other losses soften them
-    needs_advantage: bool = False  # with advantage 0, completions have no gradient, and needn't be forwarded
-    settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(drift_coef=0.1)"`
+    per_completion: bool = False  # whether the loss has one ratio and one advantage per completion
+    sequence_level: bool = False  # whether the loss supports `importance_sampling_level="sequence"`
+    clips: bool = True  # whether the loss clips ratios, instead of softening them
+    needs_advantage: bool = False  # whether completions with advantage 0 have no gradient, and needn't be forwarded
+    settings: dict[str, Any] = field(default_factory=dict)  # `{"drift_coef": 0.1}` for `"cpgd(drift_coef=0.1)"`
 
     @property
     def spelling(self) -> str:
-        """The value of the option."""
+        """The name with its settings, as a value of `loss_type`."""
         return spelled(self.name, self.settings)
 
     @property
@@ -121,15 +121,15 @@ class LossType:
                 Options of the loss.
 
         Returns:
-            [`LossOutput`]: Loss of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` if it counts for
-            every token of the completion, else `(B,)`, and metrics.
+            [`LossOutput`]: Metrics, and the loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`
+            (`(B, 1)` if it counts for every token of the completion).
         """
         return self.function(inputs, options, **self.settings)
 
     def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
         Returns a micro-batch's part of the loss of an optimizer step, a scalar, with TRL's denominator for the loss
-        type. The `values` are of tokens, `(B, T)`, or of completions, `(B, 1)` or `(B,)`.
+        type. The `values` are per token, `(B, T)`, or per completion, `(B, 1)` or `(B,)`.
         """
         completions = len(mask) * normalizer.accumulation
         if values.dim() == 1:
@@ -150,8 +150,8 @@ LOSSES: dict[str, LossType] = {}
 def policy_loss(name: str, **facts) -> Callable:
     """
     Returns a decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss `name`. The `facts`
-    are fields of its [`LossType`]; `paper` is by default the paper of the docstring. Keyword arguments of the function
-    are settings behind the name.
+    are fields of its [`LossType`]. By default, `paper` is the first paper in the docstring. Keyword-only arguments of
+    the function are its settings.
     """
 
     def register(function):
@@ -181,7 +181,7 @@ def as_loss(text: str) -> LossType:
 
 
 def grpo_loss(
-    kind: LossType,
+    loss_type: LossType,
     inputs: LossInputs,
     options: LossOptions,
     normalizer: Normalizer,
@@ -196,17 +196,17 @@ def grpo_loss(
     have an `aux_loss`).
     """
     mask, accumulation = inputs.mask, normalizer.accumulation
-    losses, metrics = kind(inputs, options)
-    loss, metrics = kind.average(losses, mask, normalizer), dict(metrics)
+    losses, metrics = loss_type(inputs, options)
+    loss, metrics = loss_type.average(losses, mask, normalizer), dict(metrics)
     if inputs.ref_logps is not None:
         kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
-        if options.kl_estimator == "k3" and options.kl_bias_correction and not kind.per_completion:
+        if options.kl_estimator == "k3" and options.kl_bias_correction and not loss_type.per_completion:
             kl = kl * importance_ratios(inputs, options)
-        loss = loss + kl_coef * kind.average(kl, mask, normalizer)
+        loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # The metric is a mean over micro-batches, as in TRL, so that the division by accumulation steps is undone
-        metrics["policy_loss"] = rank_mean(loss * accumulation if kind.is_mean else loss)
+        # TRL's metric is a mean over micro-batches, so the division by accumulation steps is undone
+        metrics["policy_loss"] = rank_mean(loss * accumulation if loss_type.is_mean else loss)
         total, count = entropy_sums(inputs)
         loss = loss - entropy_coef * total / count.clamp(min=1) / accumulation
     if inputs.aux_loss is not None:
@@ -237,8 +237,9 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    Returns 0 for completions with a negative advantage that the policy has moved away from, else 1, `(B, 1)` or
-    `(B, T)`, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556); 1 without a threshold.
+    Returns a mask, `(B, 1)` or `(B, T)`, that drops negative advantages of completions on which the policy diverges
+    from the policy that sampled, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556). Without a threshold,
+    returns 1.
     """
     if options.off_policy_threshold is None:
         return 1.0
@@ -253,7 +254,7 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
-    """Returns the off-policy mask times the importance ratio to the engine that sampled."""
+    """Returns the off-policy mask times the importance ratio of the old policy to the engine that sampled."""
     ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
     return off_policy_mask(inputs, options) * ratio
 
@@ -291,7 +292,7 @@ _SUM = {"mode": "seq-mean-token-sum", "over": "completions", "needs_advantage": 
 def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
-    of at most $\delta$. The loss types of this formula differ in their averages.
+    of at most $\delta$. The loss types with this formula differ in how they average it.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -362,8 +363,8 @@ def cpgd_loss(
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, plus the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
 
-    The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage.
-    The drift counts on all tokens, like a KL term.
+    The gradient weight of a token is its advantage, not ratio times advantage, and 0 if the token is clipped. Like a
+    KL term, the drift isn't multiplied by the weights of tokens.
 
     See [`LossType.__call__`] for the other arguments.
 
@@ -388,8 +389,9 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
     r"""
     Computes [CPGD](https://huggingface.co/papers/2505.12504)'s drift, a pull back to the policy that sampled.
 
-    Its gradient is that of the k3 estimate of $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, $(r - 1) \nabla \log \pi$, with
-    a clamped weight so that no token dominates; the value of the drift means nothing.
+    The gradient of the drift is $(r - 1) \nabla \log \pi$, as for the k3 estimate of
+    $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, with $r - 1$ clamped so that no token dominates. The value of the drift has
+    no meaning.
 
     Args:
         logps, old_logps (`torch.Tensor`):
@@ -406,11 +408,11 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
 @policy_loss("gmpo", **_MEAN, per_completion=True)
 def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
-    The geometric mean of a completion's ratios times its advantage, see
+    The advantage of a completion times the geometric mean of its ratios, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
-    `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the paper uses 0.4.
+    `-epsilon_low` for negative advantages, and at `epsilon_high` for positive advantages. The paper uses 0.4.
 
-    See [`LossType.__call__`] for the arguments. Advantages are per completion; `weights` count in the geometric mean.
+    See [`LossType.__call__`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
     """
     advantages, log_ratio = inputs.advantages, log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     clipped = torch.where(
@@ -428,8 +430,8 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("dual_clip", needs_advantage=True)
 def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, so that no token that became much
-    likelier dominates the batch, see [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
+    PPO's clipped loss, bounded by $-\delta A$ for negative advantages, so that a token that became much likelier can't
+    dominate the batch, see [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -444,7 +446,7 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
     Args:
         inputs ([`LossInputs`]):
-            Tensors of a micro-batch; the old log-probabilities are sums over completions, shape `(B,)`.
+            Tensors of a micro-batch. Its `old_logps` are sums over completions, shape `(B,)`.
         options ([`LossOptions`]):
             The clip range.
 
@@ -469,13 +471,13 @@ def view_term(
     r"""
     Computes the Implicit Perception Loss and the Double Entropy Loss of
     [PAPO](https://huggingface.co/papers/2507.06448),
-    $-\gamma \min(k_3, c) - \eta_1 \log \pi - \eta_2 \log \tilde\pi$, where $k_3$ estimates
-    $\mathrm{KL}(\pi \| \tilde\pi)$ of the policy on the clean prompt from the policy under the view. Both policies
-    have gradients. Entropies are estimated from sampled tokens, as in the paper.
+    $-\gamma \min(k_3, c) - \eta_1 \log \pi - \eta_2 \log \tilde\pi$. Here $\pi$ is the policy on the clean prompt,
+    $\tilde\pi$ the policy on the view, and $k_3$ an estimate of $\mathrm{KL}(\pi \| \tilde\pi)$. Both $\pi$ and
+    $\tilde\pi$ have gradients. Entropies are estimated from sampled tokens, as in the paper.
 
     Args:
         logps, view_logps (`torch.Tensor`):
-            Log-probabilities of completions after the clean prompt, and after its view, shape `(B, T)`.
+            Log-probabilities of completions after the clean prompt, and after the view, shape `(B, T)`.
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):

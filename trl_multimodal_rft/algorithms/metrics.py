@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a micro-batch: numbers per rank and a function that combines them, so that one gather serves them all."""
+"""Metrics of a micro-batch: numbers per rank, gathered in one call for all metrics, and functions to combine them."""
 
 import math
 from collections.abc import Callable
@@ -14,13 +14,13 @@ class Metric:
 
     numbers: torch.Tensor  # of this rank, `(K,)`
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
-    # How micro-batches combine until the next log; `None` for TRL's mean
+    # Combines the values of micro-batches until the next log, `None` for TRL's mean
     merge: Callable[[list[float]], float] | None = None
     optional: bool = False  # whether NaN is left out of the log
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns the mean of `(B, T)` over the tokens that count, or of `(B,)` or `(B, 1)` over completions."""
+    """Returns the mean of values `(B, T)` over tokens that count, or of values `(B,)` or `(B, 1)` over completions."""
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
@@ -49,7 +49,7 @@ def smallest(values: torch.Tensor) -> Metric:
 
 
 def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns means over each completion's tokens, `(B,)`, NaN if no token counts; `(B, 1)` are means already."""
+    """Returns the mean over each completion's tokens, `(B,)`, NaN if no token counts. `(B, 1)` holds means already."""
     if values.shape != mask.shape:
         return values.squeeze(1).float()
     return (values * mask).sum(1) / mask.sum(1)
@@ -108,7 +108,7 @@ class Window:
         self._sums = values if self._sums is None else self._sums + values
 
     def close(self, reduce: Callable) -> list[float]:
-        """Returns the sums over all ranks, an empty list if nothing was added, and starts again."""
+        """Returns the sums over all ranks (an empty list if nothing was added), and resets them."""
         sums, self._sums = self._sums, None
         return [] if sums is None else reduce(sums, reduction="sum").tolist()
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses of preferences between media: functions of log-probabilities of completions minus the reference's."""
+"""Losses of preferences between media, as functions of the policy's log-probabilities minus the reference's."""
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -12,12 +12,12 @@ def conditional_preference(chosen: torch.Tensor, view: torch.Tensor, beta: float
     $$-\log \sigma\left(\beta \log \frac{\pi(y \mid m, x)}{\pi_\mathrm{ref}(y \mid m, x)}
     - \beta \log \frac{\pi(y \mid \tilde{m}, x)}{\pi_\mathrm{ref}(y \mid \tilde{m}, x)}\right),$$
 
-    of a chosen completion $y$ after the media $m$ over the same completion after a view of them, $\tilde{m}$.
+    which prefers a chosen completion $y$ after the media $m$ to the same completion after a view $\tilde{m}$.
 
     Args:
         chosen, view (`torch.Tensor`):
-            Log-probabilities of the completions minus those of the reference, after the media and after the view,
-            shape `(V,)`.
+            Log-probabilities of the completions under the policy minus under the reference, after the media and after
+            the view, shape `(V,)`.
         beta (`float`):
             $\beta$.
 
@@ -36,7 +36,7 @@ def anchored_preference(chosen: torch.Tensor, beta: float, anchor: float = 0.0) 
 
     Args:
         chosen (`torch.Tensor`):
-            Log-probabilities of the completions minus those of the reference, shape `(V,)`.
+            Log-probabilities of the completions under the policy minus under the reference, shape `(V,)`.
         beta (`float`):
             $\beta$.
         anchor (`float`, *optional*, defaults to `0.0`):

@@ -2,7 +2,7 @@
 """
 Per-token rewards, rewards along completions, returns, and whitening.
 
-Masks may be padded on either side and have gaps; results are exactly 0 outside them.
+Masks may have padding on either side and gaps. Results are exactly 0 outside the mask.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ import torch
 from .kl import approx_kl
 
 
-# Tolerance of equal numbers, relative to their mean or 1: float32 sums of the same rewards in another order
+# Largest difference of equal numbers, relative to their mean if it exceeds 1. Float32 sums of the same rewards in
+# another order differ by rounding.
 TOLERANCE = 1e-6
 
 
@@ -34,7 +35,7 @@ def token_rewards(
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`; `NaN` where unscorable, which leaves only the penalty.
+            Rewards, shape `(N,)`. `NaN` (unscorable) counts as 0.
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
         old_logps, ref_logps (`torch.Tensor`, *optional*):
@@ -69,7 +70,7 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, column, torch.where(mask, rewards, 0))[:, :width]
     window = 1
-    while window < width:  # `sums` are over a window from each token on, and the window doubles
+    while window < width:  # `sums[:, t]` covers `window` tokens from `t` on
         sums[:, :-window] += gamma**window * sums[:, window:]
         window *= 2
     return torch.where(mask, sums.gather(1, column.clamp(max=width - 1)), 0)
@@ -80,8 +81,8 @@ class Step(NamedTuple):
 
     end: int  # index of the step's last token
     turn: int  # index of its turn in the completion
-    reward: float | None  # weighted, `None` where no function rewards it
-    state: int  # equal for turns that answer the same prompt or results, if the estimator reads it
+    reward: float | None  # weighted sum of its rewards by all functions, `None` without any
+    state: int  # equal for turns that answer the same prompt or tool results, if the estimator reads states
 
 
 @dataclass(eq=False)
@@ -89,21 +90,21 @@ class Steps:
     """The `S` steps of `N` completions, in order."""
 
     steps: list[list[Step]]  # of each completion
-    outcomes: torch.Tensor  # weighted rewards of whole completions, NaN where no function gives one, (N,), float64
+    outcomes: torch.Tensor  # weighted rewards of whole completions, NaN without any, `(N,)`, float64
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the batch index of each step's completion, and the index of the step in it, `(S,)`."""
-        pairs = torch.tensor([(i, number) for i, steps in enumerate(self.steps) for number in range(len(steps))])
+        """Returns the batch index of each step's completion, and the step's index in the completion, `(S,)`."""
+        pairs = torch.tensor([(i, k) for i, steps in enumerate(self.steps) for k in range(len(steps))])
         return pairs[:, 0], pairs[:, 1]
 
     def of_turns(self) -> "Steps":
         """Merges the steps of each turn into one step, with the sum of their rewards."""
         turns = [[[*turn] for _, turn in groupby(row, lambda step: step.turn)] for row in self.steps]
-        whole = [[part[-1]._replace(reward=sum(step.reward or 0 for step in part)) for part in row] for row in turns]
-        return Steps(whole, self.outcomes)
+        merged = [[turn[-1]._replace(reward=sum(step.reward or 0 for step in turn)) for turn in row] for row in turns]
+        return Steps(merged, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
-        """Returns the discounted sum of rewards from each step on, `(S,)`; the last step's includes the outcome."""
+        """Returns the discounted sum of rewards from each step on, `(S,)`. The last reward includes the outcome."""
         totals: list[float] = []
         for steps, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
             rewards = [step.reward or 0.0 for step in reversed(steps)]
@@ -131,11 +132,11 @@ def whiten(
 
     Args:
         values, mask (`torch.Tensor`):
-            Values, and 1 on those that count, of any shape.
+            Values, and 1 on the values that count, of the same shape.
         weights (`torch.Tensor`, *optional*):
-            How often each value counts in mean and variance, of the same shape. The mask by default.
+            How often each value counts in mean and variance, of the same shape, by default once.
         reduce (`Callable`, *optional*):
-            Sums a tensor over processes, so that mean and variance are over all processes.
+            Function that sums a tensor over processes, so that mean and variance are over all processes.
 
     Returns:
         `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.

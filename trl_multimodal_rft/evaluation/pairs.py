@@ -31,7 +31,8 @@ from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 
 # Entries of a row's record that are lists with an item for each completion
 _LISTS = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
-_LISTS += ("tool_failures", "unparsed_calls", "ended_by", "completions_without", "correct_without")
+_LISTS += ("tool_failures", "unparsed_calls", "environment_failures", "ended_by")
+_LISTS += ("completions_without", "correct_without")
 
 
 def pair_result(result: EvaluationResult) -> EvaluationResult:

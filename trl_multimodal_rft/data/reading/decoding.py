@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from torchcodec.decoders import VideoDecoder
 
 _LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, nearly silent at 32 bits
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, and would be nearly silent
 _RATES = 1000, 1_000_000  # valid sampling rates in Hz
 _SHORTEST = 0.025  # seconds, one window of a spectrogram
-_CANCELLED = 1e-3  # channels cancel each other out if their average has a smaller share of their amplitude
+_CANCELLED = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
 _FASTEST = 1000.0  # frames per second
 
-_PIXELS_AT_ONCE = 2**22  # pixels of frames that are decoded at once
+_PIXELS_AT_ONCE = 2**22  # most pixels of a chunk of frames
 
-# FFmpeg's names of formats whose header states the number of samples. In the formats of `_COUNTED`, only this number
+# FFmpeg's names of formats whose header states the number of samples. For formats in `_COUNTED`, only this number
 # reveals a truncated file.
 _COUNTED = ("flac", "ape", "tta", "wv")
 _DECLARED = (*_COUNTED, "wav", "aiff")
@@ -49,7 +49,7 @@ _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_e
 
 # Chunks of samples, and their rate in Hz (`None` if unknown)
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
-# Reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
+# Function that reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
 _Frames = Callable[[list[int]], Iterator[np.ndarray]]
 
 
@@ -57,8 +57,8 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
     """
     Decodes an image and applies its EXIF orientation.
 
-    Transparent pixels become white, as in qwen-vl-utils. Palettes, grey and CMYK are converted, as in
-    `transformers.image_utils.load_image`.
+    Transparent pixels become white, as in qwen-vl-utils. Images with palettes, grey images and CMYK images become RGB,
+    as in `transformers.image_utils.load_image`.
 
     Args:
         ref ([`MediaRef`]):
@@ -197,15 +197,15 @@ def load_video(
     Decodes selected frames of a video, equal to the frames that the program `ffmpeg` decodes.
 
     If torchcodec is usable, it decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without
-    re-encoding). PyAV decodes other files, from the first frame to the last selected one.
+    re-encoding). PyAV decodes other files, from the first frame to the last selected frame.
 
     Args:
         ref ([`MediaRef`]):
             Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or
             frames: a list of sources of [`load_image`], or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
             The options `video_start` and `video_end` (seconds) select a span of a video, and `fps` or `nframes` the
-            number of decoded frames (default: all). Lists of frames are returned whole; their option `sample_fps` or
-            `fps` is the rate at which they were sampled.
+            number of decoded frames (default: all). Lists of frames are returned whole. The option `sample_fps` or
+            `fps` of a list is the rate at which its frames were sampled.
         sample_indices_fn (`Callable`, *optional*):
             Function that replaces these options. It gets `metadata` (`VideoMetadata` of the video) and returns the
             increasing indices of the frames to decode, such as `processor.video_processor.sample_frames`.
@@ -220,7 +220,7 @@ def load_video(
         all frames were decoded.
 
     Raises:
-        MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
+        MediaError: If the video is missing, unreadable or cut off, or has no frames or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
     with decoding(ref), open_video(ref) as (metadata, read):
@@ -254,7 +254,7 @@ def load_video(
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """Returns the frame indices that qwen-vl-utils samples, and sets `metadata.total_num_frames` to their span."""
+    """Returns the frame indices that qwen-vl-utils samples. Sets `total_num_frames` to the frames of the span."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -387,7 +387,7 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
 
 def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
     """
-    Yields chunks of audio of shape (N,), the average of channels, and their rate, up to `stop` seconds. Calls
+    Yields chunks of audio, averaged over channels, shape (N,), and their rate, up to `stop` seconds. Calls
     `check_length(count, rate)` with the number of samples in the header, and after each chunk with the number so far.
     """
     count, known_rate, loudest, loudest_average = 0, None, 0.0, 0.0
@@ -421,7 +421,7 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
     """Yields chunks of shape (N, channels) and their rate for [`read_pieces`]. The chunks may exceed `stop`."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        # One second beyond the limit, as the decoder's timestamps aren't exact, and `read_pieces` cuts at a sample
+        # One second beyond the limit, as the decoder's timestamps aren't exact. `read_pieces` cuts exactly.
         seconds = (ref.rules.max_audio_seconds if stop is None else stop) + 1
         samples = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + seconds)
         yield samples.data.cpu().numpy().T, samples.sample_rate
@@ -492,7 +492,7 @@ def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
-    """Returns the frame indices that a block's options select, and sets `metadata.total_num_frames` to their span."""
+    """Returns the frame indices that a block's options select. Sets `total_num_frames` to the frames of the span."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
@@ -585,23 +585,23 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
-    """Returns whether the display matrix of a frame mirrors it, rather than only rotating it."""
+    """Returns whether the display matrix of a frame mirrors the frame. A rotation alone doesn't."""
     matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
     """
-    Returns a video's metadata, and the index of its stream, or `None` if torchcodec may decode other frames than PyAV.
+    Returns a video's metadata, and the index of its stream (`None` if torchcodec may decode other frames than PyAV).
 
-    That is the case if a packet isn't a frame, if decoding may fail to start at a keyframe, or if frames are mirrored.
-    Clips that were cut without re-encoding are decoded to count their frames.
+    The decoders may differ if a packet isn't a frame, if decoding may fail to start at a keyframe, or if frames are
+    mirrored. Clips that were cut without re-encoding are decoded to count their frames.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        average = video.average_rate if container.duration else None  # without a duration, it is FFmpeg's default
+        average = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
         count, first, is_exact, independent = 0, None, True, True
         for packet in container.demux(video):
@@ -616,7 +616,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not is_exact:
-        longest = ref.rules.max_video_seconds  # infinite in `media_size`
+        longest = ref.rules.max_video_seconds  # infinite if `media_size` calls
         max_count = None if math.isinf(longest) else int(longest * fps) + 1
         with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]

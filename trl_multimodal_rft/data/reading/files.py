@@ -28,7 +28,7 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Extensions and first bytes of the files that browsers show, which are logged unchanged
+# Extensions and first bytes of the files that browsers show. Such files are logged unchanged.
 _VIEWABLE = {
     "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
     "audio": {
@@ -39,7 +39,7 @@ _VIEWABLE = {
     },
     "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
 }
-_HEAD = 100  # bytes of a file that are compared with these patterns
+_HEAD = 100  # bytes at the start of a file that are compared with these patterns
 
 _MOST_FRAMES = 64  # limit on the frames of a re-encoded video
 _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
@@ -50,7 +50,7 @@ class MediaFile:
     modality: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # file extension, such as `"wav"`
-    rules: MediaRules = DEFAULT_RULES  # limits for decoding it
+    rules: MediaRules = DEFAULT_RULES  # limits for decoding the file
 
     def ref(self) -> MediaRef:
         return MediaRef(self.modality, self.data, {}, self.modality, 0, self.rules)
@@ -60,7 +60,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     """
     Encodes a medium as a file for logs. Raises a [`MediaError`] for a file of more than `max_bytes`.
 
-    Files that browsers show stay unchanged. Decoded values, files of other formats and spans of videos become PNG, WAV
+    Files that browsers show stay unchanged. Decoded values, files in other formats and spans of videos become PNG, WAV
     (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
     """
     with decoding(ref):
@@ -111,7 +111,7 @@ def wav(samples: np.ndarray, rate: float) -> bytes:
 
 
 def mp4(frames: np.ndarray, rate: float) -> bytes:
-    """Encodes frames as an MP4 video with H.264, which needs PyAV."""
+    """Encodes frames as an MP4 video with H.264. Needs PyAV."""
     av = require_module("av", "video")
     # H.264 halves the resolution of colours, so that both edges must be even
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")

@@ -70,8 +70,8 @@ def ask(
     """
     Sends a request until a server gives a usable answer, and returns the answer.
 
-    `seconds` limits the time of all attempts together, `attempt_seconds` of one attempt, and `to_connect` of its
-    connection. `may_visit` raises an error for a URL that must not be requested, also after a redirect. Without
+    `seconds` limits the time of all attempts together, `attempt_seconds` the time of one attempt, and `to_connect` the
+    time to connect. `may_visit` raises an error for a URL that must not be requested, also after a redirect. Without
     `may_visit`, redirects aren't followed.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
@@ -119,7 +119,7 @@ def host_of(url: str) -> str | None:
 def within(until: float, function: Callable[[], T]) -> T:
     """
     Returns the result of a function that runs in a thread. After the time `until`, abandons the thread and raises
-    [`NoAnswer`], as a server may send so slowly that no single read times out.
+    [`NoAnswer`]. A thread is needed, as a server may send so slowly that no single read times out.
     """
     try:
         return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE)
@@ -156,10 +156,10 @@ def _attempt(
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
-        # Some servers refuse the user agent of `requests`; compressed bodies may be larger than their header says
+        # Some servers refuse the user agent of `requests`. Compressed bodies may be larger than their header says.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         seconds_left = max(until - time.monotonic(), 0.1)
-        # A server that a row names gets no password from ~/.netrc
+        # The server of a URL in a row gets no password from ~/.netrc
         auth = None if may_visit is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}

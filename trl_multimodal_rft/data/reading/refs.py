@@ -21,13 +21,13 @@ _LONGEST_WORD = 300
 
 
 def checksum(messages: str | list | None) -> int | None:
-    """Returns a checksum of the media in messages, `None` if there are none."""
+    """Returns a checksum of the media in messages, `None` without media."""
     media = [*iter_refs(messages)]
     return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
 
 
 def shortened(value: Any) -> str:
-    """Returns a value as text for messages. Longer texts are cut in the middle to at most 80 characters."""
+    """Returns a value as text for messages. A text of more than 80 characters is shortened in the middle."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
@@ -37,12 +37,12 @@ class MediaError(ValueError):
 
 
 class OverlongRow(MediaError):
-    """Error of a row that is dropped, as no tokens to train on would be left if it were cut to `max_length`."""
+    """Error of a row without tokens to train on after truncation to `max_length`. Such rows are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Medium as a dataset stores it, with the feature that decodes it. It is never copied."""
+    """Medium as a dataset stores it, with the feature that decodes it. Deep copies return the same object."""
 
     value: dict[str, Any]  # with "bytes", "path", or both
     feature: "Audio | Image | Video"
@@ -61,8 +61,8 @@ class MediaRef:
     """
     Opaque reference to one medium of a dataset row, for chat messages.
 
-    TRL deep-copies prompts and gathers them from all ranks. A reference is never copied, and is pickled as the short
-    text `"<audio>"`, so that the medium isn't moved. Two references are equal only if they are the same object.
+    TRL deep-copies prompts and gathers them from all ranks. So that the medium isn't moved, a reference is never
+    copied, and is pickled as a short text such as `"<audio>"`. References are equal only if they are the same object.
 
     Args:
         modality (`str`):
@@ -97,7 +97,7 @@ class MediaRef:
 
         Args:
             start (`int`, *optional*, defaults to 0):
-                Checksum of the media before this one.
+                Checksum of the media before this medium.
 
         Returns:
             `int`: The checksum.
@@ -137,7 +137,7 @@ class MediaRef:
 
     def shown(self, text: str) -> str:
         """
-        Removes credentials from a text, such as an error about this medium.
+        Removes credentials from a text, such as an error about this medium, and shortens long words.
 
         Args:
             text (`str`):
@@ -152,7 +152,7 @@ class MediaRef:
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
-        """Returns the name of a file whose bytes the row holds, in parentheses, or an empty text."""
+        """Returns the name of a file in parentheses if the row holds its bytes, else an empty text."""
         value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""

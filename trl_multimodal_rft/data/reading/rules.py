@@ -101,7 +101,7 @@ class MediaRules:
                     raise ValueError(f"`allowed_media_{name}` has {entry!r}; write {form}.")
 
     def without_budgets(self) -> "MediaRules":
-        """Returns the rules without budgets, for a model beside the policy, whose own processor sets media sizes."""
+        """Returns the rules without budgets, for models besides the policy. Their processors set sizes of media."""
         return replace(self, **{name: getattr(DEFAULT_RULES, name) for name in BUDGET_NAMES})
 
 

@@ -16,13 +16,13 @@ from .refs import MediaRef
 
 def media_size(ref: MediaRef) -> dict[str, float]:
     """
-    Returns the size of a medium in its file, regardless of limits: `pixels` of an image or a frame, `seconds`, and
-    `frames`. The result is empty for a list of frames and for a medium that would have to be downloaded again.
+    Returns the size of a medium in its file: `pixels` of an image or a frame, `seconds`, and `frames`. The result is
+    empty for a list of frames, and for a medium that would have to be downloaded again.
     """
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
-    # Images and videos have no limits here, as their pixels aren't kept in memory. Sounds are decoded up to the limit.
+    # No limits for images and videos, as their pixels aren't kept in memory. Sounds are decoded up to their limit.
     ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
         if ref.modality == "audio":
@@ -56,7 +56,7 @@ class _LimitReached(Exception):
 
 
 def _seconds(ref: MediaRef) -> float:
-    """Returns the seconds of a sound by its header, or else by decoding up to the limit."""
+    """Returns the seconds of a sound by its header or, if that has no length, by decoding up to the limit."""
     longest, n_decoded = 0.0, 0
 
     def check(count: float, rate: float) -> None:

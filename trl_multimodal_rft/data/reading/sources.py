@@ -30,7 +30,7 @@ _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 # Characters on which URL parsers disagree: some see another host or path after them
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
 
-# Text that is a file in base64. A path as long would have an extension.
+# Text that is a file in base64. A path of this length would have an extension, and so a dot.
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK = 2**20
@@ -47,16 +47,16 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
             raise _too_large(ref)
         return data
     if "://" not in path and "::" not in path:
-        return _local(ref, path)
+        return _local_path(ref, path)
     member, link = None, path
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
         member, _, link = path.removeprefix("zip://").partition("::")
     protocol = link.partition("::")[0].partition("://")[0]
     if member is not None and "://" not in link:
-        protocol, file = "file", _local(ref, link)
+        protocol, file = "file", _local_path(ref, link)
     elif protocol == "file":
-        file = _local(ref, url2pathname(urlsplit(link).path))
+        file = _local_path(ref, url2pathname(urlsplit(link).path))
     elif protocol in ("http", "https"):
         file = _download(ref, link)
     else:
@@ -75,7 +75,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         with closing(opened_file):
             stream = cast("IO[bytes]", opened_file)
             if member is not None:
-                stream = _in_zip(ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), member.strip("/"))
+                stream = _open_in_zip(ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), member.strip("/"))
             data, bounded = BytesIO(), Bounded(ref, stream, until)
             while chunk := bounded.read(_CHUNK):  # in chunks, to keep no second copy
                 data.write(chunk)
@@ -121,10 +121,10 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens the path or bytes from [`fetch_file`] as a stream, as decoders may read a name as a pattern of files."""
+    """Opens the path or bytes from [`fetch_file`] as a stream. Decoders may read a path as a pattern of files."""
     if isinstance(file, bytes):
         return BytesIO(file)
-    # Opened by a descriptor, without a name, as decoders interpret the name of a stream, too
+    # Opened by a descriptor, so that the stream has no name that decoders would interpret
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:
@@ -138,7 +138,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     return stream
 
 
-def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
+def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
@@ -179,7 +179,7 @@ def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
     return os.path.join(ref.rules.media_dir or "", path)
 
 
-def _local(ref: MediaRef, path: str) -> str:
+def _local_path(ref: MediaRef, path: str) -> str:
     """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
     original, path = path, rooted(ref, path)

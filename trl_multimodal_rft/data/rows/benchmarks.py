@@ -16,7 +16,7 @@ from .load import json_file, load_rows, read_json, required
 
 logger = logging.getLogger(__name__)
 
-# The prompts of R1-AQA (https://huggingface.co/papers/2503.11197), on which its models were trained
+# The prompts on which the models of R1-AQA (https://huggingface.co/papers/2503.11197) were trained
 CHOICE_TEMPLATE = (
     "{question} Please choose the answer from the following options: {choices}. Output the final answer in <answer> "
     "</answer>."
@@ -49,9 +49,10 @@ def load_mmau(
             The JSON file, a folder that holds one, or a dataset in a folder or on the Hub, such as
             `"gamma-lab-umd/MMAU-test-mini"`.
         split (`str`, *optional*, defaults to `"test"`):
-            Split of a dataset, not read for a JSON file.
+            Split of a dataset. A JSON file has no splits.
         audio_dir (`str` or `Path`, *optional*):
-            Folder with the audio files, looked up by name. By default, paths start from the folder of the JSON file.
+            Folder in which audio files are looked up by name. By default, paths start from the folder of the JSON
+            file.
         template (`str`, *optional*):
             Prompt with `{question}` and `{choices}`, by default the prompt of
             [R1-AQA](https://huggingface.co/papers/2503.11197).
@@ -60,12 +61,12 @@ def load_mmau(
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution` (the text of the right choice, `None`
-        in the test split, whose answers are withheld), `choices`, `id`, `task`, `category`, `sub_category`,
-        `difficulty` and `dataset`.
+        in the test split, which has no answers), `choices`, `id`, `task`, `category`, `sub_category`, `difficulty` and
+        `dataset`.
 
     Raises:
         `FileNotFoundError`: If an audio file doesn't exist. The message names the row.
-        `ValueError`: If a row lacks a question, choices or an audio path, or its answer is none of the choices.
+        `ValueError`: If a row lacks a question, choices or an audio path, or if its answer isn't one of the choices.
 
     Example:
     ```python
@@ -136,14 +137,14 @@ def load_audiomcq(
     The layout is JSON Lines, a JSON list or a dataset whose entries have `audio_path`, `question`, `choices`, `answer`
     (the text of a choice), and also `id`, `source_dataset`, `question_type` and `audio-contribution`.
     https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT has this layout, with audio files.
-    https://huggingface.co/datasets/inclusionAI/AudioMCQ has no audio files, which come from its source datasets.
+    https://huggingface.co/datasets/inclusionAI/AudioMCQ has no audio files. They come from its source datasets.
 
     See [`load_mmau`] for the other arguments and the errors.
 
     Args:
         task (`str`, *optional*):
-            `"rl"` gives `prompt`, `solution` and `choices`, `"sft"` gives `prompt` and `completion`, the right choice
-            in answer tags.
+            `"rl"` gives `prompt`, `solution` and `choices`. `"sft"` gives `prompt`, and as `completion` the right
+            choice in answer tags.
         contribution (`str`, *optional*):
             Keeps only rows with this label: `"weak"` where most models answer without the audio, `"strong"` where they
             don't. By default, all rows.

@@ -17,14 +17,14 @@ Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.gene
 
 
 def filled(cell: T) -> T | None:
-    """Returns a cell's value. An array without dimensions becomes a number, and NaN (a missing value) `None`."""
+    """Returns a cell's value. A scalar array becomes a number, and NaN, a missing value, becomes `None`."""
     value = cast(T, cell.tolist()) if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
 
 def finite_number(cell: Cell, column: str, row: int) -> float | None:
-    """Returns the number in a cell, `None` if it is missing. Raises a `ValueError` for all but finite numbers."""
+    """Returns the number in a cell, `None` for a missing value. Raises a `ValueError` if it isn't a finite number."""
     value = filled(cell)
     if value is None:
         return None
@@ -36,8 +36,8 @@ def finite_number(cell: Cell, column: str, row: int) -> float | None:
 
 def truth_value(cell: Cell, column: str, row: int, *, is_required: bool = False) -> bool:
     """
-    Returns whether a cell is true. A missing value counts as false. Raises a `ValueError` for all but booleans, 0 and
-    1, and for a missing value if `is_required`.
+    Returns whether a cell is true. Cells are booleans, 0 or 1. A missing value counts as false. Raises a `ValueError`
+    for other cells, and for a missing value if `is_required`.
     """
     value = filled(cell)
     if value is None and is_required:

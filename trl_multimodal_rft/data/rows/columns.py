@@ -21,7 +21,7 @@ from ..reading.rules import DEFAULT_RULES, MediaRules
 
 T = TypeVar("T")
 
-# Dataset column -> modality of its media. A column with the name of the modality holds one medium, the plural a list.
+# Modalities by dataset columns. A column with a singular name holds one medium, a column with a plural name a list.
 MEDIA_COLUMNS = {
     "image": "image",
     "images": "image",
@@ -107,6 +107,7 @@ def rows_to_messages(
     Media in blocks of the prompt stay there. A block holds a medium under its modality (`"audio"`), `"audio_url"`,
     `"base64"`, `"bytes"`, `"path"` or `"url"`. OpenAI's block types (`"image_url"`, `"input_audio"`, `"input_text"`)
     work, too.
+
     Media of columns fill placeholders without a medium (`{"type": "image"}`) in order. If a row has a column of a
     modality but no such placeholder, the literal texts `"<image>"`, `"<video>"` and `"<audio>"` are placeholders,
     except in assistant and tool messages. Media of a modality without any placeholder go to the start of the first
@@ -114,8 +115,8 @@ def rows_to_messages(
 
     All rows of a batch get the same format. If any row has media or a conversational prompt, every plain-text prompt
     becomes one user message, so that TRL passes all completions to reward functions as messages. If any row has media,
-    every string content becomes a text block. Plain-text prompts in a batch without media stay strings, as TRL expects
-    for text.
+    every string content becomes a text block. If all prompts are plain text without media, they stay strings, as TRL
+    expects for text.
 
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
@@ -125,21 +126,22 @@ def rows_to_messages(
         ignored (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that aren't put into prompts.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
-            The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
+            The model's placeholder tokens. If `"<image>"` is one of them, plain-text prompts keep `"<image>"` as text.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
-            Prefix of columns that replace others in rows that have them. With `"teacher_"`, `"teacher_prompt"`
-            replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
+            Prefix of columns that replace the columns without the prefix, if a row has them. With `"teacher_"`,
+            `"teacher_prompt"` replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
 
     Returns:
-        `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
+        `list[dict[str, Any]]`: New rows without media columns. Every medium is a block of a prompt,
         `{"type": modality, modality: MediaRef}`.
 
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a modality
-            are set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media
-            of their row, if no user message can receive media, or if a message has unread media or an invalid option.
+            are set, if a singular column holds a list or a plural column doesn't, if placeholders don't match the
+            media of their row, if no user message can receive media, or if a message has unread media or an invalid
+            option.
     """
     readers = [_RowReader(getattr(row, "row_index", i), rules) for i, row in enumerate(rows)]
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
@@ -185,7 +187,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether a prompt, as reward functions get it, holds media, and not only placeholders."""
+    """Returns whether the prompt that a reward function gets holds media, not only placeholders."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -263,7 +265,7 @@ def strip_media(value: T) -> T:
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """Returns a prompt or a completion as one text, with roles before several messages unless `roles` is off."""
+    """Returns a prompt or a completion as one text. With `roles`, each of several messages begins with its role."""
     if isinstance(messages, str):
         return messages
     if not roles:
@@ -342,7 +344,7 @@ class _RowReader:
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tag_modalities: list[str]
     ) -> list[dict[str, Any]]:
         """
-        Returns copies of the messages in column `name`, with the media of other columns put into them. Tags in texts,
+        Returns copies of the messages in column `name`, into which the media of other columns are put. Tags in texts,
         such as `<image>`, may be placeholders for `tag_modalities`.
         """
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
@@ -486,23 +488,23 @@ class _RowReader:
 
 
 def _without_absent(value: T) -> T:
-    """Returns tool calls without keys that are `None`, which a table of rows adds from the calls of other rows."""
+    """Returns tool calls without keys of value `None`. A table adds such keys from the calls of other rows."""
     if isinstance(value, list):
         return cast(T, [_without_absent(item) for item in value])
     if isinstance(value, Mapping):  # templates read the key `arguments` of each call
-        kept = {key: item for key, item in value.items() if item is not None or key == "arguments"}
-        return cast(T, {key: _without_absent(item) for key, item in kept.items()})
+        fields = {key: item for key, item in value.items() if item is not None or key == "arguments"}
+        return cast(T, {key: _without_absent(item) for key, item in fields.items()})
     return value
 
 
 def further_keys(message: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of a message that hold something to read, such as `tool_calls`, besides content and labels."""
+    """Returns the keys of a message, such as `tool_calls`, that aren't empty, besides content and labels."""
     fields = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
     return [key for key, value in fields.items() if value not in ("", [], {})]
 
 
 def holds_several(modality: str, value: Any) -> bool:
-    """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
+    """Returns whether a value is a list of media. A list of frames, of samples or of rows of pixels is one medium."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
@@ -546,10 +548,10 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def _check_options(ref: MediaRef) -> None:
-    known = OPTIONS[ref.modality]
+    names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
-        if name not in known:
-            raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {known}")
+        if name not in names:
+            raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {names}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (value == 0 and name != "video_start"):
             raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")
@@ -569,7 +571,7 @@ def _source_keys(modality: str | None) -> tuple[str, ...]:
 
 
 def _source(key: str, value: Any) -> Any:
-    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell it from a path."""
+    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell base64 from a path."""
     if isinstance(value, dict):
         key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
     if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):
@@ -578,7 +580,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count, too."""
+    """Returns whether an unread key holds media. With `files`, texts that name media files count as media, too."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:

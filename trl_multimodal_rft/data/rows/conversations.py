@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations and pairs in rows of other tools, and the datasets that their `dataset_info.json` names."""
+"""Conversations and pairs in the rows of other tools, and the datasets in a `dataset_info.json`."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory maps its own names to the file's, ms-swift the file's to its own
+    if "file_name" in entry:  # LLaMA-Factory maps its names to names in the file, and ms-swift the other way round
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
@@ -84,13 +84,13 @@ def conversation(
 
 
 def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a turn as a message, or as two for a pair of ms-swift, `{"human": text, "assistant": text}`."""
+    """Returns the messages of a turn, two for a pair of ms-swift, `{"human": text, "assistant": text}`."""
     messages = [{"role": role, "content": turn[role]} for role in ("human", "assistant") if turn.get(role) is not None]
     return messages or [turn]
 
 
 def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a prompt with its chosen and rejected answer. In ms-swift's rows, the last message is the chosen one."""
+    """Returns a prompt, its chosen and its rejected answer. In ms-swift's rows, the last message is chosen."""
     pair: dict[str, Any] = {"prompt": chat}
     last = chat.pop() if row.get("chosen") is None and chat[-1]["role"] == "assistant" else None
     for name, columns in (("chosen", ()), ("rejected", ("rejected_response", "rejected_messages"))):

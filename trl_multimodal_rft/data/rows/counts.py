@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Counts of media in the prompts of a dataset, and of empty cells, from its columns."""
+"""Counts of media and of empty cells in a dataset, from the columns of its table."""
 
 from collections.abc import Collection, Iterable
 
@@ -12,15 +12,15 @@ from .columns import MEDIA_COLUMNS, OPTIONS
 from .features import Rows, feature_leaves
 
 
-# Keys in prompts that hold no media: those of texts, messages and text blocks, and options of placeholder blocks
+# Keys in prompts that hold no media: keys of messages and text blocks, options of placeholder blocks, and "" for texts
 _WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
 
 
 def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    Returns an upper bound on the number of media of a row by modality, or `None` if only reading the rows would tell.
+    Returns an upper bound on the number of media of a row by modality, or `None` if the table doesn't show it.
 
-    The bound comes from the columns of the dataset's table, which has the rows that `select` leaves out, too.
+    The bound includes the rows of the table that `select` leaves out.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
@@ -59,7 +59,7 @@ def empty_rows(dataset: Dataset, column: str) -> list[int]:
 
 
 def empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
-    """Describes the columns that are empty in some rows, as far as the table of a dataset tells."""
+    """Describes the columns of a dataset's table that are empty in some rows."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return ""
     row_indices = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}

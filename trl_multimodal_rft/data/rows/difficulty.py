@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling of rows by their difficulty, as the run itself measures it."""
+"""Sampling of rows by their difficulty, which is measured during the run."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from .cells import finite_number
 # Column with the share of right completions of each row
 PASS_RATE = "pass_rate"
 
-# Smallest weight of a row (the largest is 1), and weight of the newest measurement in its pass rate
+# Smallest weight of a row (the largest is 1), and weight of the newest measurement in a row's pass rate
 _SMALLEST_WEIGHT, _NEWEST = 0.1, 0.5
 
 
@@ -24,15 +24,14 @@ class DifficultySampler:
     Random sampler of the rows of a batch, weighted by how often the policy solves them, after the curriculum sampling
     (RLCS) of [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
 
-    The report says that difficulty is measured before training, by pass@k, and during training, by the completions of
-    each step; that both measurements are merged; and that the share of rows that are too easy or too hard now is
-    lowered in each iteration, in favor of rows of medium difficulty. It groups rows into tiers, and gives neither
-    their bounds nor the ratios. Here, a row of pass rate $p$ has the weight $\max(4 p (1 - p), 0.1)$: the
-    variance of a reward of 0 or 1 relative to its maximum, but at least 0.1. The first measurement sets $p$, and each
-    later one moves $p$ halfway. A row without a measurement is weighted as with $p = 0.5$. The report's oversampling
-    by a ratio is left to `dynamic_sampling`.
+    In the report, difficulty is measured by pass@k before training, and by the completions of each step during
+    training. Rows are grouped into tiers by difficulty. Each iteration lowers the share of tiers that are now too easy
+    or too hard. The report gives no bounds of tiers and no shares. Here, a row of pass rate $p$ has the weight
+    $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The first measurement sets $p$,
+    and each later measurement moves $p$ halfway to its value. A row without a measurement is weighted as with
+    $p = 0.5$. The option `dynamic_sampling` takes the place of the report's oversampling.
 
-    A batch has no row twice, but batches are drawn independently, so an epoch is only a number of batches. The rows of
+    A batch has no row twice. Batches are drawn independently, so an epoch is only a number of batches. The rows of
     batch `n` are drawn when batch `n - n_prefetched` is read, so that their media can be prefetched. The draw depends
     on measurements of batches before `n - n_prefetched`. Processes with the same measurements draw the same rows.
 
@@ -60,7 +59,7 @@ class DifficultySampler:
         self._drawn: dict[int, list[int]] = {}  # rows by the batch's index in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the rows of a batch that is read now, and draws rows of the next batches, without `left_out`."""
+        """Returns the rows of the batch to read. Draws rows for it and the prefetched batches, without `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn:
                 self._drawn[index] = self._draw(index, left_out)
@@ -103,7 +102,7 @@ class DifficultySampler:
         return {"rates": self.rates, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a [`state_dict`] of the same number of rows, and ignores others. Skips batches of another size."""
+        """Restores a [`state_dict`]. Ignores a state with another number of rows, and batches of another size."""
         if len(state["rates"]) != len(self.rates):
             return
         self.rates = state["rates"]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Comparison of a resumed run's dataset with the dataset of its start, by some of the rows."""
+"""Comparison of the dataset of a resumed run with the dataset at the start of the run, by some of the rows."""
 
 import os
 import zlib
@@ -36,7 +36,7 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describes the differences between two results of [`fingerprint`], as far as both know the values."""
+    """Describes the differences between two results of [`fingerprint`], in the values that both have."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     texts = []
     if "rows" in both and before["rows"] != now["rows"]:
@@ -53,7 +53,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
-    """Yields the bytes of Arrow values, independent of their chunks."""
+    """Yields the bytes of Arrow values, independent of how Arrow chunks them."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
             yield from _byte_chunks(chunk, media_dir)

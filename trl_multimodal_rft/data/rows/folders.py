@@ -31,7 +31,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
     """
     Writes a dataset and its media to a folder that `load_dataset(folder)` reads.
 
-    The Parquet files hold the media of `Audio`, `Image` and `Video` features, also of nested ones, with their file
+    The Parquet files hold the media of `Audio`, `Image` and `Video` features, nested features included, with file
     names. Paths in text columns stay text. If writing fails, no file is left.
 
     Args:
@@ -66,7 +66,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
 
 def check_empty(folder: str | os.PathLike) -> None:
-    """Raises a `ValueError` unless a folder is empty or missing, as [`write_folder`] needs it."""
+    """Raises a `ValueError` unless a folder is empty or missing."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")

@@ -32,7 +32,7 @@ from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, TIE, judge_rows
 
 logger = logging.getLogger(__name__)
 
-# The prompt of [`load_geo3k`] with options
+# The prompt of [`load_video_r1`]
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
 # The prompt of [`load_charades_sta`]
 SPAN_TEMPLATE = (
@@ -49,10 +49,10 @@ _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(deco
 _CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
 _STEPS = {"A": 1, "B": -1, "equal": 1}  # step of the slice that puts the better candidate first
 
-# Columns of pairs of generated media: the text, and the files of the preferred medium and of the other
+# Columns of pairs of generated media: the text, the preferred file, and the other file
 _GENERATIONS = (("prompt", "path1", "path2"), ("caption", "jpg_0", "jpg_1"), ("caption", "chosen", "rejected"))
 
-# Function of a row and its index that returns columns. The first column has messages, whose texts mark media.
+# Function of a row and its index that returns columns. The first column has messages, in which `<image>` marks media.
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
 
 
@@ -86,13 +86,13 @@ def load_conversations(
     Args:
         path (`str` or `Path`):
             A file (JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub; or
-            `folder/NAME`, a name in a `dataset_info.json` of LLaMA-Factory or ms-swift in this folder.
+            `folder/NAME` for an entry `NAME` in the folder's `dataset_info.json` (LLaMA-Factory's or ms-swift's).
         split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has only one.
+            Split of a dataset. A file has only one.
         task (`str`, *optional*, defaults to `"sft"`):
-            `"sft"` keeps whole conversations as `messages`. `"rl"` keeps the messages before the last answer as
-            `prompt`, and the row's `solution`, by default the last answer. `"dpo"` gives pairs, and `"kto"` the last
-            answer as `completion`, with the row's `kto_tag` or `label` as `label`.
+            `"sft"` gives whole conversations as `messages`. `"rl"` gives the messages before the last answer as
+            `prompt`, and the row's `solution` or else the last answer as `solution`. `"dpo"` gives pairs. `"kto"`
+            gives the last answer as `completion`, and the row's `kto_tag` or `label` as `label`.
         media_dir (`str` or `Path`, *optional*):
             Folder that relative paths start from, by default the file's folder.
 
@@ -285,7 +285,7 @@ def load_geo3k(
     Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
 
     The layout of https://huggingface.co/datasets/hiyouga/geometry3k is EasyR1's, see [`load_easyr1`]: `images`,
-    `problem`, `answer` (a number or an expression in LaTeX), and in its later version `id`, `choices` and
+    `problem`, `answer` (a number or an expression in LaTeX), and in the dataset's later version `id`, `choices` and
     `ground_truth` (the letter of the answer). The prompt doesn't contain the choices. The splits are `"train"`,
     `"validation"` and `"test"`. See [`load_conversations`] for the other arguments and the errors.
 
@@ -326,7 +326,8 @@ def load_video_r1(
 
     Args:
         task (`str`, *optional*, defaults to `"rl"`):
-            `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages`, whose answer is `process` and `solution`.
+            `"rl"` gives `prompt` and `solution`. `"sft"` gives `messages`, in which `process` and `solution` are the
+            answer.
         template (`str`, *optional*):
             Prompt with `{problem}` and `{options}`, one option per line.
         nframes, max_pixels (`int`, *optional*):
@@ -390,8 +391,8 @@ def load_preferences(
 
     A row has `question`, `chosen`, `rejected` and `image`. https://huggingface.co/datasets/openbmb/RLAIF-V-Dataset
     stores images in its rows; in https://huggingface.co/datasets/OpenGVLab/MMPR-v1.2, `image` is a path, a list of
-    paths, or missing. MMPR's `meta.json` names the files of its parts, and the share or repeats of each part; paths,
-    such as `MMPR-v1.2/images`, start from `media_dir`, the parent of MMPR's own folder.
+    paths, or missing. MMPR's `meta.json` names the file of each part, and which share of its rows to use or how often
+    to repeat them. Paths such as `MMPR-v1.2/images` start from `media_dir`, the parent of MMPR's folder.
 
     See [`load_conversations`] for the other arguments and the errors.
 
@@ -437,7 +438,8 @@ def load_omni_preference(
     The layout is that of https://huggingface.co/datasets/Omni-RRM/Omni-Preference, whose rows for reinforcement
     learning (`dataset_jsonl/<modality>/final_rl_data.jsonl`) have `messages`, the prompt of a judge that ends with a
     question and two candidates; `solution`, a JSON text with `better`, `score_A` and `score_B`; and `images`, `videos`
-    or `audios`, paths below the authors' `/data`. Names of sounds in rows differ in spaces from the file names.
+    or `audios`, paths below the authors' `/data`. Rows and files may spell the names of sounds with different
+    spaces.
 
     See [`load_conversations`] for other arguments and errors, and see [`load_preferences`] for `task` and `template`.
 
@@ -602,8 +604,8 @@ def _convert(
     answers: bool = False,
 ) -> Dataset:
     """
-    Returns a dataset of the columns that `convert` returns, the media, and the file's other columns, except for the
-    `inputs` of `convert` (`None` drops all). With `answers`, marks in answers of pairs may be places of media.
+    Returns a dataset of the columns that `convert` returns, the media, and the file's other columns except `inputs`
+    (`None` leaves out all other columns). With `answers`, marks in answers of pairs may be places of media.
     """
     rows, media = _read(path, split, media_dir, with_media, read)
     converted = [convert(row, index) for index, row in enumerate(rows)]
@@ -697,7 +699,7 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
 
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
-    """Returns the media of column `name` and its plural, with absolute paths, and moves the entries to the plural."""
+    """Returns the media in column `name` and its plural, with absolute paths. Moves entries to the plural column."""
     items, files, modality = [], [], name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
@@ -731,7 +733,7 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
 
 
 def _marks_answers(pair: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Returns whether marks in answers are places of media, that is, the row has a medium per mark of the pair."""
+    """Returns whether the row has one medium per mark of the pair, so that marks in answers are places of media."""
     texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
     counts = {modality: [text.count(f"<{modality}>") for text in texts] for modality in MODALITIES}
     return any(any(n[1:]) and sum(n) == len(row.get(f"{modality}s") or ()) for modality, n in counts.items())
@@ -785,7 +787,7 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
 
 
 def _options(ref: MediaRef) -> dict[str, Any]:
-    """Returns the options that a row stores in the dictionary of a medium, as rows of verl do."""
+    """Returns the options in the dictionary of a medium, such as verl's `{"video": path, "fps": 2}`."""
     item = ref.source if isinstance(ref.source, dict) else {}
     options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}
     if unknown := options.keys() - OPTIONS[ref.modality]:

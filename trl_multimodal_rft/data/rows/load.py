@@ -18,10 +18,10 @@ from ...paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Returns the rows of a split of a dataset, which is a file, a folder or on the Hub."""
+    """Returns the rows of a dataset's split. The dataset is a file, a folder or on the Hub."""
     path = local_path(name)
-    where = ", which is no local file or folder," if path is None and "://" not in name else ""
-    with reading(f"the dataset {name!r}{where}"):
+    hint = ", which is no local file or folder," if path is None and "://" not in name else ""
+    with reading(f"the dataset {name!r}{hint}"):
         if config is not None and path is not None and (path.is_file() or is_saved(path)):
             kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
             raise ValueError(f"{kind} has no configurations, so leave out {config!r}")
@@ -50,7 +50,7 @@ def check_separator(columns: Collection[str]) -> None:
 
 
 def only_split(name: str, config: str | None) -> str | None:
-    """Returns the only split of a local file or folder, as `datasets` names it, or `None` for all other datasets."""
+    """Returns the only split of a local file or folder, as `datasets` names it. Returns `None` for other datasets."""
     path = local_path(name)
     if path is None:
         return None
@@ -97,7 +97,7 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
     if path is None:
         return {"path": name}
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
-    if path.is_file():  # without `/.`, `datasets` would run a script of the folder's name
+    if path.is_file():  # without `/.`, `datasets` would run a script that is named like the folder
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved(path):
         folder = path if (path / "state.json").is_file() else path / split
@@ -110,7 +110,7 @@ def is_saved(path: Path) -> bool:
 
 
 def json_file(path: str | Path, pattern: str) -> Path | None:
-    """Returns the JSON file that holds the rows, `None` if `path` is a dataset."""
+    """Returns the JSON file that `path` names or contains, `None` if `path` is a dataset."""
     path = local_path(str(path)) or Path(path)
     if path.is_file():
         return None if path.suffix == ".parquet" else path
@@ -130,7 +130,7 @@ def read_json(file: Path) -> list[dict[str, Any]]:
 
 
 def read_video_questions(file: Path) -> list[dict[str, Any]]:
-    """Reads rows of Video-R1, or of IntentTrain's multiple-choice questions about videos, as rows of Video-R1."""
+    """Reads rows of Video-R1, or converts IntentTrain's multiple-choice questions about videos to such rows."""
     rows = read_json(file)
     if not any({"answer", "video"} & {*row} for row in rows):
         return rows

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows for a judge, made of pairs of completions, with each pair in both orders."""
+"""Pairs of completions: their checks, media in their answers, and rows for a judge with each pair in both orders."""
 
 import re
 from collections.abc import Collection
@@ -32,11 +32,11 @@ Answer B:
 
 Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
 _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
-# Marks of the places of media in texts
+# Marks of media in texts, such as `<image>`
 MARK = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
 _COLUMNS = ("prompt", *COMPLETIONS)
-# Column that is true for pairs whose `chosen` is no better than `rejected`
+# Column that is true for pairs of equally good completions
 TIE = "tie"
 
 
@@ -59,7 +59,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
 
     Raises:
         `ValueError`: If the dataset has no pairs, if the template doesn't have each field once, if an answer has
-            media, or if a message has something besides its text, which the judge would not get.
+            media, or if the judge would not get all of a message, such as its `reasoning`.
 
     Example:
     ```python
@@ -109,7 +109,7 @@ def check_pairs(dataset: Dataset) -> None:
 def read_answer(
     completion: str | list | None, column: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
-    """Returns the messages of a completion. Raises a `ValueError` unless the assistant writes the first."""
+    """Returns the messages of a completion. Raises a `ValueError` unless the first message is the assistant's."""
     messages = read_messages(completion, column, row, rules)
     if isinstance(completion, str):
         return [{**messages[0], "role": "assistant"}]
@@ -131,7 +131,7 @@ def put_answer_media(
     row: Row, ignored: Collection[str] = (), placeholders: Collection[str] = (), rules: MediaRules = DEFAULT_RULES
 ) -> Row:
     """
-    Moves the media of a pair's row into its messages if an answer holds any.
+    Moves the media of a pair's columns into its messages if an answer holds media or placeholders.
 
     Placeholders of `prompt`, `chosen` and `rejected`, in this order, take the media of columns in order.
 
@@ -159,7 +159,7 @@ def put_answer_media(
 
 
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises a [`MediaError`] for blocks of answers other than text and media, and for keys outside `keys`."""
+    """Raises a [`MediaError`] for blocks of answers that aren't text or media, and for keys outside `keys`, if set."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         unread = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # wait for workers that no signal ends, such as one that reads a hanging folder
+_END_SECONDS = 10.0  # seconds to wait for workers that no signal ends, as while they read a hanging folder
 
 
 class _Hanging(BrokenProcessPool):
@@ -35,11 +35,11 @@ class _Hanging(BrokenProcessPool):
 
 class PrefetchPool(Generic[T]):
     """
-    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads the row.
+    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads rows itself.
 
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
-    line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
-    little; these workers send bytes through a pipe.
+    line, which ends the run without naming the row. They also need shared memory for tensors, and containers have
+    little. The workers of this pool send bytes through a pipe.
 
     Args:
         read (`Callable`):
@@ -47,8 +47,9 @@ class PrefetchPool(Generic[T]):
         num_workers (`int`, *optional*, defaults to 1):
             Number of workers.
         patience (`Callable`, *optional*):
-            Function that returns the seconds that a row may take, by its index. Workers that finish no row in that
-            time, as in a decoder that hangs, are killed, and the row is read once more. Called only for late rows.
+            Function that returns the seconds that reading a row may take, by its index. If no worker finishes a row
+            in that time, as when decoders hang, all workers are killed, and the row is read once more. Called only for
+            late rows.
     """
 
     def __init__(self, read: Callable[[int], T], num_workers: int = 1, patience: Callable[[int], float] | None = None):
@@ -90,8 +91,7 @@ class PrefetchPool(Generic[T]):
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:
-        """Kills the workers, and closes the queue of results, in which the pool's thread would wait for the rest of a
-        row."""
+        """Kills the workers, and closes the queue in which the pool's thread would wait for the rest of a row."""
         for worker in self._workers:
             worker.kill()
         vars(results)["_writer"].close()
@@ -103,7 +103,7 @@ class PrefetchPool(Generic[T]):
             if self._pool is None:
                 continue
             if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
-                since = time.monotonic()  # workers are reading rows before this one
+                since = time.monotonic()  # workers are reading earlier rows
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
                 seconds = self._patience(row) if seconds is None and self._patience is not None else seconds
@@ -115,7 +115,7 @@ class PrefetchPool(Generic[T]):
         return job.result()
 
     def _isolate(self, row: int) -> bytes | None:
-        """Reads a row again, alone, after a worker died and the pool lost all rows, as the row may be the cause."""
+        """Reads a row again, alone, after a worker died. The pool lost all rows, and this row may be the cause."""
         other_rows = list(self._jobs)
         self.close()
         try:
@@ -153,7 +153,7 @@ class PrefetchPool(Generic[T]):
     def _fork(self, row: int) -> Future:
         """Starts the workers, and has them read a first row."""
         self._pool = ProcessPoolExecutor(self._num_workers, multiprocessing.get_context("fork"), _start, (self._read,))
-        gc.freeze()  # workers can't destroy tensors of the parent's GPU, so their collector must not find any
+        gc.freeze()  # workers can't free the parent's tensors on a GPU, so their garbage collector must not find any
         try:
             return self._pool.submit(_work, row)
         finally:
@@ -167,7 +167,7 @@ _read: Callable[[int], object]
 def _start(read: Callable[[int], object]) -> None:
     global _read
     _read = read
-    torch.set_num_threads(1)  # the parent's other threads don't exist here
+    torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # a launcher's signals to the whole group are handled by the parent
@@ -183,6 +183,6 @@ def _end_with_parent() -> None:
 def _work(row: int) -> bytes | None:
     result = _read(row)
     try:
-        return pickle.dumps(result, protocol=5)  # five times as fast as the default for tensors
+        return pickle.dumps(result, protocol=5)  # for tensors, five times as fast as the default
     except (pickle.PicklingError, TypeError, AttributeError):  # decoders can't be pickled
         return None

@@ -58,10 +58,10 @@ class _Unread:
     column: str
     path: str  # location in the column
     modality: str | None
-    several: bool  # whether a cell holds a list of media
+    is_list: bool  # whether a cell holds a list of media
     evidence: str  # how the media were recognized
-    certain: bool
-    everywhere: bool = True  # whether each cell that isn't empty holds such media
+    is_certain: bool  # `False` for texts that may only look like file names
+    in_every_cell: bool = True  # whether every cell that isn't empty holds such media
 
     @property
     def likely_modality(self) -> str | None:
@@ -72,7 +72,7 @@ class _Unread:
 
     def describe(self, columns: Collection[str]) -> str:
         modality = self.likely_modality
-        column = f"{modality}s" if self.several else modality
+        column = f"{modality}s" if self.is_list else modality
         if self.evidence == "blocks":
             remedy = "move them to 'prompt'"
         elif modality == "PDF":
@@ -99,22 +99,22 @@ def check_columns(
 ) -> str | None:
     """
     Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
-    to 16 rows, without decoding media, but not at rows of streams and of datasets with a transform.
+    to 16 rows, without decoding media. Doesn't look at rows of streams and of datasets with a transform.
 
     `reads` are the columns of messages, `takes` the model's modalities, and `extent` tells whether `dataset` is the
     whole dataset, its first rows, or some of its rows. `needs` maps options to the modalities that they change.
-    Prompts must have one of these modalities.
+    Prompts must have one of an option's modalities.
     """
-    features, rows, kinds = _look(dataset, reads, ignored)
+    features, rows, modalities = _inspect(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
-    kinds = kinds.union(
-        *(_media_of(row, reads, ignored) for row in (dataset if isinstance(dataset, Sequence) else rows))
+    modalities = modalities.union(
+        *(_row_modalities(row, reads, ignored) for row in (dataset if isinstance(dataset, Sequence) else rows))
     )
-    has_media = bool(kinds - {None})
+    has_media = bool(modalities - {None})
     if single_messages := [
         name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)
     ]:
@@ -129,7 +129,7 @@ def check_columns(
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
     other_columns = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     findings = [
-        _in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
+        _media_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
     ]
     unread = [media for media in findings if media is not None]
     media_columns, message = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], None
@@ -141,7 +141,7 @@ def check_columns(
                 "or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
-        certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
+        certain = any(media.is_certain or (media.in_every_cell and media.is_of(takes)) for media in unread)
         alone = certain and not (has_media or (extent == "first" and media_columns))
         layout = other_layout(sample)
         message = (
@@ -153,14 +153,12 @@ def check_columns(
         message += "" if layout is None else f" Or {prepared(layout)}."
         if alone and extent != "some":
             raise MediaError(message)
-    kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
-    is_known = columns and None not in kinds and not isinstance(dataset, IterableDataset)
-    for option, modalities in (needs or {}).items():
-        if is_known and not kinds.intersection(modalities):
-            held = ", ".join(sorted(kinds)) or "text alone"
-            message = (
-                f"{name}: {option} changes {' or '.join(sorted(modalities))}, and prompts hold {held}; remove it."
-            )
+    modalities |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
+    is_known = columns and None not in modalities and not isinstance(dataset, IterableDataset)
+    for option, targets in (needs or {}).items():
+        if is_known and not modalities.intersection(targets):
+            held = ", ".join(sorted(modalities)) or "text alone"
+            message = f"{name}: {option} changes {' or '.join(sorted(targets))}, and prompts hold {held}; remove it."
             if extent == "all":
                 raise ValueError(message)
     if media_columns and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
@@ -230,13 +228,15 @@ def check_ignored(columns: Collection[str] | None) -> None:
 
 
 def lists_columns(dataset: Rows) -> bool:
-    """Returns whether columns are known before reading rows, unlike with a transform or a stream without features."""
+    """Returns whether columns are known before rows are read. Transforms and streams without features hide them."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], set]:
+def _inspect(
+    dataset: Rows, reads: Collection[str], ignored: Collection[str]
+) -> tuple[dict[str, Any], list[dict], set]:
     """Returns the features of a dataset, text columns of some rows, and modalities of prompts (`None`: unknown)."""
     if not lists_columns(dataset):
         return {}, [], set()
@@ -250,49 +250,52 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
         filled = {c for c in filled & features.keys() if len(empty_rows(dataset, c)) < len(dataset)}
-        # Features show the media of other columns, and reading these would decode the media
-        texts = [c for c, entry in features.items() if _holds_text(entry) and not [*_in_feature(entry, c)]]
+        # Other columns aren't read, which would decode their media. Their features show the media.
+        texts = [c for c, entry in features.items() if _holds_text(entry) and not [*_media_in_feature(entry, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
-    kinds = {MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]}
+    modalities = {
+        MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]
+    }
     leaves = [entry for column in reads for entry in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
-        kinds |= {*MODALITIES}
-    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # until all rows are read
-    return features, rows, kinds | unknown | {block_modality(key) for key, _ in leaves if block_modality(key)}
+        modalities |= {*MODALITIES}
+    # JSON may hold media of any modality
+    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}
+    return features, rows, modalities | unknown | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
-def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
+def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
     """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
-    for path, modality, evidence in _in_feature(feature, column):
-        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
+    for path, modality, evidence in _media_in_feature(feature, column):
+        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
     media = [[*find_media(value, column)] for value in values]
-    everywhere = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
+    in_every_cell = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
-    for several, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
+    for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
             continue  # its feature was found above
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
-            return _Unread(column, path, modality, several, evidence, certain=False, everywhere=everywhere)
+            return _Unread(column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell)
         is_block = isinstance(medium, dict) and block_modality(medium.get("type")) is not None
         evidence = "blocks" if is_block else f"of type {type(medium).__name__}"
-        return _Unread(column, path, modality, several, evidence, certain=True)
+        return _Unread(column, path, modality, is_list, evidence, is_certain=True)
     return None
 
 
-def _in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[str, str | None, str]]:
+def _media_in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[str, str | None, str]]:
     """Yields the path and the modality of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
     if name in _FEATURES:
         yield path, _FEATURES[name], f"feature {name}"
     elif isinstance(feature, (List, LargeList)):
-        yield from _in_feature(feature.feature, path)
+        yield from _media_in_feature(feature.feature, path)
     elif isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys():
         yield path, "audio", "arrays with their rate"
     elif isinstance(feature, dict):
         for key, item in feature.items():
-            yield from _in_feature(item, path if key == "bytes" else f"{path}.{key}")
+            yield from _media_in_feature(item, path if key == "bytes" else f"{path}.{key}")
     elif isinstance(feature, Value) and "binary" in feature.dtype:
         yield path, None, "bytes"
 
@@ -302,7 +305,7 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
-def _media_of(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
+def _row_modalities(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
     """Returns the modalities of the media of a row, or all modalities if a medium doesn't show its own."""
     columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
     inside = [modality for c in reads if not isinstance(row.get(c), str) for _, modality, _ in find_media(row.get(c))]
