@@ -278,6 +278,17 @@ def test_pairs_with_an_unreadable_order_are_left_out():
     assert (pairs.metrics["skipped_rows"], pairs.metrics["rows"], pairs.metrics["flips"]) == (1, 2, 1.0)
 
 
+def test_tools_of_a_judge_count_in_both_orders():
+    """Also environments that fail in the second order alone."""
+    result = judged([["A"]] * 4, ["A", "B"] * 2)
+    names = ("tool_calls", "tool_failures", "unparsed_calls", "environment_failures", "ended_by")
+    for i, row in enumerate(result.rows):
+        row |= dict(zip(names, ([2], [1], [0], ["lost" if i == 1 else None], ["turns"]), strict=True))
+    measured = pair_result(result).metrics
+    assert measured["tools/call_frequency"] == 2 and measured["tools/failure_frequency"] == 0.5
+    assert measured["tools/environment_failures"] == 1 and measured["tools/ended_by_turns"] == 1
+
+
 def test_a_judge_that_prefers_a_position_flips():
     model, processor = load("qwen2_5_vl")
     head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
