@@ -154,19 +154,19 @@ class PolicyForward:
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
         """Returns the number of prompt tokens in packed rows that hold completions of these `lengths`."""
         prompts, lengths = by_context(prompts, lengths)
-        bins = [range(len(prompts))]
+        parts = [range(len(prompts))]
         if self.max_tokens is not None:
-            bins = split_by_tokens(prompts, lengths, self.max_tokens)
-            if self._keeps_prompts(model):  # chunks of a group share one forward of their prompt
-                ends = chunk_ends(prompts, bins)
-                bins = [rows for i, rows in enumerate(bins) if ends.get(i, (True, True))[0]]
-        parts = [
-            [rows[i] for i in part]
-            for rows in bins
-            for part in split_samples([prompts[j] for j in rows], self.fallbacks.isolate)
+            parts = split_by_tokens(prompts, lengths, self.max_tokens)
+            if self._keeps_prompts(model):  # only the first chunk of a group forwards the prompt
+                chunks = chunk_ends(prompts, parts)
+                parts = [part for i, part in enumerate(parts) if chunks.get(i, (True, True))[0]]
+        forwards = [
+            [part[i] for i in rows]
+            for part in parts
+            for rows in split_samples([prompts[j] for j in part], self.fallbacks.isolate)
         ]
         return sum(
-            count_tokens(trees_of(model, [prompts[i] for i in part], [lengths[i] for i in part])) for part in parts
+            count_tokens(trees_of(model, [prompts[i] for i in rows], [lengths[i] for i in rows])) for rows in forwards
         )
 
     # Scores
@@ -209,6 +209,7 @@ class PolicyForward:
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
 
         def score(index: int, part: ScoreRequest) -> Scores:
+            # Supervised completions are scored once, with the first part
             part = part if index == 0 else replace(part, supervised=None)
             return self._score_part(model, part, fallbacks)
 
@@ -239,7 +240,8 @@ class PolicyForward:
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
-        ends, n_parts = chunk_ends(prompts, parts), len(parts)
+        # By index of the parts that are chunks of a split group: whether they are the first and the last chunk
+        chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):
@@ -247,18 +249,20 @@ class PolicyForward:
         if n_parts == 1:
             return score(0, request)  # not `parts[0]`, which may have another order than the batch
         kept_prompts: dict[EncodedPrompt, KeptPrompt] = {}
-        for index in ends if keep_states and all(map(self._keeps_prompts, models)) else ():
+        for index in chunks if keep_states and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
+            # The forward of a kept prompt has no dummy prompts
             if prompt not in kept_prompts and not self.processes.dummies(model, [prompt]):
                 kept_prompts[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
         def part_score(index: int, part: list[int]) -> Scores:
-            kept_prompt = kept_prompts.get(prompts[part[0]].shared) if index in ends else None
-            states = None if kept_prompt is None else kept_prompt.states(*ends[index])
+            kept_prompt = kept_prompts.get(prompts[part[0]].shared) if index in chunks else None
+            states = None if kept_prompt is None else kept_prompt.states(*chunks[index])
             return score(index, replace(request.select(part), states=states))
 
         if torch.is_grad_enabled():
             return DeferredParts(part_score, parts, n_parts, device).joined()
+        # Surplus forwards repeat the last part
         scores = [part_score(i, part) for i, part in enumerate(parts + parts[-1:] * (n_parts - len(parts)))]
         return Scores.join(scores[: len(parts)], parts)
 
