@@ -362,8 +362,8 @@ class RowStream:
         formats = {(item.prompt is None, type(item.messages)) for item in read}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
-        # Converts prompts without media, and messages that a worker left out. A row with media comes first, as the first
-        # row sets the format
+        # Converts prompts without media, and messages that a worker left out. The first row sets the format, so a row
+        # with media comes first.
         indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
         with_media = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
         converted = self._messages([*with_media, *(read[i].row for i in indices)])[len(with_media) :]

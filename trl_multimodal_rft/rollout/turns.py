@@ -53,13 +53,13 @@ class Trajectory:
     history: list[dict[str, Any]]  # the conversation as input of the chat template
     logps: list[float | None] | None  # log-probabilities, if an engine samples
     mask: list[int]  # 0 on tokens of tool results
-    # Encoded tool results behind the current context, each with the index of its first token behind the context
+    # Encoded tool results that follow the current context, each with the number of tokens between context and result
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
     whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
     closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score tokens behind them
-    ends: list[int] = field(default_factory=list)  # index in `ids` behind the last token of each earlier context
+    ends: list[int] = field(default_factory=list)  # for each earlier context, the index in `ids` behind its last token
     sampled: list[Turn] = field(default_factory=list)
     # Numbers of `calls`, `failures` and turns with `unparsed` calls, and 1 for `length`, `turns` or `media` if that
     # limit ended the completion
