@@ -49,7 +49,7 @@ def training_obstacle(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     max_completion_length: int | None = None,
 ) -> str | None:
-    """Returns why a model can't be trained on completions of at most this length, or `None` if it can."""
+    """Returns why a model can't be trained on completions of up to `max_completion_length` tokens, else `None`."""
     if (refused := family_of(model).refused) is not None:
         return refused
     if getattr(model.config, "is_encoder_decoder", False):
@@ -185,9 +185,9 @@ class PolicyForward:
         than `max_tokens` is split into chunks of completions. Chunks share one forward of their prompt if the model
         allows it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
 
-        Completions outside the request's `rows` aren't forwarded. In padded parts, completions without tokens aren't
-        forwarded, either. Dummy prompts take the place of their media, so that all ranks run the same encoders. If the
-        context of a completion was rewritten, one row per context is forwarded.
+        Completions outside the request's `rows` aren't forwarded. With `max_tokens` and padded rows, completions
+        without tokens aren't forwarded, either. Dummy prompts take the place of their media, so that all ranks run the
+        same encoders. If the context of a completion was rewritten, one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
@@ -370,9 +370,9 @@ class PolicyForward:
 
 def _gather_head(policy: PreTrainedModel) -> None:
     """
-    Gathers the weight of the LM head, as TRL's fused head reads the weight without running the module, so that FSDP
-    doesn't gather it. If the fused head gathered the weight by itself, FSDP wouldn't reduce the gradient, and each
-    rank would train its shard only on its own completions.
+    Gathers the weight of the LM head for TRL's fused head, which reads the weight without running the module. If the
+    fused head gathered the weight by itself, FSDP wouldn't reduce its gradient, and each rank would train its shard
+    only on its own completions.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():
