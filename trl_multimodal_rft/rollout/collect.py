@@ -109,7 +109,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 
 def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
-    """Returns `first`, with the tool results of `prompt` if any. It must have as many tokens as `prompt.prompt`."""
+    """Returns `first`, with the tool results of `prompt` if any. `first` needs as many tokens as `prompt.prompt`."""
     if not isinstance(prompt, Conversation):
         return first
     if first is prompt.prompt:

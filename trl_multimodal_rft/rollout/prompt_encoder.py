@@ -31,7 +31,7 @@ class PromptEncoder:
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     for_engine: bool = False  # whether prompts are for vLLM, which takes decoded media and computes positions itself
-    # Function that returns the dtype for the features of new prompts, `None` for the processor's
+    # Function that returns the dtype for the features of new prompts, or `None` to keep the processor's dtype
     feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):

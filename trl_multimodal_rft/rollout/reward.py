@@ -186,7 +186,7 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
 
 
 def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collection[str], source: Source) -> None:
-    """Warns if all functions returned `None` for a completion. Completions with a failed environment don't count."""
+    """Warns of the first row with a completion without reward. Completions whose environment failed don't count."""
     completions = zip(rewards, source.row_indices, source.failures, strict=True)
     row = next((row for values, row, error in completions if error is None and {*values} == {None}), None)
     if row is not None:
@@ -212,7 +212,7 @@ def weighted_sum(
 ) -> torch.Tensor:
     """
     Returns the reward of each completion, `(N,)`: the weighted sum of its rewards by function, `(N, F)`, plus its
-    bonus, `(N,)`; NaN where no function applies.
+    bonus, `(N,)`. The reward is NaN where no function applies.
     """
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards = rewards if bonus is None else rewards + bonus

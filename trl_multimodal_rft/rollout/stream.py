@@ -238,12 +238,13 @@ class RowStream:
     # Batches of the run, counted from its first one
 
     @property
-    def _steps(self) -> tuple[int, int]:
+    def _step_counts(self) -> tuple[int, int]:
+        """Number of optimizer steps of the run, and of accumulated micro-batches per step."""
         return self._state().max_steps, self._args.gradient_accumulation_steps
 
     def batch_indices(self, start: int, n: int) -> range:
         """Returns the indices of at most `n` batches of the run, from `start` on."""
-        return self._batches.batch_indices(start, n, *self._steps)
+        return self._batches.batch_indices(start, n, *self._step_counts)
 
     def batch(self, batch_index: int) -> tuple[RowBatch, int]:
         """Returns a batch and the optimizer step that uses it, also if the loader hasn't yielded the batch yet."""
@@ -279,7 +280,7 @@ class RowStream:
         self._has_prompts = self._has_prompts or any(row.prompt is not None for row in read)
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
-                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._steps)
+                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
             self._pool.want([*self._coming_extra, *self._coming])
         return read
 
@@ -494,7 +495,7 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], row_indices: Sequence[in
 
 
 def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
-    """Returns the row index, or that of a replacement for a skipped row, the same on ranks with equal `skipped`."""
+    """Returns the row index, or a replacement if the row is skipped. Ranks with equal `skipped` get the same one."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:

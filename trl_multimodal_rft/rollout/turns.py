@@ -58,7 +58,7 @@ class Trajectory:
     whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
-    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score tokens behind them
+    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, for scoring the tokens behind them
     ends: list[int] = field(default_factory=list)  # for each earlier context, the index in `ids` behind its last token
     sampled: list[Turn] = field(default_factory=list)
     # Numbers of `calls`, `failures` and turns with `unparsed` calls, and 1 for `length`, `turns` or `media` if that
@@ -125,7 +125,7 @@ class ToolLoop:
         calling = [trajectory for trajectory in trajectories if trajectory.calls and trajectory.failure is None]
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            continuing = [trajectory for trajectory in calling if self._answer(trajectory)]
+            continuing = [trajectory for trajectory in calling if self._add_results(trajectory)]
             if not self.anyone(bool(continuing)):
                 return
             self._continue(continuing, trajectories[0].prompt)
@@ -134,8 +134,8 @@ class ToolLoop:
         for unfinished in calling:
             unfinished.counts["turns"] += 1
 
-    def _answer(self, trajectory: Trajectory) -> bool:
-        """Appends the results of a completion's calls, and returns whether they fit and the environment goes on."""
+    def _add_results(self, trajectory: Trajectory) -> bool:
+        """Calls tools and adds their results. Returns whether the results fit and the environment goes on."""
         encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
