@@ -542,7 +542,7 @@ class MultimodalTrainer(CheckpointMixin):
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """Computes the loss of a micro-batch, a scalar, and its metrics, from its scores."""
+        """Computes the scalar loss and the metrics of a micro-batch from its scores."""
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:

@@ -67,7 +67,7 @@ else:
 
 logger = get_logger(__name__)
 
-# Folder, in a checkpoint, of a reference that moves with the policy
+# Folder of a checkpoint with the reference, if it is synced with the policy
 _REFERENCE = "ref_model"
 
 
@@ -147,8 +147,8 @@ class CheckpointMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`, unless
-        `save_strategy` is "no"; a second Ctrl-C, or one in an interactive session, raises it at once. With
+        Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A
+        second Ctrl-C raises it at once, as does Ctrl-C in an interactive session or with `save_strategy="no"`. With
         `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the current
         step, without an error. No other run can train in the same `output_dir` meanwhile.
 
