@@ -196,7 +196,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         if group < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
         # TRL requires two completions per prompt for any estimator. So TRL's checks get one group of all completions
-        # of a process. All its other checks have the same result as for one completion per prompt.
+        # of a process. If the other checks pass for such a group, they would pass for one completion per prompt, too.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
