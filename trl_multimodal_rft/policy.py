@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of prompts and completions by a policy, its reference and its critic."""
+"""Scoring of completions by a policy, its reference and its critic, and the fallbacks of scoring and sampling."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -35,7 +35,8 @@ from .models.wrapped import is_unsharded, unwrapped
 # on a CPU, see `benchmarks/`.
 _WORTH_PACKING = 0.9
 
-# Type of layers with a sliding window over the completion alone. Only `generate` knows where the completion starts.
+# Type of layers whose sliding window covers only the completion. `generate` applies the window. `forward` can't, as it
+# doesn't know where the completion starts.
 _COMPLETION_WINDOW = "reference_sliding_attention"
 
 
@@ -48,7 +49,7 @@ def training_obstacle(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     max_completion_length: int | None = None,
 ) -> str | None:
-    """Returns the reason that a model can't be trained on completions up to a length, or `None` if it can."""
+    """Returns why a model can't be trained on completions of up to `max_completion_length` tokens, else `None`."""
     if (refused := family_of(model).refused) is not None:
         return refused
     if getattr(model.config, "is_encoder_decoder", False):
@@ -74,10 +75,13 @@ def training_obstacle(
 
 @dataclass
 class Fallbacks:
-    """Slower ways to exact scores and samples, if the fastest isn't exact; the self-check finds the needed ones."""
+    """
+    Choices between fast paths and slower fallbacks, for scoring and sampling. The defaults are the fast paths. The
+    self-check selects the fallback where a fast path isn't exact.
+    """
 
     packing: bool = True  # prompts are forwarded once for all their completions
-    isolate: Literal["media", "prompt"] | None = None  # what gets forwards of its own, see `completion_scores`
+    isolate: Literal["media", "prompt"] | None = None  # prompts with separate forwards, see `ScoreRequest`
     logits_from_model: bool = False  # log-probabilities come from the model's logits instead of the fused head
     shared_prefill: bool = True  # prompts are prefilled once for all their completions
     graph: bool = True  # a device graph, such as a CUDA graph, runs each decoding step where supported
@@ -85,23 +89,26 @@ class Fallbacks:
 
 @dataclass
 class Live:
-    """Objects that the training loop replaces. The trainer's attributes with these names read and set the fields."""
+    """
+    Models and state of a trainer, which the training loop replaces. The trainer's attributes `model`, `ref_model` and
+    so on are properties that read and set these fields.
+    """
 
-    trainer_name: str  # the trainer's class, in names of profiled blocks
-    report_to: list[str] = field(default_factory=list)  # services that log the seconds of profiled blocks
+    trainer_name: str  # name of the trainer's class, a prefix in logs of profiled blocks
+    report_to: list[str] = field(default_factory=list)  # trackers that log the durations of profiled blocks
     model: nn.Module = field(init=False)  # the policy, as prepared for training
-    model_wrapped: nn.Module = field(init=False)  # the policy in the wrappers of training engines
-    ref_model: nn.Module | None = None  # `None` if the reference is the policy without its adapter
+    model_wrapped: nn.Module = field(init=False)  # the policy with the wrappers of DDP, FSDP or DeepSpeed
+    ref_model: nn.Module | None = None  # `None` without a reference, or if the policy without its adapter is it
     critic: Critic | ValueHead | None = None
     state: TrainerState = field(default_factory=TrainerState)
 
     def profile(self, name: str) -> AbstractContextManager:
-        """Returns a context that logs the seconds of a block, as TRL does."""
+        """Returns a context that logs the duration of its block, as TRL does."""
         is_main, step = PartialState().is_main_process, self.state.global_step
         return ProfilingContext(f"{self.trainer_name}.{name}", self.report_to, is_main, step)
 
     def feature_dtype(self) -> torch.dtype | None:
-        """Returns the dtype in which all models take features of media, or `None` if they differ."""
+        """Returns the dtype of the policy, the reference and the critic, or `None` if their dtypes differ."""
         models = [model for model in (self.model, self.ref_model, getattr(self.critic, "model", None)) if model]
         weights = [filter(torch.is_floating_point, model.parameters()) for model in models]
         dtypes = {next(floating).dtype for floating in weights}
@@ -110,29 +117,29 @@ class Live:
 
 @dataclass
 class PolicyForward:
-    """Forwards that score completions, packed or padded, as engines and model families need them."""
+    """Computes scores of completions, in packed or padded rows, on one process or with DDP, FSDP or DeepSpeed."""
 
     accelerator: Accelerator | None = None  # the accelerator that prepared the models, if any
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # required with several processes
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    temperature: float = 1.0  # of log-probabilities from the model's logits, without the fused head
-    extra_outputs: tuple[str, ...] = ()  # further outputs from the model's logits
-    max_tokens: int | None = None  # maximum in one forward; larger batches are scored in parts
+    temperature: float = 1.0  # for log-probabilities without the fused head, which has a temperature of its own
+    extra_outputs: tuple[str, ...] = ()  # additional outputs computed from the model's logits, such as `is_top1`
+    max_tokens: int | None = None  # token budget of one forward; larger batches are scored in parts
 
     def __post_init__(self):
         self.processes = Processes(self.accelerator, self.processor)
         self._unreached: list[nn.Parameter] | None = None  # trained weights that no forward uses
 
     def unwrapped(self, model: nn.Module) -> PreTrainedModel:
-        """The model within wrappers of engine and adapter."""
+        """Returns the model without the wrappers of DDP, FSDP or DeepSpeed, and of its adapter."""
         return unwrapped(self.accelerator, model)
 
     def worth_packing(
         self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int, model: PreTrainedModel | None = None
     ) -> bool:
         """
-        Returns whether completions can be packed, and packed rows are sufficiently shorter than padded rows, with
-        `size` completions per forward. With the `model`, common prefixes of different prompts count once.
+        Returns whether packing is enabled and saves enough tokens, compared with padded rows, at `size` completions
+        per forward. If the `model` is given, common prefixes of different prompts count once.
         """
         if not self.fallbacks.packing:
             return False
@@ -145,60 +152,64 @@ class PolicyForward:
         return packed <= _WORTH_PACKING * padded
 
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-        """Returns the number of prompt tokens in the packed rows of completions with these lengths."""
+        """Returns the number of prompt tokens in packed rows that hold completions of these `lengths`."""
         prompts, lengths = by_context(prompts, lengths)
-        bins = [range(len(prompts))]
+        parts = [range(len(prompts))]
         if self.max_tokens is not None:
-            bins = split_by_tokens(prompts, lengths, self.max_tokens)
-            if self._keeps_prompts(model):  # chunks of a group share one forward of their prompt
-                ends = chunk_ends(prompts, bins)
-                bins = [rows for i, rows in enumerate(bins) if ends.get(i, (True, True))[0]]
-        parts = [
-            [rows[i] for i in part]
-            for rows in bins
-            for part in split_samples([prompts[j] for j in rows], self.fallbacks.isolate)
+            parts = split_by_tokens(prompts, lengths, self.max_tokens)
+            if self._keeps_prompts(model):  # only the first chunk of a group forwards the prompt
+                chunks = chunk_ends(prompts, parts)
+                parts = [part for i, part in enumerate(parts) if chunks.get(i, (True, True))[0]]
+        forwards = [
+            [part[i] for i in rows]
+            for part in parts
+            for rows in split_samples([prompts[j] for j in part], self.fallbacks.isolate)
         ]
         return sum(
-            count_tokens(trees_of(model, [prompts[i] for i in part], [lengths[i] for i in part])) for part in parts
+            count_tokens(trees_of(model, [prompts[i] for i in rows], [lengths[i] for i in rows])) for rows in forwards
         )
 
     # Scores
 
     def score(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks | None = None) -> Scores:
         """
-        Returns the requested scores of completions, `(B, C)`, differentiable where gradients are enabled.
+        Returns the requested scores of completions, `(B, C)`, with gradients if they are enabled.
 
-        `model` is the model that the accelerator prepared, with the fused head. Log-probabilities come from the
-        model's logits if the `fallbacks` say so (by default those of this object), or if the request has an engine's
-        `logit_bias`. This method sets the request's options of forwards: `isolate`, `min_forwards`,
-        `logits_temperature`, `extra_outputs` and `states`. One forward of the wrapper computes all scores of a part.
+        `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
+        `self.fallbacks` by default. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
+        if the request has a `logit_bias`, they come from the model's logits instead. This method sets the request's
+        fields `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states`.
 
-        Batches with more tokens than `max_tokens` are scored in parts. The caller then gets gradients by
-        [`~forward.token_budget.backward_by_parts`], from the field `deferred` of the scores. A group above this limit
-        is forwarded in chunks of completions. Chunks continue the kept states of their prompt if the model allows it,
-        see [`~forward.split_groups.KeptPrompt`], and repeat the prompt otherwise. Completions outside the request's
-        `rows`, or without tokens in padded parts, aren't forwarded; dummy prompts stand in for their media where ranks
-        must encode the same modalities. A completion with rewritten contexts is forwarded as a row for each.
+        A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
+        [`~forward.token_budget.backward_by_parts`], with the field `deferred` of the scores. A group with more tokens
+        than `max_tokens` is split into chunks of completions. Chunks share one forward of their prompt if the model
+        allows it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
+
+        Completions outside the request's `rows` aren't forwarded. With `max_tokens` and padded rows, completions
+        without tokens aren't forwarded, either. Dummy prompts take the place of their media, so that all ranks run the
+        same encoders. If the context of a completion was rewritten, one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
-        # Parts depend on the lengths; reading them makes the host wait
+        # Lengths are read only if parts depend on them, since reading them waits for the device
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
             scored = [i for i, length in enumerate(lengths) if length]
-            rows = scored if len(scored) < n else None  # a padded row without tokens costs as much as other rows
+            rows = scored if len(scored) < n else None  # a padded row costs the same without completion tokens
         if rows is not None:
             selected = request.select(rows)
             dummies = self.processes.dummies_for_rest(model, prompts, selected.prompts)
             request = selected.padded(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
-            # Whole sequences have no completions. Packed rows leave out last tokens, but for the auxiliary loss.
+            # With `whole`, no tokens follow the prompts. For the auxiliary loss, packed rows also hold the last token
+            # of each completion.
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
 
         def score(index: int, part: ScoreRequest) -> Scores:
+            # Supervised completions are scored once, with the first part
             part = part if index == 0 else replace(part, supervised=None)
             return self._score_part(model, part, fallbacks)
 
@@ -221,39 +232,42 @@ class PolicyForward:
         keep_states: bool,
     ) -> Scores:
         """
-        Returns scores of completions, in parts of at most `max_tokens` if their `lengths` are given. `score` takes the
-        index of a part and its request. With `keep_states`, the unwrapped `models` forward the prompt of a split group
-        once, and the requests of its parts hold the states of the prompt.
+        Returns scores of completions. If the `lengths` of the completions are given, they are scored in parts of at
+        most `max_tokens` tokens. `score` takes the index and the request of a part. With `keep_states`, the unwrapped
+        `models` forward the prompt of a split group once, and `states` of the requests for its chunks hold the result.
         """
         prompts, device = request.prompts, request.ids.device
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
-        ends, n_parts = chunk_ends(prompts, parts), len(parts)
+        # By index of the parts that are chunks of a split group: whether they are the first and the last chunk
+        chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
-            # Forwards with gradients or of sharded weights have collectives, so all ranks run as many parts
+            # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
         if n_parts == 1:
-            return score(0, request)  # a single part may have another order than the batch
+            return score(0, request)  # not `parts[0]`, which may have another order than the batch
         kept_prompts: dict[EncodedPrompt, KeptPrompt] = {}
-        for index in ends if keep_states and all(map(self._keeps_prompts, models)) else ():
+        for index in chunks if keep_states and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
+            # The forward of a kept prompt has no dummy prompts
             if prompt not in kept_prompts and not self.processes.dummies(model, [prompt]):
                 kept_prompts[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
         def part_score(index: int, part: list[int]) -> Scores:
-            kept_prompt = kept_prompts.get(prompts[part[0]].shared) if index in ends else None
-            states = None if kept_prompt is None else kept_prompt.states(*ends[index])
+            kept_prompt = kept_prompts.get(prompts[part[0]].shared) if index in chunks else None
+            states = None if kept_prompt is None else kept_prompt.states(*chunks[index])
             return score(index, replace(request.select(part), states=states))
 
         if torch.is_grad_enabled():
             return DeferredParts(part_score, parts, n_parts, device).joined()
+        # Surplus forwards repeat the last part
         scores = [part_score(i, part) for i, part in enumerate(parts + parts[-1:] * (n_parts - len(parts)))]
         return Scores.join(scores[: len(parts)], parts)
 
     def _keeps_prompts(self, model: PreTrainedModel) -> bool:
-        """Returns whether chunks of a group share a forward of their prompt, which sharded engines don't allow."""
+        """Returns whether chunks of a group share one forward of their prompt. Sharded weights don't allow it."""
         return keeps_states(model) and (self.accelerator is None or is_unsharded(self.accelerator))
 
     def _states(self, models: Sequence[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
@@ -264,8 +278,8 @@ class PolicyForward:
         self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
     ) -> Scores:
         """
-        Returns a reward model's scores of completions as `values` `(B, 1)`, differentiable where gradients are
-        enabled; see [`~forward.logprobs.completion_rewards`].
+        Returns the rewards of completions by a reward model, as `values` `(B, 1)`, with gradients if they are enabled.
+        See [`~forward.logprobs.completion_rewards`].
         """
         reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
@@ -278,28 +292,28 @@ class PolicyForward:
 
             with self.autocast():
                 tensors = self._as_one_forward(model, rewards)
-            return Scores(**self._reaching_all(model, tensors, part.states)).rows(slice(n))
+            return Scores(**self._reach_unused(model, tensors, part.states)).rows(slice(n))
 
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         return self._in_parts(score, model, [reward_model], request, lengths, keep_states=packed)
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
-        """Returns the scores of completions that fit into the token budget."""
+        """Returns the scores of one part of a batch."""
         n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
-        # Wrappers have hooks on the outputs of their forward, through which these must pass
+        # DDP and FSDP hook the outputs of their forward. Hidden states, values and divergences must pass these hooks.
         in_one_forward = request.hidden or not request.logps or request.target is not None
         logits_from_model = fallbacks.logits_from_model or request.logit_bias is not None
         temperature = self.temperature if logits_from_model else None
-        # Without a fused head, hidden states come with the logits
+        # Without the fused head, the value head gets its hidden states from the forward that computes the logits
         logps = request.logps or (logits_from_model and isinstance(critic, ValueHead))
-        head = {"logits_temperature": temperature, "extra_outputs": self.extra_outputs}
+        fields = {"logits_temperature": temperature, "extra_outputs": self.extra_outputs}
         supervised = n_supervised = None
         if request.supervised is not None:
             n_supervised = len(request.supervised)
             supervised = self._with_dummies(model, request.supervised, with_others=True)
-            supervised = replace(self._with_options(supervised, fallbacks), logit_bias=request.logit_bias, **head)
+            supervised = replace(self._with_options(supervised, fallbacks), logit_bias=request.logit_bias, **fields)
         request = self._with_options(self._with_dummies(model, request), fallbacks)
-        request = replace(request, logps=logps and request.target is None, **head)
+        request = replace(request, logps=logps and request.target is None, **fields)
         if needs_policy:
             _gather_head(policy)
 
@@ -316,16 +330,16 @@ class PolicyForward:
             splits = fallbacks.isolate is not None and isinstance(model, DistributedDataParallel)
             in_one_forward |= isinstance(critic, Critic) or supervised is not None or splits
             tensors = self._as_one_forward(model, score) if in_one_forward else score(model)
-        return Scores(**self._reaching_all(model, tensors, request.states)).rows(slice(n))  # without dummy prompts
+        return Scores(**self._reach_unused(model, tensors, request.states)).rows(slice(n))  # without dummy prompts
 
-    def _reaching_all(
+    def _reach_unused(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
     ) -> dict[str, torch.Tensor]:
-        """Adds a zero that depends on weights that no forward uses, as DDP would wait for their gradients."""
-        # Of a group's chunks, only the last, at which gradients are synchronized, reaches encoders
-        reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
+        """Adds 0 times the trained weights that no forward uses, since DDP would wait for their gradients."""
+        # Only the last chunk of a split group reaches the encoders, and gradients are synchronized at that chunk
+        reaches_encoders = states is None or self.accelerator is None or self.accelerator.sync_gradients
         is_ddp = isinstance(model, DistributedDataParallel)
-        if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
+        if is_ddp and reaches_encoders and torch.is_grad_enabled() and not model.find_unused_parameters:
             name = next(key for key in ("logps", "divergences", "values") if key in tensors)
             if self._unreached is None:
                 self._unreached = unreached_parameters(model, list(tensors.values()))
@@ -334,31 +348,31 @@ class PolicyForward:
         return tensors
 
     def _with_options(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
-        """Returns a request with the options that split completions over forwards."""
+        """Sets the prompts with separate forwards, and the number of forwards that all ranks must run."""
         n_forwards = self.processes.n_forwards(request.prompts, fallbacks.isolate)
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
     def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_others: bool = False) -> ScoreRequest:
-        """Adds dummy prompts without a completion, which don't affect other prompts, see [`Processes.dummies`]."""
+        """Adds dummy prompts for encoders that other ranks run, without completions, see [`Processes.dummies`]."""
         return request.padded(self.processes.dummies(model, request.prompts, with_others))
 
     def _as_one_forward(
         self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Calls a function with a model's forward, within the forward of its wrapper, as engines need it."""
+        """Calls `function` with the model's forward, within one forward of the wrapper, so that its hooks run once."""
         module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return _ForwardRedirection()(model, module, lambda: function(module.forward))
 
     def autocast(self) -> AbstractContextManager:
-        """Returns the context of mixed precision."""
+        """Returns the accelerator's context for mixed precision."""
         return nullcontext() if self.accelerator is None else self.accelerator.autocast()
 
 
 def _gather_head(policy: PreTrainedModel) -> None:
     """
-    Gathers the weight of the LM head, which TRL's fused head reads although the module never runs. If the fused head
-    gathered the weight, its gradient wouldn't be reduced, and each rank would train its shard on its own completions
-    alone.
+    Gathers the weight of the LM head for TRL's fused head, which reads the weight without running the module. If the
+    fused head gathered the weight by itself, FSDP wouldn't reduce its gradient, and each rank would train its shard
+    only on its own completions.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

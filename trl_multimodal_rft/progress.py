@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Progress bars, shown only in a terminal or a notebook, and messages between them."""
+"""Progress bars for terminals and notebooks, and messages above the bars."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether this is the main process, in a notebook or a terminal rather than a log."""
+    """Returns whether this is the main process, and a notebook or a terminal shows its output."""
     return os.environ.get("RANK", "0") == "0" and (in_notebook() or sys.stderr.isatty())
 
 
@@ -32,6 +32,6 @@ def write(*lines: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Prints a message about a step of some seconds, such as the start of a command, if someone watches."""
+    """Prints, in a notebook or a terminal, that a step of some seconds begins, such as the start of a command."""
     if is_watched():
         tqdm.write(f"{text} ...", file=sys.stderr)

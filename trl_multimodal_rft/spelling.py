@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Names of options, keys, arguments and functions: suggestions for unknown names, and settings behind names."""
+"""Suggestions for unknown names, parsing of names with settings such as `f(a=1)`, and checks of option values."""
 
 import ast
 import difflib
@@ -118,7 +118,7 @@ def check_settings(
 ) -> None:
     """
     Raises a `ValueError` about unknown settings, and about values that the function's annotations exclude, see
-    [`check_value`]. The valid_names settings are `names`, by default the function's parameters without `**kwargs`.
+    [`check_value`]. Valid settings are `names`, by default the function's parameters without `**kwargs`.
     """
     parameters = inspect.signature(function).parameters
     valid_names = (
@@ -173,8 +173,8 @@ def _kinds(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
     Raises a `ValueError` about a value that an annotation excludes. Checked annotations are `Literal["a", "b"]`,
-    `bool`, `int`, `float`, `Annotated[float, "[0, 1)"]` for a number within an interval, and `list[float]` for finite
-    numbers, all also with `| None`. Other annotations allow any value.
+    `bool`, `int`, `float`, `Annotated[float, "[0, 1)"]` for a number within an interval, `list[float]` for finite
+    numbers, and their unions with `None`. Other annotations allow any value.
     """
     kinds, interval = _kinds(annotation)
     if value is None and (NoneType in kinds or interval is None):
@@ -241,7 +241,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
 
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
-    """Raises `ValueError` about names in use, as a second function would silently replace the first one."""
+    """Raises `ValueError` if a name is registered already, as the new function would silently replace the old one."""
     if duplicates := sorted({*names} & {*used}):
         raise ValueError(
             f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."

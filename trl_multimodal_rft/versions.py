@@ -209,7 +209,7 @@ def missing_parts() -> dict[str, str]:
 @lru_cache
 def check_versions() -> None:
     """
-    Warns if an installed package is newer than the tested ones. vLLM is checked where it samples.
+    Warns if an installed package is newer than the tested ones. vLLM is checked when it samples.
 
     Raises:
         ImportError: If a package is too old, or is newer and lacks names or parameters that this package uses.

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The console of a run: trained parts, the first example, and one line per log."""
+"""Console output of a run: the parts of the model, the first example, and one line per log."""
 
 import math
 import re
@@ -59,8 +59,8 @@ class CompactLogCallback(TrainerCallback):
     The callback replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and
     `log_history` keep all metrics.
 
-    Trainers of this package have this callback. While they have it, they remove transformers' callbacks that print
-    logs when training begins.
+    Trainers of this package add this callback. When training begins, a trainer that has it removes the callbacks of
+    transformers that print logs.
 
     Example:
     ```python
@@ -73,8 +73,8 @@ class CompactLogCallback(TrainerCallback):
     def __init__(self):
         self.needs_example = True
         self._trainer_name: str | None = None  # `None` once the parts of the model are shown
-        self._since = 0.0  # start of the time that isn't in `_seconds` yet
-        self._seconds, self._steps = 0.0, 0  # of training since the last line
+        self._since = 0.0  # time up to which `_seconds` counts
+        self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
         self._bars: dict[str, tqdm] = {}  # of training and of an evaluation
         self._table: NotebookTrainingTracker | None = None  # in a notebook, in place of lines and the bar of training
 
@@ -137,7 +137,7 @@ class CompactLogCallback(TrainerCallback):
         rejected_ids: Sequence[int] | None = None,
     ) -> None:
         """
-        Shows the input and output, or target, of the model once per run. Trainers call this method with an example.
+        Shows one example per run: the model's input, and its output or target. Trainers call this method.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
@@ -155,7 +155,7 @@ class CompactLogCallback(TrainerCallback):
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
             rejected_ids (`Sequence[int]`, *optional*):
-                Token ids of the other answer of a pair.
+                Token ids of the rejected answer of a pair.
         """
         if not self.needs_example:
             return
@@ -267,7 +267,7 @@ def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Returns a line per part of a model, from its counts of all and trained parameters, and a line of totals."""
+    """Returns one line per part of a model, given its numbers of all and trained parameters, and a line of totals."""
     total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():
@@ -314,7 +314,7 @@ def prompt_text(
     placeholders: Mapping[str, set[int]],
     media: Mapping[str, Sequence[str | None]],
 ) -> str:
-    """Decodes token ids, with `<audio: 13 tokens, 0.62 s>` in place of the placeholders of a medium."""
+    """Decodes token ids. A text such as `<audio: 13 tokens, 0.62 s>` replaces the placeholders of a sound."""
     ids, spans = list(map(int, input_ids)), []
     for modality, tokens in placeholders.items():
         descriptions = media.get(modality, ())
@@ -333,8 +333,9 @@ def prompt_text(
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
     """
-    Returns the spans of placeholders, one per medium if there are enough gaps. The largest gaps separate media;
-    smaller gaps, such as ends of rows or times of frames, are inside a medium.
+    Returns the (start, stop) spans of placeholders, one per image, sound or video if there are enough gaps between
+    placeholders. The largest gaps separate media. Smaller gaps are inside of an image or a video, such as the ends of
+    an image's rows or the times of a video's frames.
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
     gaps = [(after - before, i) for i, (before, after) in enumerate(zip(indices, indices[1:], strict=False))]
@@ -400,7 +401,7 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Returns a label, with the dataset's name if there are several, and the main metrics of an evaluation."""
+    """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
     names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
     pattern = f"eval_(?:{re.escape(names[0])}_)?(.+)" if names else "eval_(.+)"
     plain = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}

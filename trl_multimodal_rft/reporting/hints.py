@@ -15,8 +15,8 @@ logger = get_logger(__name__)
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Returns the number of steps and the reward of each reward function that gave all completions of a run the same
-    reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
+    Returns the reward functions that gave all completions of a run the same reward, each with the number of steps and
+    the reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
     """
     constant = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
@@ -33,7 +33,10 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 
 class EqualRewardsHint(TrainerCallback):
-    """A callback that warns once if all rewards (with `by_steps`, advantages) stay equal, and once per function."""
+    """
+    Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function. With
+    `by_steps`, it only warns once if all advantages stay 0.
+    """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
         self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
@@ -42,8 +45,8 @@ class EqualRewardsHint(TrainerCallback):
 
     def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
-        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Logged
-        rewards don't tell, because RLOO's include the KL penalty, as in TRL.
+        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. The logged
+        rewards can't show this, because RLOO's logged rewards include the KL penalty, as in TRL.
 
         Shapes: `rewards` and `live` (whether the group has a signal) `(N,)`, of all ranks.
         """

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Stages that turn rows into prompts, also under a view of their media, and sampled ids into completions."""
+"""Stages of a rollout: encoding rows as prompts, also under a view of their media, and adding sampled completions."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ def collect(
         )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
-    # Groups are counted over all ranks, since one may straddle ranks
+    # Groups are counted over all ranks, since a group may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts, messages = [], source.messages
     if encodes_text or any(next(iter_refs(prompt), None) is not None for prompt in messages):
@@ -109,7 +109,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 
 def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
-    """Returns `first` with the tool results of `prompt`, if any. `first` must be as long as `prompt.prompt`."""
+    """Returns `first`, with the tool results of `prompt` if any. `first` needs as many tokens as `prompt.prompt`."""
     if not isinstance(prompt, Conversation):
         return first
     if first is prompt.prompt:
@@ -143,7 +143,7 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Returns lists of numbers as a tensor `(N, C)`, padded on the right, with `C` a multiple of `multiple`."""
-    longest = max([1, *map(len, rows)])  # a batch without tokens gets one column, which no mask counts
+    longest = max([1, *map(len, rows)])  # a batch without tokens gets one column, which masks exclude
     longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 

@@ -20,7 +20,7 @@ from ..views.views import View
 
 @dataclass
 class PromptEncoder:
-    """Encoder of the prompts of rows for a model."""
+    """Encodes the prompts of rows for a model."""
 
     model: Any  # unwrapped
     processor: Any
@@ -31,7 +31,7 @@ class PromptEncoder:
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     for_engine: bool = False  # whether prompts are for vLLM, which takes decoded media and computes positions itself
-    # Function that returns the dtype for the features of new prompts, `None` for the processor's
+    # Function that returns the dtype for the features of new prompts, or `None` to keep the processor's dtype
     feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -68,7 +68,7 @@ class PromptEncoder:
         return self.encode(prompt, row.row_index)
 
     def encode_teachers(self, row: Row) -> EncodedPrompt | None:
-        """Returns a teacher's encoded prompt of a row, or `None` if it has no media or is the student's prompt."""
+        """Returns the encoded prompt of a row's teacher, or `None` if it has no media or is the student's prompt."""
         if not reads_apart(row):
             return None
         (prompt,) = self.messages([row], TEACHER)
@@ -77,7 +77,7 @@ class PromptEncoder:
     def encode(
         self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
     ) -> EncodedPrompt:
-        """Returns the encoded prompt of a row, with media under `view`. `sampled`: the policy wrote a part of it."""
+        """Encodes the prompt of a row, with media under `view`. `sampled` says that the policy wrote a part of it."""
         encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,
@@ -95,11 +95,11 @@ class PromptEncoder:
         return encoded
 
     def checked_observation(self, content: str | list, label: str) -> str | list:
-        """Returns an environment's text or blocks, checked as `special_tokens_in_text` says, by default `"raise"`."""
+        """Applies `special_tokens_in_text`, by default `"raise"`, to an environment's text or blocks."""
         return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 
     def checked(self, prompt: Any, row: int) -> Any:
-        """Returns a prompt with checked control tokens. Raises `ValueError` if a completion can't follow it."""
+        """Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn."""
         ends_with_answer = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
         if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
             raise ValueError(

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of a rollout's completions, and signal, metrics and advantages from the rewards of all ranks."""
+"""Rewards of a rollout's completions, and advantages and metrics, computed from the rewards of all ranks."""
 
 from asyncio import AbstractEventLoop
 from bisect import bisect_right
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 # Added to standard deviations before divisions, as in TRL
 _EPS = 1e-4
 
-# Number of a completion's first turns whose mean rewards are logged
+# Mean rewards are logged for this many turns of a completion, from the first turn on
 _SHOWN_TURNS = 8
 
 
@@ -44,7 +44,7 @@ def checked_functions(
     template_kwargs: dict[str, Any],
     media_rules: MediaRules,
 ) -> dict[str, Callable]:
-    """Returns reward functions by name, with checks of arguments and results. Reward models read texts."""
+    """Returns reward functions by name, with checks of their arguments and results. Reward models get plain text."""
     readers = [name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)]
     check_readers(readers, rollout.source.messages, rollout.source.completions)
     failures = {"failures": rollout.source.failures}
@@ -82,8 +82,8 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
 def only_waits(reward_func: Callable) -> bool:
     """
     Returns whether a thread may call a reward function while the policy is trained. The function must be async, or
-    have a true attribute `only_waits`, as functions that ask servers have. Other functions may use collectives,
-    signals or the device.
+    have a true attribute `only_waits`, like functions that ask servers. Other functions may use collectives, signals
+    or the device.
     """
     return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
 
@@ -114,8 +114,8 @@ def reward_rollout(
     early: EarlyRewards | None = None,
 ) -> dict[str, list[float | None]]:
     """
-    Returns the rewards of completions by function, `None` where the environment failed. Calls the functions as TRL
-    does, with media as in the dataset and with `kwargs`, except for the functions whose rewards are in `early`.
+    Returns the rewards of completions by function, `None` where the environment failed. Functions get TRL's arguments
+    and `kwargs`, with media as the dataset has them. Functions whose rewards are in `early` aren't called again.
     """
     arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
     for key, *entry in early.logged:
@@ -186,7 +186,7 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
 
 
 def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collection[str], source: Source) -> None:
-    """Warns of the first row with a completion without failure for which every function returned `None`."""
+    """Warns of the first row with a completion without reward. Completions whose environment failed don't count."""
     completions = zip(rewards, source.row_indices, source.failures, strict=True)
     row = next((row for values, row, error in completions if error is None and {*values} == {None}), None)
     if row is not None:
@@ -212,7 +212,7 @@ def weighted_sum(
 ) -> torch.Tensor:
     """
     Returns the reward of each completion, `(N,)`: the weighted sum of its rewards by function, `(N, F)`, plus its
-    bonus, `(N,)`; NaN where no function applies.
+    bonus, `(N,)`. The reward is NaN where no function applies.
     """
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards = rewards if bonus is None else rewards + bonus
@@ -272,8 +272,9 @@ def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
 ) -> Estimates:
     """
-    Returns rewards normalized per function and group, summed, then normalized over the batch, as TRL does for
-    `multi_objective_aggregation="normalize_then_sum"`; 0 in groups in which no function's rewards differ.
+    Returns advantages: rewards that are normalized per function and group, summed, and normalized over the batch, as
+    TRL does for `multi_objective_aggregation="normalize_then_sum"`. If the rewards of each function are equal in a
+    group, its advantages are 0.
 
     Shapes: `rewards_per_func` `(N, F)`.
     """
@@ -297,9 +298,9 @@ def keep_estimates(rollout: Rollout, estimates: Estimates, accelerator: Accelera
 
 def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:
     """
-    Returns stepwise advantages with the flags of their groups. A group has signal if any advantage isn't 0, as
-    completions with equal sums of rewards may have advantages, and completions with different sums none. Shapes:
-    `rewards` `(N,)`.
+    Returns stepwise advantages with the flags of their groups. A group has signal if any advantage isn't 0. Sums of
+    rewards don't decide this: completions with equal sums may have advantages, and completions with different sums may
+    have none. Shapes: `rewards` `(N,)`.
     """
     live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
     return Estimates(advantages, live, ~live & ~rewards.isnan())

@@ -43,7 +43,7 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _DROPPED = "Rows with nothing to learn after the cut at `max_length` are dropped, and counted in `media/skipped`."
 _NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# Number of rows that a stream counts as for a share `max_rows`, and limit of the search for its first readable row
+# Assumed number of rows of a stream, if `max_rows` is a share, and limit of the search for its first readable row
 _STREAM_LENGTH = 1000
 
 
@@ -52,12 +52,12 @@ class EncodedRow:
     """Row of a dataset and its prompt, one object for all completions of a group."""
 
     row_index: int
-    row: dict[str, Any]  # all columns; a medium is decoded when it is accessed
+    row: dict[str, Any]  # all columns; media are decoded when they are accessed
     stored: Row  # the same columns, with undecoded media
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
     prompt: EncodedPrompt | None = None  # `None` without media, as text is encoded with its batch
-    teachers: EncodedPrompt | None = None  # a teacher's prompt, if it differs; `None` also without media
+    teachers: EncodedPrompt | None = None  # a teacher's prompt; `None` without media, or if it is `prompt`
 
 
 class _Read(NamedTuple):
@@ -67,7 +67,7 @@ class _Read(NamedTuple):
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
     messages: Any = None  # messages of the prompt, made from this row alone
-    teachers: Any = None  # a teacher's own prompt
+    teachers: Any = None  # a teacher's prompt, if it isn't `prompt`
     teachers_decoded: Any = ()
 
 
@@ -76,7 +76,7 @@ class UnreadableRows:
     """Settings of the option `on_media_error`."""
 
     action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf]"] = 0.1  # limit of skipped rows; a share of the dataset if below 1
+    max_rows: Annotated[float, "[0, inf]"] = 0.1  # most rows that may be skipped; a share of the dataset if below 1
 
     def limit(self, n_rows: int) -> int:
         """Returns the number of rows that may be skipped in a dataset of `n_rows`."""
@@ -90,13 +90,15 @@ def unreadable_rows(option: str) -> UnreadableRows:
 
 class RowStream:
     """
-    Reader of the rows of a trainer's datasets or streams (`IterableDataset`s), with encoded prompts. In training,
-    other rows replace rows that can't be read.
+    Reads the rows of a trainer's datasets or streams (`IterableDataset`s), and encodes their prompts.
 
-    `encode` encodes the prompt of one row; it is `None` if environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes a teacher's prompt of
-    a row, if it differs. `columns` are the columns to keep, by default all. With `drops`, other rows also
-    replace rows that raise an [`~data.reading.refs.OverlongRow`], and evaluations leave such rows out.
+    `encode` encodes the prompt of one row. It is `None` if environments or `rollout_func` make prompts. `messages`
+    converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teachers` encodes
+    the prompt of a row for a teacher. `columns` are the columns to keep, by default all.
+
+    With `on_media_error="skip"`, rows that can't be read are skipped. With `drops`, rows that raise an
+    [`~data.reading.refs.OverlongRow`] are skipped. In training, other rows replace skipped rows. Evaluations leave
+    them out.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class RowStream:
         metrics: Any,
         state: Callable[[], TrainerState],
     ):
-        self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
-        self._lost: dict[int, str] = {}  # skipped rows at the start of a stream, until a batch records them
+        self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
+        self._lost: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
         self._skips = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
@@ -132,7 +134,7 @@ class RowStream:
         self._has_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming: list[int] = []  # row indices of the next batches
         self._coming_extra: list[int] = []
-        # Rows that can't be read, for each dataset that was evaluated
+        # Errors of rows that can't be read, by row index, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class RowStream:
         return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Rows stay skipped, even if the error was a server's and might not occur again
+        # Rows stay skipped, even if the error was temporary, such as a server's
         self.skipped, self._n_extra = state["skipped"], state["n_extra"]
         if self.sampler is not None and state["difficulty"] is not None:
             self.sampler.load_state_dict(state["difficulty"])
@@ -181,7 +183,7 @@ class RowStream:
         self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, get_skipped)
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
-            # Workers return no messages, as a pickled `MediaRef` becomes a text; `_complete` converts them again
+            # Workers leave out messages, as a pickled `MediaRef` becomes a text; `_complete` makes the messages again
             self._pool = PrefetchPool(
                 lambda index: self._encoded(rows[index])._replace(messages=None),
                 n_workers,
@@ -193,8 +195,8 @@ class RowStream:
         self, dataset: Any, completions: int, sampler: Callable[[Any], Any], shuffle: bool = False, **options
     ) -> DataLoader:
         """
-        Returns a loader of [`RowBatch`]es to evaluate. If rows may be skipped, it first reads all rows once, to leave
-        out the skipped ones. `sampler` is for datasets, `shuffle` for streams.
+        Returns a loader of [`RowBatch`]es to evaluate. If rows may be skipped, all rows are first read once, to find
+        the rows to leave out. `sampler` applies to datasets, and `shuffle` to streams.
         """
         args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
         if isinstance(dataset, IterableDataset):
@@ -236,25 +238,26 @@ class RowStream:
     # Batches of the run, counted from its first one
 
     @property
-    def _steps(self) -> tuple[int, int]:
+    def _step_counts(self) -> tuple[int, int]:
+        """Number of optimizer steps of the run, and of accumulated micro-batches per step."""
         return self._state().max_steps, self._args.gradient_accumulation_steps
 
     def batch_indices(self, start: int, n: int) -> range:
         """Returns the indices of at most `n` batches of the run, from `start` on."""
-        return self._batches.batch_indices(start, n, *self._steps)
+        return self._batches.batch_indices(start, n, *self._step_counts)
 
     def batch(self, batch_index: int) -> tuple[RowBatch, int]:
-        """Returns a batch, even before the loader yields it, and the optimizer step that uses it."""
+        """Returns a batch and the optimizer step that uses it, also if the loader hasn't yielded the batch yet."""
         return self._batches.batch(batch_index), self._batches.step(
             batch_index, self._args.gradient_accumulation_steps
         )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
-        """Restores the row indices of batches from a checkpoint, as rows that were skipped later might change them."""
+        """Restores the row indices of batches from a checkpoint, since rows skipped meanwhile would change them."""
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
-        """Returns rows that come from no loader, as [`EncodedRow`]s without prompts."""
+        """Converts rows that no loader yielded to [`EncodedRow`]s without prompts."""
         return self._complete([_Read(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)])
 
     def _select_columns(self, dataset: Dataset) -> Dataset:
@@ -277,21 +280,21 @@ class RowStream:
         self._has_prompts = self._has_prompts or any(row.prompt is not None for row in read)
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
-                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._steps)
+                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
             self._pool.want([*self._coming_extra, *self._coming])
         return read
 
     def _read(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
-        """Returns the row of each completion, read once per group. In training, replaces rows that can't be read."""
+        """Returns the row of each completion, read once per group. In training, other rows replace skipped rows."""
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         row_indices = [*map(_row_index, batch.keys)]
         starts_group = [
             i == 0 or (first + i) % completions == 0 or row_indices[i] != row_indices[i - 1] for i in range(len(batch))
         ]
         skipped_errors, lost = self._skips if training else (), dict[int, str]()
-        read: dict[int, _Read] = {}  # by the position in the batch at which a group begins
+        read: dict[int, _Read] = {}  # by the batch index at which a group begins
         while True:
             failed: dict[int, str] = {}
             if training:
@@ -360,7 +363,8 @@ class RowStream:
         formats = {(item.prompt is None, type(item.messages)) for item in read}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
-        # Converts prompts without media, and messages that a worker left out. A first row with media sets the format.
+        # Converts prompts without media, and messages that a worker left out. The first row sets the format, so a row
+        # with media comes first.
         indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
         with_media = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
         converted = self._messages([*with_media, *(read[i].row for i in indices)])[len(with_media) :]
@@ -373,7 +377,7 @@ class RowStream:
     def _replacement(self, key: Any, lost: Collection[int]) -> Any:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        # Not `self.skipped`, as another row may have the index of a skipped row in a stream's next epoch
+        # Not `self.skipped`, as in a stream's next epoch, another row may have the index of a skipped row
         return self._last_row if key.row_index in lost else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -415,7 +419,7 @@ class RowStream:
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
-        """Returns the errors of unreadable rows of a dataset to evaluate. Each rank reads a part, once per dataset."""
+        """Returns the errors of unreadable rows of an evaluation dataset. Each rank reads a part of the rows, once."""
         if not self._skips or self._encode is None:
             return {}
         if dataset not in self._unreadable:
@@ -437,7 +441,7 @@ class RowStream:
 
 
 class _Unindexed:
-    """Dataset of a loader whose batch sampler yields whole batches, which it returns unchanged."""
+    """Dataset for a loader whose batch sampler yields whole batches, not indices. It returns them unchanged."""
 
     def __init__(self, n_rows: int | None):
         self._n_rows = n_rows
@@ -454,7 +458,7 @@ class _Unindexed:
 def _batch_loader(batches: Any, n_rows: int | None = None, collate_fn: Callable | None = None) -> DataLoader:
     dataset: Any = _Unindexed(n_rows)
     loader: Any = DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
-    loader.set_epoch = batches.set_epoch  # before transformers 5.17, `Trainer` looks for it in the loader alone
+    loader.set_epoch = batches.set_epoch  # before transformers 5.17, `Trainer` looks for it only in the loader
     return loader
 
 
@@ -491,7 +495,7 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], row_indices: Sequence[in
 
 
 def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
-    """Returns a row index, or a replacement if the row is skipped, the same on all ranks that skip the same rows."""
+    """Returns the row index, or a replacement if the row is skipped. Ranks with equal `skipped` get the same one."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:

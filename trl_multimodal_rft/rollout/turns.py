@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Completions of several turns, in which tools are called. Their results, media included, are appended to the completion,
-or become a part of a context that replaces everything that the model has read so far.
+Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. If
+the context is rewritten, they are in the new context instead, which replaces all that the model has read so far.
 """
 
 import asyncio
@@ -47,24 +47,24 @@ _DEEPEST = 100  # limit on the nested levels of a call's arguments
 class Trajectory:
     """State of a completion while tools are called."""
 
-    prompt: EncodedPrompt  # the prompt, or the context that replaced it last
+    prompt: EncodedPrompt  # the prompt, or the latest context that replaced it
     ids: list[int]  # ids of the completion
     messages: list[dict[str, Any]]  # the assistant's messages, calls included, and the tools' results
     history: list[dict[str, Any]]  # the conversation as input of the chat template
-    logps: list[float | None] | None  # log-probabilities of an engine
+    logps: list[float | None] | None  # log-probabilities, if an engine samples
     mask: list[int]  # 0 on tokens of tool results
-    # Encoded tool results since the context was rewritten, each with its index in the tokens behind the context
+    # Encoded tool results that follow the current context, each with the number of tokens between context and result
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
     whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
-    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score tokens behind them
-    ends: list[int] = field(default_factory=list)  # index in `ids` behind the tokens of each earlier context
+    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, for scoring the tokens behind them
+    ends: list[int] = field(default_factory=list)  # for each earlier context, the index in `ids` behind its last token
     sampled: list[Turn] = field(default_factory=list)
     # Numbers of `calls`, `failures` and turns with `unparsed` calls, and 1 for `length`, `turns` or `media` if that
     # limit ended the completion
     counts: Counter[str] = field(default_factory=Counter)
-    failure: Exception | None = None  # error with which the environment couldn't go on
+    failure: Exception | None = None  # error after which the environment couldn't go on
     environment: Any = None  # may rewrite contexts
     tools: dict[str, Callable] = field(default_factory=dict)  # by name
     index: int = 0  # batch index in the rollout
@@ -109,13 +109,14 @@ class ToolLoop:
     branches: Branches  # caches of the completions, which later turns continue
     max_length: int  # most tokens of a completion, tool results included
     max_turns: float  # most turns with tool results
-    max_media: int | None  # most media in a completion
+    max_media: int | None  # most media of tools in a completion
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
     max_context_media: int | None = None  # most media in a context; earlier media are left out
-    # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
+    # Most tokens of a prompt and its completion in vLLM, `None` if transformers samples. vLLM takes decoded media and
+    # computes positions itself
     engine_length: int | None = None
-    # Function that returns whether a condition holds on any rank, if ranks must sample equally often
+    # Function that returns whether a condition holds on any rank, or `bool` if ranks may sample on their own
     anyone: Callable[[bool], bool] = bool
     loop: Any = None  # event loop of async tools
 
@@ -124,7 +125,7 @@ class ToolLoop:
         calling = [trajectory for trajectory in trajectories if trajectory.calls and trajectory.failure is None]
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            continuing = [trajectory for trajectory in calling if self._answer(trajectory)]
+            continuing = [trajectory for trajectory in calling if self._add_results(trajectory)]
             if not self.anyone(bool(continuing)):
                 return
             self._continue(continuing, trajectories[0].prompt)
@@ -133,8 +134,8 @@ class ToolLoop:
         for unfinished in calling:
             unfinished.counts["turns"] += 1
 
-    def _answer(self, trajectory: Trajectory) -> bool:
-        """Appends the results of a completion's calls, and returns whether they fit and the environment goes on."""
+    def _add_results(self, trajectory: Trajectory) -> bool:
+        """Calls tools and adds their results. Returns whether the results fit and the environment goes on."""
         encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
@@ -181,7 +182,7 @@ class ToolLoop:
         return max(map(len, tokenizer_of(self.encoder.processor).get_vocab()))
 
     def _new_context(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Returns a new context after results, if the environment or the limit of media changes it, else `None`."""
+        """Returns the messages of a rewritten context, or `None` if the context stays and the results are appended."""
         rewrite, limit = getattr(trajectory.environment, "get_context", None), self.max_context_media
         if rewrite is None and limit is None:
             return None
@@ -333,7 +334,7 @@ def parse_assistant_turn(
 
 
 def has_unparsed_call(tokenizer: PreTrainedTokenizerBase, ids: list[int], message: dict[str, Any]) -> bool:
-    """Returns whether a turn begins a tool call, but its message has none: TRL takes as text what it can't parse."""
+    """Returns whether a turn begins a tool call that TRL couldn't parse, and left as text in the message."""
     template = getattr(tokenizer, "response_template", None) or {}
     calls = template.get("fields", {}).get("tool_calls", {})
     pattern = re.escape(calls.get("open", "")) or calls.get("open_pattern", "")
@@ -343,7 +344,7 @@ def has_unparsed_call(tokenizer: PreTrainedTokenizerBase, ids: list[int], messag
 
 
 def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[dict[str, Any]]:
-    """Returns first turns as messages, with their calls if the tokenizer can parse them."""
+    """Returns the first turns of completions as messages, with tool calls if the tokenizer can parse them."""
     tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         return [{"role": "assistant", "content": text} for text in texts_of(rollout, ids, tokenizer)]
@@ -370,7 +371,7 @@ def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokeni
 def run_turns(
     rollout: Rollout, ids: list[list[int]], logps: list[list[float | None]] | None, loop: ToolLoop
 ) -> list[Trajectory]:
-    """Continues completions after their first turns, `ids`, until none ends with a call."""
+    """Continues completions after their first turns, `ids`, until none ends with a tool call."""
     source = rollout.source
     trajectories = [
         Trajectory(
@@ -411,13 +412,13 @@ def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> 
 
 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
-    """Returns the prompt with which the tokens behind a trajectory's context are scored."""
+    """Returns the prompt for scoring the tokens behind a trajectory's current context."""
     prompt, whole = trajectory.prompt, trajectory.whole
     return prompt if whole is None else with_media(model, prompt, trajectory.media, whole)
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
-    """Returns checked messages of an environment, with references in place of new media."""
+    """Checks messages that `get_context` returned, and returns them with references in place of new media."""
     are_messages = isinstance(messages, list) and all(
         isinstance(message, dict)
         and (isinstance(message.get("content"), (str, list)) or message.get("role") == "assistant")
@@ -457,7 +458,7 @@ async def _gather(coroutines: list) -> list[Any]:
 
 
 async def _settle(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of an async tool, or an error in place of an exit, which would end the event loop."""
+    """Returns the result of an async tool. An exit, which would end the event loop, becomes an error."""
     try:
         return await coroutine
     except SystemExit as error:

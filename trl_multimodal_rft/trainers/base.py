@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Base of the trainers that sample completions: its constructor around TRL's, stages of a rollout, micro-batches."""
+"""Base of the trainers that sample completions: the constructor, the stages of a rollout, and the update."""
 
 import functools
 import itertools
@@ -89,15 +89,15 @@ logger = get_logger(__name__)
 
 class MultimodalTrainer(CheckpointMixin):
     """
-    Base of the trainers that sample completions. Constructor, config, training loop, engines and names of metrics are
-    TRL's; rollout and loss are functions of a [`~rollout.rollout.Rollout`].
+    Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
+    are TRL's. The stages of a rollout fill a [`~rollout.rollout.Rollout`], whose micro-batches the loss gets.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
-    _scores: Scores | None = None  # of that micro-batch
+    _scores: Scores | None = None  # scores of `_micro_batch`
     _idle_critic: nn.Module | None = None  # critic that sampling doesn't use, so that it can be offloaded
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
-    _checked_step: int | None = None  # latest step after which weights were checked for sampling
+    _checked_step: int | None = None  # step at which the weights were last checked before sampling
     _trains_on_reference = True  # `False` if only rewards depend on the reference
     # Attributes that TRL's trainers set without types
     model = attribute_of("_live", "model")
@@ -214,7 +214,7 @@ class MultimodalTrainer(CheckpointMixin):
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
             self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
-        # 5. Samplers, which read the run. Changes of the models and callbacks follow, as callbacks read samplers
+        # 5. Samplers, which read the run, then changes of the models, then callbacks, which read samplers
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
@@ -478,7 +478,7 @@ class MultimodalTrainer(CheckpointMixin):
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns the next micro-batch, from a new rollout if the last is used up; in evaluation, a whole rollout."""
+        """Returns the next micro-batch, from a new rollout if the last is used up. Evaluation gets a whole rollout."""
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
@@ -512,10 +512,10 @@ class MultimodalTrainer(CheckpointMixin):
         return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """Prepares the micro-batch at `index`, counted over all epochs on a rollout; by default, does nothing."""
+        """Prepares the micro-batch at `index`, counted over all iterations. By default, does nothing."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Returns the loss of a micro-batch by `_compute_loss`; `max_tokens_per_microbatch` may split its forward."""
+        """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._micro_batch, self._scores = inputs, None
@@ -526,7 +526,7 @@ class MultimodalTrainer(CheckpointMixin):
             self._micro_batch = self._scores = None
         if deferred is None:
             return loss
-        # `training_step` divides only the loss of the last part by this number
+        # `training_step` divides only the last part's loss by this number
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return self._backward_by_parts(model, loss, deferred, divisor)
 
@@ -542,11 +542,11 @@ class MultimodalTrainer(CheckpointMixin):
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """Computes the loss of a micro-batch, a scalar, and its metrics, from its scores."""
+        """Computes the scalar loss and the metrics of a micro-batch from its scores."""
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores with gradients; on-policy, they are its old log-probabilities, too."""
+        """Computes a micro-batch's scores with gradients. On-policy, these are also the old log-probabilities."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
@@ -554,7 +554,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
             if not self.model.training:
                 self._log_engine([rollout])
-            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # now every old score is there
+            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # the last on-policy micro-batch
                 self._log_engine(self._buffered_inputs or ())
         return self._scores
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights and logits that aren't finite."""
+"""Checks of weights, gradients and logits that aren't finite."""
 
 import math
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from .multimodal_config import MultimodalArguments, check_range, check_sampling
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
 
-# Losses of papers, by name, that this config expresses by other options
+# Advice for names of losses from papers that this config expresses by other options
 _OTHER_OPTIONS = {
     "gspo": "set `importance_sampling_level='sequence'` and `loss_type='grpo'`",
     "ppo": "set `loss_type='grpo'`, whose ratios are clipped as PPO's, and `num_iterations` above 1",
@@ -29,7 +29,7 @@ _OTHER_OPTIONS = {
 
 @dataclass(frozen=True)
 class KLTarget:
-    """The option `kl_target`."""
+    """Value of the option `kl_target`, with its settings."""
 
     value: Annotated[float, "(0, inf]"]  # nats per token
     horizon: Annotated[int, "(0, inf]"] = 10000  # completions
@@ -195,8 +195,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if group < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
-        # TRL requires two completions per prompt, whatever the estimator. Its other checks get a group of all
-        # completions of a process instead: if they accept it, they would accept one completion per prompt, too.
+        # TRL requires two completions per prompt for any estimator. So TRL's checks get one group of all completions
+        # of a process. If the other checks pass for such a group, they would pass for one completion per prompt, too.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
@@ -249,7 +249,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.kl_in_loss
 
     def _check_loss(self) -> None:
-        # TRL checks both options only after sampling
+        # TRL checks `loss_type` and `importance_sampling_level` only after sampling
         if (name := split_settings(self.loss_type)[0]) not in LOSSES:
             if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
                 raise ValueError(f"`loss_type={name!r}` is spelled otherwise here: {option}.")
@@ -273,7 +273,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}`{condition} gives one per token. Use another estimator"
                 + (", or `kl_estimator='k3'`." if condition else ".")
             )
-        # TRL's constructor checks the mode only where it makes the engine
+        # TRL checks the mode only when its constructor starts the engine
         level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
         if self._corrects and not self.vllm_importance_sampling_mode.startswith(level):
             raise ValueError(

@@ -105,8 +105,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, if a processor, a reference or vLLM's model
-            must be loaded by the name of a model that has none, if dynamic sampling or replay can't exchange groups.
+        `ValueError`: If the processing class pads audio on the wrong side, if the model has no name by which to load
+            its processor, its reference or vLLM's weights, or if dynamic sampling or replay can't exchange groups.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -145,7 +145,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
-        # Sums over an optimizer step. At its end, the coefficients of KL divergence and entropy adapt to the sums
+        # Sums over an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
         self._kl_window = Window()
         self._entropy_window = Window()
         gather = functools.partial(gather_rows, self.accelerator)
@@ -208,7 +208,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _reward(self, rollout: Rollout) -> None:
         super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
-            # The last column is the length penalty, which alone doesn't make a completion scorable
+            # The last column is the length penalty. A completion without another reward gets no penalty, either
             rewards = require(rollout.rewards.per_func)
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
 
@@ -287,7 +287,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @contextmanager
     def _extra_time(self):
-        """Adds the seconds of scores that TRL doesn't compute to the metric `extra_scoring_time`."""
+        """Adds the seconds of its block, whose scores TRL doesn't compute, to the metric `extra_scoring_time`."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():
@@ -427,7 +427,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether this micro-batch updates the KL controller: only in the first iteration over a rollout."""
+        """Returns whether this micro-batch counts for the KL controller, as it is in a rollout's first iteration."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints

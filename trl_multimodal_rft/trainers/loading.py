@@ -70,7 +70,7 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 
 @contextmanager
 def loading_in_trl(by_name: bool):
-    """Raises if TRL loads incomplete weights. With `by_name`, hides TRL's warning that the model is instantiated."""
+    """Raises if TRL loads incomplete weights. With `by_name`, hides TRL's warning of unused `model_init_kwargs`."""
 
     def keep(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
@@ -111,7 +111,7 @@ def load_parts(
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> Loaded:
-    """Loads a model by its name, and a processor in place of `None`. Raises `ValueError` if they can't be trained."""
+    """Loads a model by its name, and a missing processor. Raises `ValueError` if the model can't be trained."""
     if hasattr(model, "model_for"):  # an actor of `lightrft`; the trainer takes its model
         model = model.model_for(args)
     by_name = isinstance(model, str)
@@ -186,7 +186,7 @@ IN_CONSTRUCTOR: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile
 @contextmanager
 def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
     """Replaces options and config entries that TRL's constructor reads, within the context."""
-    # The trainer starts the engine itself. If a reference is loaded, TRL must neither load one nor add its callback
+    # The trainer starts the engine itself. With a loaded reference, TRL mustn't load another or add a callback for it
     options = {**IN_CONSTRUCTOR, "use_vllm": False}
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
@@ -227,7 +227,7 @@ def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
 def enable_packing(
     accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
 ) -> bool:
-    """Lets completions share a forward of their prompt, and returns whether policy and reference support that."""
+    """Prepares models for packed rows, and returns whether the config asks for packing and all models support it."""
     models = [unwrapped(accelerator, model) for model in (policy, reference) if model is not None]
     for model in models:
         install_encoder_attention(model)
@@ -346,7 +346,7 @@ def with_media_reader(
     args: Any,
     template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
-    """Returns a [`RewardModel`], which reads media, for a model with a processor; other functions unchanged."""
+    """Wraps a model with a processor in a [`RewardModel`], which reads media. Returns other functions unchanged."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
     if is_peft_model(reward_func):  # TRL doesn't move such a model to the accelerator's device
@@ -398,7 +398,7 @@ def load_by_name(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    """Loads a model as TRL does, without a `device_map` if several processes run, which place the model themselves."""
+    """Loads a model as TRL does. Several processes get no `device_map`, as each one places its own copy."""
     options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config

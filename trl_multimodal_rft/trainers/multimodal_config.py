@@ -31,7 +31,7 @@ from .batches import batch_options, check_batches
 
 logger = logging.getLogger(__name__)
 
-# Base of the configs that inherit these arguments, as type checkers need it
+# For type checkers, the class that a config with these arguments extends
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Config
 else:
@@ -297,12 +297,12 @@ class SamplingArguments(MediaArguments):
     reads_steps = False  # whether advantages depend on the positions of rewards in a completion, not only on their sum
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
-    keeps_decoded = False  # whether decoded media have another reader than the sampler
+    keeps_decoded = False  # whether decoded media are kept for readers besides the sampler
     max_staleness = 0  # generation batches that are sampled ahead
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be JSON, too
-        names = batch_options(self)  # TRL fills in options
+        names = batch_options(self)  # before TRL fills in options
         try:
             super().__post_init__()
         except ValueError:

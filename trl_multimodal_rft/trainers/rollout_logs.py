@@ -156,7 +156,7 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
 
 
 class ReadMetrics(TrainerCallback):
-    """Callback that reads the metrics of an optimizer or evaluation step, before other callbacks log or save them."""
+    """Callback that reads pending metrics after an optimizer or evaluation step, before other callbacks log them."""
 
     def __init__(self, pending: PendingMetrics):
         self.pending = pending

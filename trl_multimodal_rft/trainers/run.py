@@ -103,7 +103,7 @@ class CompletionSettings:
 class Notices:
     """Record of checks and messages that a run doesn't repeat."""
 
-    unread_datasets: set[str]  # arguments of datasets whose rows are checked with the first batch
+    unread_datasets: set[str]  # names of datasets whose first batch is still to be checked
     positions: bool = False  # whether a warning of positions beyond the model's range was logged
     mode_after_tools: str | None = None  # last logged message about generation after tools
 
@@ -138,7 +138,7 @@ class Run:
         )
 
     def begin(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows, encoded by a loader or not, and notes it for the model card."""
+        """Returns the rollout of a batch of rows, and notes its columns and modalities for the model card."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
         rollout = self.collect(rows)
@@ -146,7 +146,7 @@ class Run:
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompts])
-        if prompts and not self.notices.positions:  # empty if `rollout_func` encodes them
+        if prompts and not self.notices.positions:  # else `rollout_func` encodes them
             self.notices.positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 

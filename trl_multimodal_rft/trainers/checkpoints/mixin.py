@@ -67,7 +67,7 @@ else:
 
 logger = get_logger(__name__)
 
-# Folder, in a checkpoint, of a reference that moves with the policy
+# Folder of a checkpoint with the reference, if it is synced with the policy
 _REFERENCE = "ref_model"
 
 
@@ -79,7 +79,7 @@ class CheckpointMixin(Trainer):
     interruption, bit for bit. Updates that aren't finite are skipped, and weights that aren't finite are not saved.
     """
 
-    # A trainer has to set the attributes that have no value here before it calls `_complete_parts`
+    # Before a trainer calls `_complete_parts`, it has to set the attributes that have no value here
     args: Any
     processing_class: Any
     accelerator: Any
@@ -90,7 +90,7 @@ class CheckpointMixin(Trainer):
     _policy: PolicyForward
     checks: Checks
     reward_func_names: Any = ()
-    _max_skipped = 5  # updates in a row without a finite gradient before an error
+    _max_skipped = 5  # most updates in a row that are skipped, as their gradient isn't finite
     _metrics: Any
     _stream: RowStream
     _train_loader: Callable[[], DataLoader]
@@ -118,9 +118,9 @@ class CheckpointMixin(Trainer):
 
     def _complete_parts(self) -> None:
         """
-        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. For
-        signals, transformers' callback is replaced, as it doesn't wait for the step to end. Raises a `TypeError` if
-        the trainer lacks an attribute that this class needs.
+        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. The
+        callback for signals replaces transformers' one, which doesn't wait for the step to end. Raises a `TypeError`
+        if the trainer lacks an attribute that this class needs.
         """
         if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
@@ -138,7 +138,7 @@ class CheckpointMixin(Trainer):
         return unwrapped(self.accelerator, model)
 
     def _save_without_repository(self) -> None:
-        """Saves the model and its card before the first push, for which a repository may be missing."""
+        """Saves the model and its card before the first push, in case the Hub refuses to create the repository."""
         if self.hub_model_id is None:
             self.save_model(_internal_call=True)
             self.create_model_card()
@@ -147,8 +147,8 @@ class CheckpointMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`, unless
-        `save_strategy` is "no"; a second Ctrl-C, or one in an interactive session, raises it at once. With
+        Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A
+        second Ctrl-C raises it at once, as does Ctrl-C in an interactive session or with `save_strategy="no"`. With
         `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the current
         step, without an error. No other run can train in the same `output_dir` meanwhile.
 
@@ -210,7 +210,7 @@ class CheckpointMixin(Trainer):
                 callback.on_train_end(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
-        """Tells the sampling engine, if there is one, that the weights may differ from those of the last step."""
+        """Makes the sampling engine load weights again. By default, does nothing, as there is no engine."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """Returns the checkpoint to resume from, the same on all processes. Raises `ValueError` if none is whole."""
@@ -250,7 +250,7 @@ class CheckpointMixin(Trainer):
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
-        freeze(self.model, self.args.freeze)  # loading or enabling an adapter makes all of it trainable
+        freeze(self.model, self.args.freeze)  # loading or enabling an adapter makes all its weights trainable
         optimizer = super().create_optimizer(model)
         check_rates(optimizer, self.lr_scheduler, self.args)
         self._group_parameters(is_new)
@@ -296,7 +296,7 @@ class CheckpointMixin(Trainer):
         return True
 
     def _load_parts(self, folder: Path) -> None:
-        """Loads the files that [`_save_parts`] saved, if weights aren't sharded; else the engine restores them."""
+        """Loads the files that [`_save_parts`] saved. With sharded weights, FSDP or DeepSpeed restores them."""
 
     def _load_state(self, folder: Path) -> None:
         if self._reference_moves:
@@ -345,7 +345,7 @@ class CheckpointMixin(Trainer):
             restore_ways(model, state.get("ways", {}).get(name, ()))
 
     def _forwarded_models(self) -> dict[str, PreTrainedModel]:
-        """Returns the policy, its reference or teacher, and a critic that is a whole model, by attribute name."""
+        """Returns the policy, its reference or teacher, and the model of a separate critic, by attribute name."""
         models = {"model": self.model, "ref_model": self.ref_model, "critic": getattr(self.critic, "model", None)}
         return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
@@ -416,7 +416,7 @@ class CheckpointMixin(Trainer):
                 for checkpoint in surplus_checkpoints(target, args.save_total_limit, needed):
                     if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
                         checkpoint.rename(temporary_folder / checkpoint.name)
-                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes leftovers
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes the rest
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             self._publish_checkpoint(target)
@@ -459,14 +459,14 @@ class CheckpointMixin(Trainer):
     # Publishing
 
     def _publish_checkpoint(self, folder: Path) -> None:
-        """Has transformers push a whole checkpoint, unless a push is in progress and `hub_always_push` isn't set."""
+        """Makes transformers push a whole checkpoint. During another push, does so only with `hub_always_push`."""
         args = self.args
         if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
         if is_running(self.push_in_progress):
             if not args.hub_always_push:
                 return
-            self._finish_current_push()  # the push uploads files that change now
+            self._finish_current_push()  # waits, as that push uploads files that change now
         for name in self._folders_of_model:
             if (folder / name).is_dir():
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
@@ -538,7 +538,7 @@ class CheckpointMixin(Trainer):
 
 
 class _RestoreState(TrainerCallback):
-    """Callback that restores state that transformers doesn't restore, after the optimizer and the schedule."""
+    """Callback that restores the rest of a run's state, after transformers has restored optimizer and schedule."""
 
     def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
         self.checkpoint, self.load = checkpoint, load
