@@ -383,7 +383,7 @@ def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch
 
 
 def _pad_after_ends(tokens: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
-    """Pads drawn tokens `(B, K)` after end-of-sequence tokens, and sets `finished` `(B,)` for rows that have one."""
+    """Pads tokens `(B, K)` after end-of-sequence tokens, and sets `finished` `(B,)` in rows with such a token."""
     is_end = torch.isin(tokens, ends)
     tokens.masked_fill_(finished[:, None] | (is_end.cumsum(1) > is_end), cast(int, pad))
     finished |= is_end.any(1)

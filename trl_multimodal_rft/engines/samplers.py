@@ -181,7 +181,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if ranks share an engine, or use servers: all ranks raise an error of a server."""
+        """`True` if ranks share an engine, or use servers, as all ranks raise a server's error."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(

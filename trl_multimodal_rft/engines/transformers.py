@@ -33,7 +33,7 @@ from .decoding import GraphedStep, TokenStep, decode, decodes, step_on, up_to_fi
 # Cache layers without keys; older versions of transformers lack the second class
 _WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
-# Common prefixes are prefilled first only if this leaves at most this share of all tokens to forward
+# Common prefixes are prefilled first if that reduces the tokens to forward to at most this share
 _WORTH_PREFILLING = 0.9
 
 # Completions in a cache, by batch index: the row in the cache, the prompt, and the sampled tokens that the cache holds

@@ -398,7 +398,7 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """Yields an event loop in a thread, as notebooks run another loop in this one; `None` without async functions."""
+    """Yields an event loop in a thread, as a notebook's main thread runs a loop; `None` without async functions."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

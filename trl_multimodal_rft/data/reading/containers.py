@@ -169,7 +169,7 @@ def _matroska(stream: BinaryIO, size: int) -> str | None:
     if header_size is None:
         return None
     stream.seek(header_size, 1)
-    if stream.read(4) != b"\x18\x53\x80\x67":  # the header is followed by no segment
+    if stream.read(4) != b"\x18\x53\x80\x67":  # no segment after the header
         return None
     length = _ebml_number(stream)
     return None if length is None else _shortfall(stream.tell(), length, size)

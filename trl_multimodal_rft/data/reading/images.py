@@ -26,7 +26,7 @@ _MOST_CHUNKS = 1_000_000  # limit on the number of chunks that are read from a P
 _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
 _SPARE = 2**20  # Pillow may read this number of bytes in addition to twice the data, as it reads some headers twice
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
-_JPEG_WORK = 2**36  # limit on pixels times bytes per decoding step of a JPEG; a scan of all pixels may have 30 bytes
+_JPEG_WORK = 2**36  # limit on pixels times bytes per decoding step of a JPEG; 30 bytes may encode all pixels
 
 
 class _ImageFile(Bounded):
@@ -140,7 +140,7 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
             while data and count < expected and not pixels.eof:
                 try:
                     count += len(pixels.decompress(data, 2**20))
-                except zlib.error:  # Pillow will raise an error for the pixels
+                except zlib.error:  # Pillow will raise the error
                     count = expected
                 data = pixels.unconsumed_tail
         if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:

@@ -159,7 +159,7 @@ def as_encoded(value: T) -> T:
 
 
 class Decoded:
-    """Proxy of a medium that its feature decodes on first use. It is an instance of the decoded object's class."""
+    """Proxy of a medium that its feature decodes on first use. For `isinstance`, it has the decoded object's class."""
 
     __slots__ = ("_medium", "_ref")
 
