@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Functions that join the token fields of prompts for one forward, and that compare prompts."""
+"""Functions that compare prompts, and that join their tokens and media for one forward."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from .prompts import EncodedPrompt
 
 
 def same_prompt(a: Any, b: Any) -> bool:
-    """Returns whether two prompts have equal messages and media. Media are compared by value, decoders by type."""
+    """Returns whether two prompts have equal messages and media. Media are compared by value, decoders by class."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -38,7 +38,7 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 
 def content_digest(messages: Sequence[dict[str, Any]]) -> str:
-    """Returns a hash of messages and of their media as stored; values of equal content and type have equal hashes."""
+    """Returns a hash of messages and their stored media. Equal content of equal types has the same hash."""
     text = json.dumps(messages, sort_keys=True, default=_for_json)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -60,13 +60,13 @@ def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[Enco
         first (`EncodedPrompt`):
             The first sequence, with the media that all sequences share.
         texts (`Sequence[list[int]]`):
-            Token ids of the sequences, with one placeholder for each of the media.
+            Token ids of all sequences, with one placeholder token per image, audio or video.
 
     Returns:
-        `tuple`: The common start as a prompt, and for each sequence the ids after it.
+        `tuple`: The common prefix as a prompt, and the ids of each sequence after the prefix.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if the ids after the common start aren't the end of `first`.
+        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `texts[0]` after it.
     """
     n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
     end = len(first) - len(texts[0]) + n
@@ -76,7 +76,7 @@ def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[Enco
 
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
-    """Continues a token field `(B, P, ...)` over new text by the rule of `generate`, to `(B, P + n_new, ...)`."""
+    """Extends a field of prompt tokens, such as `token_type_ids`, by `n_new` text tokens, to `(B, P + n_new, ...)`."""
     family = family_of(model)
     new = values[:, -1:]
     if name not in family.token_masks:
@@ -91,5 +91,5 @@ def padded(ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
-    """Joins the media of several prompts for one forward, see [`~encoding.media.join_tensors`]."""
+    """Joins the media of prompts for one forward, see [`~encoding.media.join_tensors`]."""
     return join_tensors(prompt.media for prompt in prompts)

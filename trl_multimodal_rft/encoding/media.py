@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media for a processor: pixel budgets, decoding, resizing by the processor's rules, joined tensors."""
+"""Media for a processor: pixel budgets, decoding, resizing by the processor's rules, and joined tensors."""
 
 import base64
 import io
@@ -47,16 +47,40 @@ if TYPE_CHECKING:
     from transformers.video_processing_utils import BaseVideoProcessor
 
 
+logger = logging.get_logger(__name__)
+
+# Key of `processor_kwargs` (see [`processor_outputs`]) for the sounds of videos, in the order of the videos
+SOUNDS = "sounds_of_videos"
+
+# Options of a block that apply to all models; other options of qwen-vl-utils apply to Qwen's models
+_BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
+
+# Options of a block that select the frames of its video
+_FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
+# Frame options of qwen-vl-utils. For other models, `max_frames` thins out the frames that the processor samples.
+_QWEN_ONLY = {"min_frames", "max_frames"}
+# Options of a block that set the size of frames
+_SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
+
+# Settings that a video processor doesn't pass to `sample_frames`
+_NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+
+# Frame rates within this factor count as equal, as rounding makes them differ
+_SAME_RATE = 1.5
+
+# Default frames per second of Qwen's models
+_QWEN_FPS = 2.0
+
 # Fewest tokens per image that Gemma 4's processor accepts
 _FEWEST_SOFT_TOKENS = 70
 
 
 def with_budgets(ref: MediaRef) -> MediaRef:
-    """Returns a reference with the options of its block, and with the budgets of its run where the block sets none."""
+    """Returns a reference with the run's budgets of pixels and frames. Options of its block take precedence."""
     block_options, rules = ref.options, ref.rules
     if ref.modality == "audio":
         return ref
-    # A limit of the block takes precedence over the opposite limit of the run
+    # A maximum of the block also lowers the minimum of the run, and a minimum of the block raises the maximum
     budgets: dict[str, Any] = {}
     if rules.min_pixels is not None:
         budgets["min_pixels"] = min(rules.min_pixels, block_options.get("max_pixels", math.inf))
@@ -72,19 +96,21 @@ def with_budgets(ref: MediaRef) -> MediaRef:
 
 def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int = 1) -> tuple[int, int]:
     """
-    Returns the size of an image within `min_pixels` and `max_pixels`, with its aspect ratio. New sizes are multiples
-    of `factor`, to which the processor rounds all sizes. The maximum prevails if no size is within both limits.
+    Returns an image's size within `min_pixels` and `max_pixels`, with the same aspect ratio.
+
+    If the size changes, its sides become multiples of `factor`, to which the processor rounds. If no such size is
+    within both limits, only `max_pixels` applies.
     """
     least, most = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
-    area, rounded = height * width, round(height / factor) * round(width / factor) * factor**2
-    if rounded > most:
+    area, rounded_area = height * width, round(height / factor) * round(width / factor) * factor**2
+    if rounded_area > most:
         scale = math.sqrt(most / area)
         sides = [max(1, math.floor(side * scale / factor)) * factor for side in (height, width)]
-        # The shorter edge of a long image has at least `factor` pixels, so that the longer edge must shrink further
+        # If the shorter edge was rounded up to `factor`, the longer edge must shrink further
         longer = sides.index(max(sides))
         sides[longer] = min(sides[longer], max(1, math.floor(most / sides[1 - longer] / factor)) * factor)
         return sides[0], sides[1]
-    if rounded < least:
+    if rounded_area < least:
         scale = math.sqrt(least / area)
         tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
         return (tall, wide) if tall * wide <= most else budgeted_size(tall, wide, {"max_pixels": most}, factor)
@@ -92,7 +118,7 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
 
 
 def size_factor(processor: "BaseImageProcessor | BaseVideoProcessor | None") -> int:
-    """Returns the factor, in pixels, to which an image or video processor rounds sizes; 1 if it rounds none."""
+    """Returns the step, in pixels, by which a processor rounds the sides of images or frames; 1 without rounding."""
     patch, merge = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     return patch * merge if isinstance(patch, int) and isinstance(merge, int) else 1
 
@@ -119,8 +145,8 @@ def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> l
 
 def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
     """
-    Returns arguments that keep an image processor within `most` pixels if it enlarges images to a canvas of its own.
-    They set its number of tiles, longest edge or number of tokens. Other processors only need smaller images.
+    Returns arguments that limit an image processor's tiles, longest edge or tokens, so that it uses at most `most`
+    pixels. Returns no arguments for processors that don't enlarge images: these only need smaller images.
     """
     if processor is None or most == math.inf:
         return {}
@@ -130,7 +156,7 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
     if (tokens := getattr(processor, "max_soft_tokens", None)) is not None:
         area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
         while tokens * area > most and tokens > _FEWEST_SOFT_TOKENS:
-            tokens //= 2  # the processor takes 70, 140, and so on
+            tokens //= 2  # the processor accepts only 70, 140, 280 and so on
         return {"max_soft_tokens": tokens}
     tile = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
     if tile is not None and size.get("longest_edge") is not None and size.get("shortest_edge") is None:
@@ -139,41 +165,16 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
     return {}
 
 
-logger = logging.get_logger(__name__)
-
-# Options of qwen-vl-utils that work for all models
-_BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
-
-# Options of a block that select the frames of its video
-_FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
-# Frame options that only qwen-vl-utils samples by; with other models, `max_frames` thins out sampled frames
-_QWEN_ONLY = {"min_frames", "max_frames"}
-# Options of a block that set the size of frames
-_SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
-
-# Settings that a video processor doesn't pass to `sample_frames`
-_NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
-
-# Key of the sounds of videos, in the order of the videos, in the `processor_kwargs` of [`processor_outputs`]
-SOUNDS = "sounds_of_videos"
-
-# Frame rates within this factor count as equal, as rounding makes them differ
-_SAME_RATE = 1.5
-
-# Default frames per second of Qwen's models
-_QWEN_FPS = 2.0
-
-
 def decode_media(
     refs: list[MediaRef], processor: Processor, audio_overlong: Literal["raise", "truncate"], view: View | None = None
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Decodes media for a processor. Returns media by the `id` of their references, and the `processor_kwargs`."""
+    """Returns decoded media, by the `id` of their references, and the `processor_kwargs` for them."""
     decoded: dict[int, Any] = {}
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
     budgeted = [with_budgets(ref) for ref in refs]
-    # Modalities to resize here, since the processor would resize either all media of a modality or none
+    # Modalities to resize here. The processor can only resize all media of a modality, or none.
     resized_here = {
         ref.modality
         for ref in budgeted
@@ -181,6 +182,7 @@ def decode_media(
         and ref.modality != "audio"
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
+    # Media of another row, which some views show
     other_media: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
     other_refs = [with_budgets(ref) for ref in (view.others if view else ())]
     for modality in dict.fromkeys(ref.modality for ref in other_refs):
@@ -245,7 +247,7 @@ def check_hears_videos(processor: Processor) -> None:
 
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
-    """Returns the frames per second at which the videos of a prompt are sampled, or `None` if unknown."""
+    """Returns the highest sampling rate of a prompt's videos, in frames per second, or `None` if none is known."""
     rates = {}
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
@@ -261,15 +263,15 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
 
 
 def _decode(
-    ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
+    ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized_here: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Returns decoded media and a video's metadata. The processor resizes modalities that aren't in `resized`."""
+    """Returns a decoded medium, resized if its modality is in `resized_here`, and the metadata if it is a video."""
     if ref.modality == "audio":
         return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
     if ref.modality == "image":
         if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
             raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
-        if "image" not in resized:
+        if "image" not in resized_here:
             return budgeted_image(
                 load_image(ref), ref.options, size_factor(getattr(processor, "image_processor", None))
             ), None
@@ -279,7 +281,7 @@ def _decode(
         with decoding(ref):
             image = {**options, "image": load_image(ref)}
             return vision.fetch_image(image, processor.image_processor.patch_size), None
-    if "video" in resized:
+    if "video" in resized_here:
         return _qwen_video(ref, processor)
     sampler, most = _frame_sampler(ref, processor), ref.options.get("max_frames")
     if most is not None and not holds_frames(ref):
@@ -289,10 +291,10 @@ def _decode(
 
 
 def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns a video, sampled and resized by the options of its block, or by the processor's rules where unset."""
+    """Returns a video and its metadata. Options of its block replace the processor's sampling and resizing."""
     video_processor, options = processor.video_processor, ref.options
     _check_fits_a_token(ref, video_processor)
-    # Defaults of the processor's call. Before transformers 5.23, the class of the call's arguments holds them.
+    # Default arguments of the processor's call. Before transformers 5.23, only a class of these arguments holds them.
     defaults = getattr(processor, "videos_kwargs", None)
     if defaults is None:
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("videos_kwargs", {})
@@ -317,7 +319,7 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
 def _resized_frames(
     video_processor: "Qwen2VLVideoProcessor", limits: SizeDict | dict[str, int], frames: np.ndarray, count: int
 ) -> np.ndarray:
-    """Resizes some frames `(N, H, W, 3)` of a video to the size that the processor gives to all its `count` frames."""
+    """Resizes frames `(N, H, W, 3)` of a video to the size that the processor would choose for all `count` frames."""
     if not video_processor.do_resize:
         return frames
     whole = video_processor.resize(
@@ -346,8 +348,8 @@ def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2
 
 def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
     """
-    Returns the limits of the pixels of one frame, if `size` bounds `count` frames together. An image is one frame. The
-    lower limit is at most the option `max_pixels`, and the upper limit at least the option `min_pixels`.
+    Returns the pixel limits of one frame, or of an image, if `size` limits the pixels of `count` frames together. The
+    options `max_pixels` and `min_pixels` take precedence over opposite limits.
     """
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
@@ -356,7 +358,7 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
 
 
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
-    """Returns the processor's sampling rate in Hz, and the duration in seconds that audio may have at most."""
+    """Returns the processor's sampling rate in Hz, and the maximum duration of audio in seconds, if it is limited."""
     rate = audio_rate(processor)
     if rate is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
@@ -365,7 +367,7 @@ def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | Non
 
 
 def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:
-    """Returns the processor's function that samples frames, or `None` to use the block's frames, or all frames."""
+    """Returns the processor's sampling of frames, or `None` to use all frames, or frames by the block's options."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
     frame_options = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
@@ -380,7 +382,7 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
 
 
 def frame_sampling(processor: Processor) -> dict[str, Any] | None:
-    """Returns the arguments by which a processor samples frames of a file, or `None` if it uses all frames."""
+    """Returns arguments for a processor to sample a video file's frames, or `None` if it uses all frames."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
@@ -391,17 +393,17 @@ def frame_sampling(processor: Processor) -> dict[str, Any] | None:
 def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
     """Returns messages with decoded media in place of their references."""
 
-    def block(part: dict[str, Any]) -> dict[str, Any]:
-        modality, value = part["type"], part.get(part["type"])
+    def with_medium(block: dict[str, Any]) -> dict[str, Any]:
+        modality, value = block["type"], block.get(block["type"])
         if not isinstance(value, MediaRef):
-            return part
+            return block
         medium = decoded[id(value)]
         if isinstance(medium, Path):
             return {"type": modality, "path": str(medium)}
         return {"type": modality, "base64" if isinstance(medium, str) else modality: medium}
 
     return [
-        {**message, "content": list(map(block, message["content"]))}
+        {**message, "content": list(map(with_medium, message["content"]))}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
@@ -410,11 +412,13 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
 
 def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """
-    Joins tensors of media by name, on any device: concatenated on the first dimension (rows of patches on the last),
-    right-padded on the others. Indices into another tensor are shifted by its length in earlier media.
+    Joins tensors of media by name, on any device.
+
+    Tensors are concatenated on the first dimension, tensors with all patches in one row on the last dimension. Other
+    dimensions are right-padded. Indices into another tensor are shifted by that tensor's length in earlier media.
     """
     collected: dict[str, list[torch.Tensor]] = {}
-    lengths: Counter[str] = Counter()  # of each tensor so far
+    lengths: Counter[str] = Counter()  # of each tensor in earlier media, over all dimensions except the last
     for tensors in media:
         for name, value in tensors.items():
             indexed = indexed_media(name)
@@ -430,7 +434,7 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors on one dimension and right-pads the others to the largest."""
+    """Concatenates tensors on dimension `dim`, and right-pads the other dimensions to the largest size."""
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loading and checks of a model's processor, and of control tokens in texts of rows and tools."""
+"""Loading and checks of a model's processor, and checks of texts for its control tokens."""
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
@@ -13,7 +13,11 @@ from ..families import AUDIO_EXTRACTORS
 from .model_folders import loading_errors
 
 
+logger = logging.get_logger(__name__)
+
 Processor = ProcessorMixin | PreTrainedTokenizerBase
+M = TypeVar("M", str, list)
+T = TypeVar("T")
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
@@ -21,16 +25,8 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
-def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
-    """Returns whether the last tokens of a completion contain one of the stop strings `texts`."""
-    if not texts or processor is None:
-        return False
-    tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
-    return any(text in str(tokenizer_of(processor).decode(tail)) for text, tail in tails)
-
-
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
-    """Loads a processor without options such as `padding_side`, which would reach other parts than its tokenizer."""
+    """Loads and checks a processor. Takes no options such as `padding_side`, which apply not only to tokenizers."""
     with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
@@ -42,12 +38,6 @@ def adopt_template(processor: Processor) -> None:
     """Copies the chat template of the tokenizer to a processor that has none."""
     if isinstance(processor, ProcessorMixin) and getattr(processor, "chat_template", None) is None:
         processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
-
-
-def audio_rate(processor: Processor) -> int | None:
-    """Returns the sampling rate in Hz of a processor that takes audio, or `None` for other processors."""
-    extractors = (getattr(processor, name, None) for name in AUDIO_EXTRACTORS)
-    return next((extractor.sampling_rate for extractor in extractors if extractor is not None), None)
 
 
 def check_processor(processor: Processor | None) -> None:
@@ -76,14 +66,22 @@ def _default_side(extractor: FeatureExtractionMixin | None) -> str | None:
         return extractor.padding_side
 
 
-logger = logging.get_logger(__name__)
+def audio_rate(processor: Processor) -> int | None:
+    """Returns the sampling rate in Hz of a processor that takes audio, or `None` for other processors."""
+    extractors = (getattr(processor, name, None) for name in AUDIO_EXTRACTORS)
+    return next((extractor.sampling_rate for extractor in extractors if extractor is not None), None)
 
-M = TypeVar("M", str, list)
-T = TypeVar("T")
+
+def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
+    """Returns whether the last tokens of a completion contain one of the stop strings `texts`."""
+    if not texts or processor is None:
+        return False
+    tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
+    return any(text in str(tokenizer_of(processor).decode(tail)) for text, tail in tails)
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Returns the control tokens of a tokenizer."""
+    """Returns the control tokens of a tokenizer, which are its special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
     added = added.values() if isinstance(added, dict) else ()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
@@ -97,8 +95,8 @@ def checked_text(
     tokens: Collection[str],
 ) -> str:
     """
-    Checks the characters and control tokens of a text, and returns it, without these tokens in mode `"strip"`. Raises
-    a [`MediaError`] for a lone surrogate, and for a control token in mode `"raise"`.
+    Checks a text for control tokens by `mode`, and returns the text, without the tokens in mode `"strip"`. Raises a
+    [`MediaError`] for a control token in mode `"raise"`, and for a lone surrogate in any mode.
     """
     try:
         text.encode()
@@ -133,7 +131,7 @@ def checked_text(
 
 
 def _without(text: str, tokens: Collection[str]) -> str:
-    """Removes tokens from a text, and tokens that appear when a removal joins their parts, in linear time."""
+    """Removes tokens from a text in linear time, also tokens that arise when other tokens are removed."""
     by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         by_end.setdefault(token[-1], []).append(token)
@@ -157,12 +155,13 @@ def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn",
 def checked_prompt(
     prompt: M, processor: Processor, mode: Literal["allow", "raise", "strip"] | None, row: int, column: str = "prompt"
 ) -> M:
-    """Applies [`checked_texts`] to a column of a row. A plain text may hold control tokens."""
-    allowed = "allow" if isinstance(prompt, str) else mode or "warn"
-    return checked_texts(prompt, processor, allowed, f"row {row}, column '{column}'")
+    """Applies [`checked_texts`] to a column of a row. A prompt without messages may hold control tokens."""
+    text_mode = "allow" if isinstance(prompt, str) else mode or "warn"
+    return checked_texts(prompt, processor, text_mode, f"row {row}, column '{column}'")
 
 
 def _map_texts(value: T, change: Callable[[str], str]) -> T:
+    """Applies `change` to nested texts. Joins consecutive text blocks first, as a token may be split between them."""
     if isinstance(value, str):
         return cast(T, change(value))
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoding loop over a KV cache of prompts, in place of that of transformers' `generate`, and its CUDA graphs."""
+"""Decoding loop over a KV cache of prompts, in place of the loop of `generate`, and CUDA graphs of its steps."""
 
 import functools
 import inspect
@@ -36,7 +36,18 @@ from ..forward.masks import KV_CACHE, POINTWISE_LAYERS
 
 logger = logging.getLogger(__name__)
 
-# Graphs of failed captures, kept alive because torch's allocator goes on calling their filter of streams
+# Number of tokens between checks for the end of all completions. A check synchronizes the host with the device.
+_TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
+
+# Options with which `generate` does more than draw from the last token's logits, and their neutral values
+_NEEDS_GENERATE = {
+    **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
+    **dict.fromkeys(("guidance_scale", "num_return_sequences"), (None, 1)),
+    **{"cache_implementation": (None, "hybrid"), "use_cache": (None, True)},
+}
+
+# Graphs of failed captures, kept alive as torch's allocator goes on calling their stream filters
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
@@ -46,20 +57,20 @@ class TokenStep:
     obstacle: str | None = None  # reason why the step isn't captured
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the output of a step: a tensor that the next step may overwrite."""
+        """Runs a step. Returns its output, which the next step may overwrite."""
         return step()
 
     def reset(self) -> None:
-        """Forgets a captured step, since buffers have moved or changed their shapes."""
+        """Forgets the captured step. Call this when buffers of the step have moved or changed their shapes."""
 
 
 class GraphedStep(TokenStep):
     """
     Runner that captures a decoding step, and replays it from then on.
 
-    The first step after a [`reset`] runs eagerly, since kernels are compiled and tuned by their first call. Steps that
-    can't be captured, such as steps that synchronize with the host, always run eagerly; `obstacle` has the reason.
-    Subclasses capture and replay on one type of device.
+    The first step after a [`reset`] runs eagerly, since kernels are compiled and tuned by their first call. If the
+    capture fails, for example because a step synchronizes with the host, all steps run eagerly, and `obstacle` has the
+    reason. Subclasses capture and replay on one type of device.
     """
 
     def __init__(self, device: torch.device):
@@ -74,10 +85,10 @@ class GraphedStep(TokenStep):
         if self._output is None:
             try:
                 self._output = self.capture(step)
-            except Exception as error:  # from the driver, from torch, or from code that synchronizes
+            except Exception as error:  # of the driver, of torch, or of a step that synchronizes
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
                 _warn(self.obstacle)
-                torch.clear_autocast_cache()  # casts that were captured didn't run
+                torch.clear_autocast_cache()  # captured casts have no values, as they didn't run
                 return step()
         self.replay()
         return self._output
@@ -96,7 +107,7 @@ class GraphedStep(TokenStep):
 
 @functools.cache
 def _warn(obstacle: str) -> None:
-    """Logs once why no step is captured."""
+    """Logs a reason why no step is captured, once per reason."""
     logger.warning(f"Tokens are sampled without a graph of the device: {obstacle}")
 
 
@@ -128,8 +139,8 @@ def _capture(
     step: Callable[[], torch.Tensor], pool: torch.cuda.MemPool, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
-    Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this keeps memory that torch's
-    allocator has cached, and lets other threads allocate meanwhile.
+    Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this function doesn't empty the
+    cache of torch's allocator, and other threads may allocate meanwhile.
     """
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -139,7 +150,7 @@ def _capture(
             output = step()
         except BaseException:
             _FAILED.append(graph)
-            with suppress(RuntimeError):  # the error says again that the capture failed
+            with suppress(RuntimeError):  # the second error only repeats that the capture failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -150,8 +161,8 @@ def _capture(
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """
-    Returns the stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that
-    multiplies matrices. This stream gets its workspace here, outside of any capture, so that no graph's pool holds it.
+    Returns the stream of all captures. The first matrix product on a stream allocates a workspace of cuBLAS, 33 MiB on
+    Hopper. This function runs one outside of captures, so that the workspace isn't in the memory pool of a graph.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -163,7 +174,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
-    Restores a device after a failed capture. Otherwise the allocator would go on to allocate from the pool, and the
+    Restores a device after a failed capture. Otherwise the allocator would go on allocating from the pool, and the
     random generator would raise errors until a capture succeeds.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -184,10 +195,10 @@ def step_on(device: torch.device) -> TokenStep:
 @contextmanager
 def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     """
-    Makes autocast cast each weight of the decoder and of the head once within the context, and keep the result.
+    Makes autocast cast each weight of the decoder and of the head only once within the context.
 
-    Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Nothing
-    may ask for gradients within the context. Casts that fill more than half of the free memory aren't kept.
+    Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Don't
+    compute gradients within the context. Has no effect if the casts would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
     modules = [model.get_decoder(), *([] if head is None else [head])]
@@ -214,18 +225,6 @@ def _free_bytes(device: torch.device) -> float:
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-# Number of tokens between checks for the end of all completions, as a check synchronizes the host with the device
-_TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
-
-# Options that make `generate` do more than draw from the last token's logits, and their neutral values
-_NEEDS_GENERATE = {
-    **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
-    **dict.fromkeys(("guidance_scale", "num_return_sequences"), (None, 1)),
-    **{"cache_implementation": (None, "hybrid"), "use_cache": (None, True)},
-}
 
 
 def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
@@ -266,8 +265,8 @@ def decode(
     """
     Samples completions of prompts that a cache holds, as `custom_generate` of transformers' `generate`.
 
-    It draws the random numbers that `generate` draws: the same seed gives the same tokens, and leaves the generator in
-    the same state. Completions that have ended leave the batch, unless their logits or the cache are requested.
+    A seed gives the same tokens, and the same final state of the random generator, as in `generate`. Completions that
+    have ended leave the batch, unless logits, scores or the cache are requested.
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
@@ -276,11 +275,11 @@ def decode(
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
         layout ([`~forward.decoding.Decoding`], *optional*):
-            Prompts that completions share in the cache.
+            Layout of a cache in which completions share their prompts.
         keeps (`bool`, *optional*):
-            Whether the caller needs the cache afterwards, with all tokens but the last.
+            Whether the caller needs the cache afterwards. It then holds all tokens except the last.
         in_step (`bool`, *optional*):
-            Whether ranks need each other's forwards, so that all ranks go on until the last rank has ended.
+            Whether ranks need each other's forwards. If so, all ranks go on until the last rank has ended.
         runs ([`~engines.decoding.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
         casts_once (`bool`, *optional*):
@@ -301,6 +300,7 @@ def decode(
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"], step["input_ids"] = _last_positions(step, cache), step["input_ids"].clone()
+    # `rows`: indices of the completions that are still in the batch, `None` for all
     finished, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
     random_states, interval = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
@@ -311,7 +311,7 @@ def decode(
     runs = TokenStep() if runs is None or layout is None or not layout.room else runs
 
     def forward() -> torch.Tensor:
-        """Returns the logits after the input tokens of `step`, whose inputs and positions change in place."""
+        """Advances the positions of `step` in place, and returns the logits after its input tokens."""
         step["position_ids"].add_(1)
         if layout is not None:
             layout.advance()
@@ -319,9 +319,9 @@ def decode(
 
     with shared, kernels.without_cudnn(), optimized, weights_cast_once(model) if casts_once else nullcontext():
         while True:
-            scores, before = logits, ids[:, :n]
-            for process in processors:  # `LogitsProcessorList` would inspect their signatures for each token
-                scores = process(before, scores)
+            scores, prefix = logits, ids[:, :n]
+            for process in processors:  # `LogitsProcessorList` would inspect all signatures for each token
+                scores = process(prefix, scores)
             for name, values in records.items():
                 values.append((logits if name == "logits" else scores).clone())
             token = ids[:, n : n + 1]
@@ -334,7 +334,8 @@ def decode(
             if n == stop or (n - start) % interval == 0:
                 if ends is not None:
                     _pad_after_ends(ids[:, n_checked:n], finished, ends, pad)
-                    n_left = int((~finished).view(groups, -1).sum(1).max())  # maximum over prompts
+                    # The maximum over prompts, as each prompt keeps an equal number of completions in the batch
+                    n_left = int((~finished).view(groups, -1).sum(1).max())
                     if n_left == 0:
                         surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
                         random.set_rng_state(random_states[-1 - surplus], *device_args)
@@ -358,7 +359,8 @@ def decode(
                 layout.grow(cache, min(2 * layout.room, stop - start))
                 runs.reset()
             step["input_ids"].copy_(token if rows is None else token[rows])
-            step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # a mask may be longer than the ids
+            # Counts from the end, as the mask of prefixes and suffixes, padded separately, may be longer than `ids`
+            step["attention_mask"] = None if mask is None else mask[:, : n - stop]
             logits = runs(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
@@ -375,26 +377,26 @@ def decode(
 
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
-    """Returns the last tokens' position ids, or, without position ids, the cache's last index (padding included)."""
+    """Returns the last tokens' position ids, or the last index of the cache if the model takes no position ids."""
     positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
 
 def _pad_after_ends(tokens: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
-    """Pads drawn tokens `(B, K)` after end-of-sequence tokens, and sets `finished` `(B,)` for rows that have one."""
+    """Pads tokens `(B, K)` after end-of-sequence tokens, and sets `finished` `(B,)` in rows with such a token."""
     is_end = torch.isin(tokens, ends)
     tokens.masked_fill_(finished[:, None] | (is_end.cumsum(1) > is_end), cast(int, pad))
     finished |= is_end.any(1)
 
 
 def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns indices `(rows * n,)` of `n` entries of each row: the first false ones, then true ones if needed."""
+    """Returns flat indices `(rows * n,)` of `n` entries per row: the first false entries, then true entries."""
     starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
     return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
 
 
 def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> None:
-    """Keeps only the rows `index` of the cache and of its mask."""
+    """Keeps only the rows at `index` in the cache and in the layout's mask."""
     cache.reorder_cache(cast(torch.LongTensor, index))
     if layout is not None and layout.mask is not None:
         layout.mask = layout.mask[index]

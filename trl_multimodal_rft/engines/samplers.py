@@ -20,24 +20,25 @@ from .transformers import Branches, sample_completions, trim_after_eos
 from .vllm import MultimodalVLLMGeneration, sampling_parameters
 
 
-# Ids of each completion, and log-probabilities of the ids if the engine returns any
+# Ids of each completion, and log-probabilities of the ids, or `None` if the sampler returns none
 Samples = tuple[list[list[int]], list[list[float | None]] | None]
 
 
 class Sampler:
     """
-    Sampler of a completion for each prompt. An instance of a subclass is passed to a trainer as `sampler`, in place of
-    transformers and vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
+    Base class of samplers. A trainer takes an instance of a subclass as `sampler`, in place of transformers and vLLM.
+
+    A sampler may return log-probabilities. They are then checked and corrected like those of vLLM.
     """
 
-    max_length: int | None = None  # most tokens of a prompt and its completion; `None`: the model's limit
+    max_length: int | None = None  # maximum tokens of a prompt and its completion; `None`: the model's limit
     is_collective: bool = False  # whether all ranks must call it equally often
     samples_policy: bool = False  # whether the policy itself samples, with the same log-probabilities as in training
     is_engine: bool = False  # whether it takes decoded media and computes positions itself, as vLLM does
     dtype: torch.dtype | None = None  # dtype of its computations; `None`: the policy's
 
     def load_weights(self, step: int) -> None:
-        """Loads the policy's weights of an optimizer step, unless the sampler has them."""
+        """Loads the policy's weights after optimizer step `step`, unless the sampler has these weights."""
 
     def invalidate_weights(self) -> None:
         """Handles a change of the policy's weights outside of optimizer steps, such as by loading a checkpoint."""
@@ -63,13 +64,13 @@ class Sampler:
             model (`torch.nn.Module`):
                 Policy, as prepared for training.
             prompts (`Sequence[EncodedPrompt]`):
-                Each completion's prompt; completions of a group hold the same object.
+                One prompt per completion. Completions of a group have the same prompt object.
             step (`int`):
-                Optimizer step, which tells an engine whether its weights are old.
+                Optimizer step, by which an engine knows whether its weights are old.
             config ([`~transformers.GenerationConfig`], *optional*):
                 Settings of sampling, by default those of training.
             room (`Sequence[int]`, *optional*):
-                Most tokens of each completion.
+                Maximum number of tokens of each completion.
             branches ([`~engines.transformers.Branches`], *optional*):
                 Caches from which generation continues after tool results.
 
@@ -81,7 +82,7 @@ class Sampler:
 
 @dataclass
 class TransformersSampler(Sampler):
-    """Sampler that runs `generate`, with each prompt prefilled once, or continuous batching."""
+    """Sampler that runs `generate`, with each prompt prefilled once, or transformers' continuous batching."""
 
     policy: PolicyForward
     accelerator: Accelerator
@@ -97,7 +98,7 @@ class TransformersSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if sharded weights are gathered, or ranks agree on the number of forwards of isolated prompts."""
+        """`True` if ranks gather sharded weights, or must agree on the number of forwards (`Fallbacks.isolate`)."""
         return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
 
     def __call__(
@@ -132,7 +133,7 @@ class TransformersSampler(Sampler):
         return [self._strip_padding(completion, stop_strings) for completion in ids], None
 
     def _strip_padding(self, ids: list[int], stop_strings: Sequence[str]) -> list[int]:
-        """Returns a completion without the padding after a stop string that has ended it."""
+        """Removes the padding after a stop string, if a stop string has ended the completion."""
         padding = (n for n, token in enumerate(ids) if token == self.pad_token_id)
         return ids[: next((n for n in padding if ends_with(ids[:n], stop_strings, self.policy.processor)), len(ids))]
 
@@ -161,11 +162,11 @@ class TransformersSampler(Sampler):
 
 @dataclass
 class VLLMSampler(Sampler):
-    """Sampler by vLLM, which loads the weights of a step once."""
+    """Sampler that runs vLLM, and loads the weights of each optimizer step once."""
 
     engine: MultimodalVLLMGeneration
     profile: Callable[[str], AbstractContextManager]
-    # Returns a context around each call, which explains errors
+    # Returns a context that explains errors of a call
     explain: Callable[[], AbstractContextManager] = nullcontext
     loaded_step: int = -1  # the step whose weights the engine has
     is_engine: ClassVar[bool] = True
@@ -180,7 +181,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if ranks share an engine, or use servers, whose errors all ranks raise together."""
+        """`True` if ranks share an engine, or use servers, as all ranks raise a server's error."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(
@@ -197,7 +198,8 @@ class VLLMSampler(Sampler):
         if config is not None:
             sampling = sampling_parameters(config)
             if config.do_sample:
-                sampling["seed"] = torch.randint(2**31, ()).item()  # keeps the engine's own random state for training
+                # Keeps the engine's random state for training
+                sampling["seed"] = torch.randint(2**31, ()).item()
         with self.explain():
             self.load_weights(step)
             _, ids, logps, _ = self.engine.generate(
@@ -206,11 +208,11 @@ class VLLMSampler(Sampler):
         return ids, [[logp for [logp] in row] for row in logps]
 
     def invalidate_weights(self) -> None:
-        """Lets the next call load the weights."""
+        """Makes the next call load the weights."""
         self.loaded_step = -1
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of tokens per step of speculative decoding, if the engine reports it."""
+        """Returns the mean number of tokens per step of speculative decoding, if the engine reports it."""
         length = self.engine.acceptance_length()
         return {} if length is None else {"sampling/acceptance_length": length}
 

@@ -33,23 +33,23 @@ from .decoding import GraphedStep, TokenStep, decode, decodes, step_on, up_to_fi
 # Cache layers without keys; older versions of transformers lack the second class
 _WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
-# Prefilling common prefixes first must leave at most this share of the tokens to forward
+# Common prefixes are prefilled first if that reduces the tokens to forward to at most this share
 _WORTH_PREFILLING = 0.9
 
-# For each batch index of a completion: its row in a cache, its prompt, and its sampled tokens in the cache
+# Completions in a cache, by batch index: the row in the cache, the prompt, and the sampled tokens that the cache holds
 Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
 
 
 @dataclass
 class Branches:
     """
-    Holder of the KV cache of completions, so that their next turns needn't prefill them again.
+    Holder of the KV cache of completions, from which their next turns continue after tool results.
 
     [`generate_completions`] stores the cache, and takes it out for the next turn.
     """
 
     # Per prompt of the next turn: the batch index of the completion that the prompt continues, and the tool results
-    # after the completion, `None` if the context was rewritten. There is no list in the first turn
+    # after the completion (`None` if the context was rewritten). In the first turn, `continuations` is `None`.
     continuations: list[tuple[int, EncodedPrompt | None]] | None = None
     obstacle: str | None = None  # reason why the latest prompts were prefilled instead
 
@@ -64,7 +64,8 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Stores a cache of prompts, masked `(B, P)`, and of their completions `(B, N)`."""
+        """Stores the cache of prompts and completions `(B, N)`, with the prompts' attention mask `(B, P)`."""
+        # The cache lacks the last token
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         rows = {
@@ -79,8 +80,8 @@ class Branches:
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
         """
-        Removes and returns the cache, with its mask and the suffixes of prompts that it doesn't hold. Returns `None`
-        if the prompts must be prefilled; `obstacle` then has the reason.
+        Removes the cache, and returns it with its mask and the suffixes of prompts, which must still be prefilled.
+        Returns `None` if the cache can't be used. From the second turn on, `obstacle` then has the reason.
         """
         stored, self._stored = self._stored, None
         if self.continuations is None:
@@ -94,8 +95,8 @@ class Branches:
             return None
         suffixes, rows = [], []
         for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
-            row, before, ids = stored_rows[parent]
-            n = len(before) + len(ids)
+            row, previous_prompt, ids = stored_rows[parent]
+            n = len(previous_prompt) + len(ids)
             suffixes.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
             rows.append(row)
         cache.layers = [layer.whole() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers]
@@ -110,9 +111,9 @@ class Branches:
                 return "contexts were rewritten"
             if parent not in rows:
                 return "other completions were continued since"
-            _, before, ids = rows[parent]
-            tokens = torch.cat([before.input_ids, torch.tensor(ids, dtype=torch.long)])
-            positions = torch.cat([before.position_ids, before.positions_after(len(ids))], dim=-1)
+            _, previous_prompt, ids = rows[parent]
+            tokens = torch.cat([previous_prompt.input_ids, torch.tensor(ids, dtype=torch.long)])
+            positions = torch.cat([previous_prompt.position_ids, previous_prompt.positions_after(len(ids))], dim=-1)
             n = len(tokens)
             if not torch.equal(prompt.input_ids[:n], tokens):
                 return "the prompt doesn't start with what was sampled"
@@ -143,20 +144,21 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    Unique prompts are prefilled once, through the model's own forward, and [`~engines.decoding.decode`] continues.
-    Common prefixes of prompts ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless ranks
-    need each other's forwards (`in_step`). If the family or options don't allow this loop, `generate` gets repeated
-    prompts. `dummies` are only prefilled, so that ranks run encoders equally often. `branches` may hold a
-    cache to continue from, and get the new cache. `stop_strings` need the `tokenizer`. `runs` runs decoding steps, and
-    may capture them. With `casts_once`, autocast casts each weight once for all tokens.
+    Unique prompts are prefilled once by the model's own forward, and [`~engines.decoding.decode`] continues. Before
+    that, one more forward prefills common prefixes of prompts ([`~forward.trees.Node`]), unless ranks need each
+    other's forwards (`in_step`). If the family or the options don't allow this loop, `generate` gets repeated prompts.
 
-    Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. If
-    `generate` gets repeated prompts, rows of dummies are at the end.
+    `dummies` are prompts that are only prefilled, so that ranks run encoders equally often. `branches` may hold a
+    cache to continue from, and get the new cache. The `tokenizer` is needed for `stop_strings`. `runs` is the runner
+    of decoding steps. With `casts_once`, autocast casts each weight once for all tokens.
+
+    Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. That
+    output ends with rows of the dummies if `generate` got repeated prompts.
     """
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (is_static or isinstance(runs, GraphedStep)) and shares_prompts(unwrapped_model):
-        # With `in_step`, a rank that waits for others runs more steps than it has tokens, which would exceed the room
+        # `room` is the number of tokens with static shapes. With `in_step`, a rank that waits may exceed this number.
         config, room = copy.copy(config), 0 if in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
     if not (shared_prefill and decodes(unwrapped_model, config)):
@@ -169,11 +171,11 @@ def generate_completions(
         cache_config = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and cache_config is not unwrapped_model.config:
-            inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens that leave a window
+            inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
         with frozen_features(unwrapped_model, rows):
             return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
-    order = [unique.index(prompt) for prompt in prompts]
+    order = [unique.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
     if branches is not None:
         branches.obstacle = obstacle
         branches = None if obstacle is not None else branches
@@ -206,9 +208,9 @@ def generate_completions(
 def _generate(
     model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
 ) -> torch.Tensor | ModelOutput:
-    """Returns the output of `generate`; if it is a tensor, only the ids after the prompts of the first `n` rows."""
-    # `generate` fills options that are `None` from the model's generation config, so that a `min_p` or a repetition
-    # penalty that a checkpoint recommends would change the distribution of sampled tokens
+    """Returns the output of `generate`. A tensor is cut to the ids after the prompts, and to the first `n` rows."""
+    # `generate` takes options that are `None` from the model's generation config. Without the replacement, a `min_p`
+    # or repetition penalty of the checkpoint would change the distribution of sampled tokens.
     with replaced(unwrapped_model, generation_config=config):
         output = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)(**inputs, generation_config=config)
     return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
@@ -229,8 +231,8 @@ def _prefill_prefixes(
     pad_token_id: int,
 ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
     """
-    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, its mask, and the suffixes of the
-    prompts; `None` if the cache would save too little, or wouldn't be exact.
+    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
+    of prompts. Returns `None` if that would save few tokens, or if a prefix may end within media.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):
@@ -239,7 +241,7 @@ def _prefill_prefixes(
     for index, tree in enumerate(trees):
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
         spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
-        if n < 1 or any(first < n < end for first, end in spans):  # the prefix may end within media
+        if n < 1 or any(first < n < end for first, end in spans):
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
@@ -261,7 +263,7 @@ def _prefill(
     pad_token_id: int,
     past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """Prefills prompts, after a `past` cache if any. Returns the cache, its mask `(B, N)`, and the last logits."""
+    """Prefills prompts, or the suffixes in `past`. Returns the cache, its mask `(B, N)`, and last logits `(B, V)`."""
     rows = prompts if past is None else past[2]
     with frozen_features(unwrapped_model, rows):
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
@@ -292,8 +294,8 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 
 def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
-    Turns off `output_router_logits` of a config within the context: `generate` would compute the load-balancing loss
-    of each decoding step, which fails on padded prompts.
+    Turns off `output_router_logits` within the context. Otherwise `generate` would compute a load-balancing loss for
+    each token, which raises an error on padded prompts.
     """
     return replaced(model.config.get_text_config(decoder=True), output_router_logits=False)
 
@@ -326,10 +328,10 @@ def sample_completions(
     """
     Samples a completion of each prompt with transformers.
 
-    The `fallbacks`, by default of the policy, say whether prompts are prefilled once or for each completion, and
-    whether decoding steps run as a graph of the device. If the steps can't be captured, `fallbacks.graph` becomes
-    `False`. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
-    cache to continue from, if ranks needn't wait for each other's forwards.
+    The `fallbacks`, by default the policy's, say whether prompts are prefilled once or for each completion, and
+    whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.graph` becomes `False`.
+    `generating` returns a context with the model ready to generate, by default TRL's context. `branches` hold the
+    cache to continue from. They aren't used if weights are sharded, or if completions are sampled in parts.
 
     Returns completions `(B, N)`, or the result of [`generate_completions`] if a single call samples all completions.
     """
@@ -337,7 +339,7 @@ def sample_completions(
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
         isolate, shared_prefill = "prompt", False  # Granite Speech's `generate` enables the adapter for sounds
-    with torch.no_grad():  # with gradients, ranks would need more dummies
+    with torch.no_grad():  # with gradients, there would be more dummies
         dummies = policy.processes.dummies(model, prompts)
         parts = split_samples(prompts, isolate)
         ready: AbstractContextManager[nn.Module] = nullcontext(model)
@@ -359,7 +361,8 @@ def sample_completions(
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
             outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
-                for part in [*parts, *[parts[-1]] * surplus]:  # as many forwards as other ranks have
+                # Repeats the last part until all ranks have equally many forwards
+                for part in [*parts, *[parts[-1]] * surplus]:
                     output = generate_completions(
                         generating_model,
                         unwrapped_model,

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parts of a model by the same names for every family: encoders, frozen parts, learning rates of the others."""
+"""Parts of a model, such as encoders, with the same names in every family; freezing and learning rates by part."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,24 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
 
+PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
+CRITIC = "critic"
+
+# Patterns of the last part of an encoder's name, for encoders that `get_encoder` doesn't return (DeepSeek-VL has two)
+_ENCODERS = {
+    "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
+    "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
+}
+# Children of encoders that project features to the width of the language model: Qwen's and GLM's mergers, the last
+# layers of Qwen-Omni's audio encoders, and layers around Phi-4's encoders
+_PROJECTORS = {
+    "vision_tower": re.compile(
+        r"((deepstack|patch)_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
+    ),
+    "audio_tower": re.compile(r"proj[12]?|adapter|(up|down)_proj_for_\w+"),
+}
+
+
 def find_tower(model: PreTrainedModel, modality: str) -> str:
     """Returns the dotted name of the encoder of a modality. Raises `ValueError` if the model has none."""
     if (tower := family_of(model).towers.get(modality)) is not None:
@@ -38,7 +56,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 
 
 def find_towers(model: PreTrainedModel) -> dict[str, str]:
-    """Returns the dotted names of a model's encoders by modality, as far as they can be found."""
+    """Returns the dotted names of a model's encoders by modality, without modalities that have no known encoder."""
     towers = {}
     for modality in ("image", "audio"):
         with suppress(ValueError):
@@ -49,8 +67,8 @@ def find_towers(model: PreTrainedModel) -> dict[str, str]:
 
 def freeze_as_built(model: PreTrainedModel) -> None:
     """
-    Freezes weights of a loaded model that its architecture freezes, such as the positions of Whisper's encoder:
-    `from_pretrained` makes all weights trainable.
+    Freezes the weights that the constructor of a model's class freezes, such as the position embeddings of Whisper's
+    encoder. `from_pretrained` makes all weights trainable.
     """
     if is_deepspeed_zero3_enabled():  # ZeRO-3 loads weights in place
         return
@@ -62,30 +80,12 @@ def freeze_as_built(model: PreTrainedModel) -> None:
             parameter.requires_grad_(False)
 
 
-PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
-CRITIC = "critic"
-
-# Encoders that `get_encoder` doesn't return, such as DeepSeek-VL's second encoder, by the last part of their names
-_ENCODERS = {
-    "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
-    "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
-}
-# Children of encoders that give features the width of the language model: Qwen's and GLM's mergers, the last layers of
-# Qwen-Omni's audio encoders, and layers around Phi-4's encoders
-_PROJECTORS = {
-    "vision_tower": re.compile(
-        r"((deepstack|patch)_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
-    ),
-    "audio_tower": re.compile(r"proj[12]?|adapter|(up|down)_proj_for_\w+"),
-}
-
-
 def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """
-    Yields the name, the part and the parameter of every weight of a model that isn't wrapped for training. A tied
-    weight comes once. The part is one of `PARTS`, or `CRITIC` in PPO.
+    Yields the name, the part and the parameter of every weight of a model, before DeepSpeed, FSDP or DDP wraps it. A
+    tied weight comes once. The part is one of `PARTS`, or `CRITIC` in PPO.
 
-    Names are those in the model that an adapter wraps. An adapter's weights belong to the part that they change.
+    Names lack the prefix that PEFT adds. An adapter's weights belong to the part that they change.
     """
     base = unwrapped(None, model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
@@ -97,14 +97,14 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
         elif not name.startswith(prefix):  # prompt learning
             yield name, "language_model", parameter
         else:
-            inner = path
+            short_name = path
             while path not in parts_by_name:
                 path = path.rpartition(".")[0]
-            yield inner, parts_by_name[path], parameter
+            yield short_name, parts_by_name[path], parameter
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Returns parts by dotted names of modules; a weight belongs to the part of the deepest module around it."""
+    """Returns parts by dotted names of modules. A weight belongs to the part of its deepest module in the result."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
     heads = model.get_output_embeddings(), getattr(model, "score", None)
@@ -130,9 +130,10 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
 
 def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
     """
-    Returns the key that chooses each parameter: the first pattern that matches its name, or else its part.
+    Returns one of the `keys` for each parameter: the first pattern that matches its name, or else its part.
 
-    A pattern matches names of parameters, or names of modules with all their parameters.
+    A pattern matches names of parameters, or names of modules with all their parameters. The result lacks other
+    parameters.
 
     Raises:
         `ValueError`: If a key chooses nothing.
@@ -154,6 +155,7 @@ def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Par
 
 
 def _choose(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
+    """Returns the result of [`chosen_by`], but raises no error."""
     patterns = [key for key in keys if key not in PARTS]
     chosen = {}
     for name, part, parameter in named_parts(model):
@@ -165,7 +167,7 @@ def _choose(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
 
 
 def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
-    """Raises a `ValueError` about an adapter whose `target_modules` name no layer, with the names of linear layers."""
+    """Raises a `ValueError` with the names of linear layers if `target_modules` of an adapter name no layer."""
     targets = getattr(peft_config, "target_modules", None)
     if isinstance(targets, str) or not targets:  # a pattern, `all-linear`, or the defaults of PEFT
         return
@@ -198,7 +200,7 @@ def check_trainable(model: nn.Module) -> None:
 
 def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
     """
-    Freezes parts of a model, with adapters and running statistics of batch norms in them.
+    Freezes parts of a model, including their adapters and the running statistics of their batch norms.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -230,8 +232,8 @@ def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
 @contextmanager
 def same_weights_trained(model: nn.Module) -> Iterator[None]:
     """
-    Restores each parameter's `requires_grad` at the end of the context, as switching an adapter on again makes all its
-    weights trainable.
+    Restores each parameter's `requires_grad` at the end of the context. PEFT makes all weights of an adapter trainable
+    when it enables the adapter again.
     """
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -244,7 +246,7 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_adapters(model: nn.Module) -> Iterator[None]:
-    """Restores enabled adapters and trained weights on exit, as Granite Speech's `generate` changes both."""
+    """Restores enabled adapters and `requires_grad` of weights on exit. Granite Speech's `generate` changes both."""
     layers = adapter_layers(model)
     disabled = [layer.disable_adapters for layer in layers]
     with same_weights_trained(model):
@@ -263,7 +265,7 @@ def adapter_layers(model: nn.Module) -> "list[BaseTunerLayer]":
 
 
 def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of all parameters and of trained ones, by part of a model."""
+    """Returns the number of parameters and the number of trained parameters of each part of a model."""
     counts = dict.fromkeys((*PARTS, CRITIC), (0, 0))
     for _, part, parameter in named_parts(model):
         size, (total, trained) = _size(parameter), counts[part]
@@ -272,7 +274,7 @@ def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[float]]:
-    """Returns the learning rates of the trained weights, by the parts of a model."""
+    """Returns the distinct learning rates of trained weights, by part of a model."""
     by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
     chosen = chosen_by(model, [*by_key], "learning_rates")
     rates: dict[str, list[float]] = {}
@@ -289,6 +291,6 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
 
 def _size(parameter: nn.Parameter) -> int:
     size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
-    if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
+    if type(parameter).__name__ == "Params4bit":  # packs two weights into a byte
         size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize
     return size

@@ -32,19 +32,21 @@ from .failures import RewardError, line_of, user_frames
 
 T = TypeVar("T")
 
-_LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
-# A text, or messages, of which the last one is the answer
+_LARGEST = torch.finfo(torch.float32).max  # rewards are summed in float32
+# A completion as a text, or as messages, the last of which is the answer
 Completion = str | list[dict[str, Any]]
-# A reference in a column of the dataset
+# A reference answer in a column of the dataset
 Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Tensor | None
 # An argument of a reward function: a column of the dataset, or a value that trainers add
 Argument = Sequence | TrainerState | MediaRules | Callable[..., None] | None
-# The result of a reward function before its check
+# The return value of a reward function, before [`check_rewards`]
 Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
-# Arguments of a reward function, a context for its errors, and a function that converts its rewards
+# Arguments of a reward function (`None` skips the call), a context for errors, and a function that converts rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# Columns that reward functions get under other names, as in TRL
+_NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
 class StepwiseReward(float):
@@ -114,8 +116,8 @@ def _explain_errors(
     columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
 ) -> Iterator[None]:
     """
-    Adds the function, the row of the dataset and the format of completions to errors of a reward function, in a
-    [`~rewards.failures.RewardError`] if the traceback has code of the user.
+    Adds the name of the reward function, the row of the dataset and a hint about the format of completions to errors.
+    Raises a [`~rewards.failures.RewardError`] if the traceback has code of the user.
     """
     indices = range(len(columns["completions"])) if rows is None else rows
     try:
@@ -136,7 +138,7 @@ def _explain_errors(
 
 
 def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> list[str]:
-    """Returns at most one sentence on the format of completions, for an error that another format may explain."""
+    """Returns a hint if a function seems to expect completions of another format, or else an empty list."""
     conversational = not all(isinstance(completion, str) for completion in completions)
     if not isinstance(error, (AttributeError, TypeError)):
         return []
@@ -154,7 +156,10 @@ def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> l
 
 
 def _failing_position(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """Returns the position of a completion that alone raises the error. Skips functions that may wait for servers."""
+    """
+    Returns the position of the first completion that raises the error on its own, if any. Doesn't repeat calls of
+    functions that may wait for servers.
+    """
     is_local = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
     for position in range(len(columns["completions"])) if is_local and not torch.distributed.is_initialized() else ():
         row_columns = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
@@ -179,7 +184,7 @@ def compares_completions(reward_func: Callable) -> bool:
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
-    """Returns warnings about reward functions whose `required_in_prompt` no prompt contains, see [`format_reward`]."""
+    """Returns a warning per reward function whose `required_in_prompt` is in no prompt, see [`format_reward`]."""
     required = {
         name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
     }
@@ -251,22 +256,24 @@ def check_rewards(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
     """
-    Checks the rewards of a reward function, and returns them as a list. With `turns`, the token spans of each
-    completion's turns, a reward may be a list: one number per turn, or pairs (index of a step's last token, reward).
+    Checks the rewards of a reward function, and returns them as a list.
+
+    `turns` are the token spans of each completion's turns. With them, the reward of a completion may be a list: one
+    number per turn, or pairs (index of a step's last token, reward).
     """
     source = f"The reward function '{name}' returned"
     try:
         if isinstance(rewards, (dict, str)):
             raise TypeError
         values: list = list(rewards)  # pyrefly: ignore[bad-argument-type]
-    except TypeError:  # also of arrays and tensors without a dimension
+    except TypeError:  # arrays and tensors without a dimension raise it, too
         raise ValueError(
             f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "
             "where the reward doesn't apply."
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
-    # If any array has several numbers, an array of one number is the reward of a turn, not of a whole completion
+    # If any array has several numbers, all arrays hold rewards per turn, even an array of one number
     by_turn = turns is not None and any(_is_vector(reward) and len(reward) > 1 for reward in values)
     for position, reward in enumerate(values):
         value = reward.tolist() if by_turn and _is_vector(reward) else _plain(reward)
@@ -287,7 +294,7 @@ def _is_vector(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns an array or tensor as a list, or as a number if it has one element, and other values unchanged."""
+    """Converts an array or tensor to a list, or to a number if it has one element. Returns other values unchanged."""
     try:
         return value.item()
     except (AttributeError, RuntimeError, ValueError):
@@ -295,7 +302,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
-    """Returns the reward of a completion from the rewards of its turns, or of other steps."""
+    """Returns the reward of a completion from numbers per turn, or from pairs (last token, reward)."""
     if not any(isinstance(step, (list, tuple)) for step in values):
         if len(values) != len(turns):
             raise ValueError(
@@ -335,7 +342,7 @@ def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: st
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Returns names for metrics: duplicates, such as the names of two lambdas, get `_2`, `_3` and so on."""
+    """Returns names for metrics. Duplicates, such as the names of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
         unique, number = name, 1
@@ -344,10 +351,6 @@ def distinct_names(names: Sequence[str]) -> list[str]:
             unique = f"{name}_{number}"
         distinct.append(unique)
     return distinct
-
-
-# Columns that reward functions get under other names, as in TRL
-_NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
 def reward_arguments(
@@ -395,7 +398,7 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """Yields an event loop in a new thread, as notebooks run a loop themselves; `None` without async functions."""
+    """Yields an event loop in a thread, as a notebook's main thread runs a loop; `None` without async functions."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

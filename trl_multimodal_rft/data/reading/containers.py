@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks of the format, the streams and the completeness of media files, before a decoder reads them."""
+"""Checks of media containers before a decoder reads them: format, completeness, streams, and index of frames."""
 
 import re
 import zlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 S = TypeVar("S", "AudioStream", "VideoStream")
 
 
-# Starts of the files that FFmpeg may open: media containers and streams, no playlists
+# First bytes of files that FFmpeg may open: media containers and streams, no playlists
 _MEDIA_STARTS = re.compile(
     rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC"
     rb"|\x30\x26\xb2\x75|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
@@ -23,25 +23,25 @@ _MEDIA_STARTS = re.compile(
     re.DOTALL,
 )
 
-# Starts of files with an index of frames
+# First bytes of formats with an index of frames
 _INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
 
-# Marks of playlists and session descriptions, which FFmpeg detects anywhere in the text before the first zero byte
+# Text by which FFmpeg detects playlists and session descriptions, anywhere before the first zero byte
 _LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
-_PROBE_BYTES = 2**20  # bytes from which FFmpeg detects a format
+_PROBE_BYTES = 2**20  # number of first bytes from which FFmpeg detects a format
 
-# Files that were written as streams, before their length was known, state a length of 0 or of at least this value
-_LARGEST = 2**32 - 2**16
+# Files that were written as streams state a length of 0, or of at least this value, as their length was unknown
+_UNKNOWN_LENGTH = 2**32 - 2**16
 
-_MOST_PARTS = 1_000_000  # limit on the chunks, boxes, pages or tags that are read of a file
-_ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include in the length
+_MOST_PARTS = 1_000_000  # limit on the number of chunks, boxes, pages or tags that are read from a file
+_ID3V1 = 128  # bytes of an ID3v1 tag at the end of an MP3; some encoders include the tag in the length
 _OGG_LAST = 4  # flag of the last page of a stream
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
-_DEFAULT, _COVER = 0x1, 0x400  # FFmpeg's dispositions of a stream
+_DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for files without audio or video, such as playlists, whose entries FFmpeg would open."""
+    """Raises a [`MediaError`] for files without audio or video. FFmpeg would open the entries of a playlist."""
     _skip_tags(stream)
     start = stream.read(_PROBE_BYTES)
     stream.seek(0)
@@ -54,10 +54,10 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Raises a [`MediaError`] for truncated files and damaged Ogg files, as decoders silently read the rest.
+    Raises a [`MediaError`] for truncated files and damaged Ogg files, which decoders read without an error.
 
     Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
-    Other formats, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
+    Other formats, such as MPEG-TS and AAC streams, aren't checked. Recordings with an incomplete header pass.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -72,7 +72,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":
-    """Returns the stream that `ffmpeg` selects by its default flag and its number of pixels or channels."""
+    """Returns the stream that `ffmpeg` would select, by default flags and numbers of pixels or channels."""
 
     def rank(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
@@ -99,7 +99,7 @@ def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     Returns whether an H.264 keyframe is an IDR picture, so that no later frame depends on earlier frames. Other
     keyframes may start a gradual refresh.
     """
-    if not extradata or extradata[0] != 1:  # without avcC, as in formats in which decoders don't seek
+    if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False
     offset, prefix_size = 0, 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
@@ -122,7 +122,8 @@ def _skip_tags(stream: BinaryIO) -> None:
     stream.seek(offset)
 
 
-# The functions below describe the missing part of a truncated file, and return `None` for a complete file
+# The functions below get a file and its size. They describe the missing part of a truncated file, and return `None`
+# for a complete file.
 
 
 def _shortfall(begin: int, length: int, size: int) -> str | None:
@@ -130,7 +131,7 @@ def _shortfall(begin: int, length: int, size: int) -> str | None:
 
 
 def _riff(stream: BinaryIO, size: int) -> str | None:
-    """Checks the samples of WAV and AIFF, or the RIFF chunks of AVI, of which there is one per GB."""
+    """Checks the samples of WAV and AIFF, or the RIFF chunks of AVI. A long AVI file has a chunk per GB."""
     start = stream.tell()
     head = stream.read(12)
     order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
@@ -141,7 +142,7 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
         if len(chunk) < 8:
             break
         length = int.from_bytes(chunk[4:], order)
-        if chunk[:4] in names and 0 < length < _LARGEST and (missing := _shortfall(offset + 8, length, size)):
+        if chunk[:4] in names and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
             return missing
         offset += 8 + length + length % 2
     return None
@@ -164,18 +165,18 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
 
 def _matroska(stream: BinaryIO, size: int) -> str | None:
     stream.seek(4, 1)
-    header = _ebml_number(stream)
-    if header is None:
+    header_size = _ebml_number(stream)
+    if header_size is None:
         return None
-    stream.seek(header, 1)
-    if stream.read(4) != b"\x18\x53\x80\x67":  # no segment follows the header
+    stream.seek(header_size, 1)
+    if stream.read(4) != b"\x18\x53\x80\x67":  # no segment after the header
         return None
     length = _ebml_number(stream)
     return None if length is None else _shortfall(stream.tell(), length, size)
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """Reads an EBML number of variable length. Returns `None` if it is invalid, or unknown (all bits are set)."""
+    """Reads an EBML number of variable length. Returns `None` if it is invalid, or if all bits are set (unknown)."""
     first = stream.read(1)
     if not first or not first[0]:
         return None
@@ -204,12 +205,12 @@ def _ogg(stream: BinaryIO, size: int) -> str | None:
 
 
 def _ogg_checksum(page: bytes) -> bytes:
-    """Returns the checksum of an Ogg page, a CRC-32 as in zlib with reversed bits and another initial value."""
+    """Returns the checksum of an Ogg page: zlib's CRC-32 with reversed bits and another initial value."""
     return (zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)).to_bytes(4, "big").translate(_MIRRORED)
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
-    """Yields flags, stream number, start and end of each page. Skips other data, as decoders do."""
+    """Yields the flags, stream number, start and end of each page. Skips other data, as decoders do."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -217,7 +218,7 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
         if head[:4] == b"OggS":
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             is_complete = len(head) == 27 and len(lengths) == head[26]
-            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _LARGEST
+            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _UNKNOWN_LENGTH
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
             head += stream.read(2**12)
@@ -228,7 +229,7 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
 
 
 def _mp3(stream: BinaryIO, size: int) -> str | None:
-    """Checks the file's length against the length in the LAME header of the first frame."""
+    """Compares the file's length with the length in the LAME header of the first frame."""
     begin = stream.tell()
     frame = stream.read(64)
     tag = re.search(rb"Xing|Info", frame)
@@ -237,13 +238,13 @@ def _mp3(stream: BinaryIO, size: int) -> str | None:
     flags, fields = int.from_bytes(frame[tag.end() :][:4], "big"), frame[tag.end() + 4 :]
     if not flags & 2:  # the header has no length
         return None
-    offset = 4 * (flags & 1)  # the number of frames, if the header has it, precedes the length
+    offset = 4 * (flags & 1)  # the length follows the number of frames, if the header has one
     length = int.from_bytes(fields[offset : offset + 4], "big")
     return None if begin + length - _ID3V1 == size else _shortfall(begin, length, size)
 
 
 def _gif(stream: BinaryIO, size: int) -> str | None:
-    """Checks that the file ends with its last block, or with zeros after it."""
+    """Checks that the file ends with the last block of a GIF. Zeros may follow the block."""
     stream.seek(max(0, size - 2**12))
     return None if stream.read().rstrip(b"\0").endswith(b"\0;") else "its last block is missing"
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoding of images with Pillow, only in formats that it decodes itself, within limits of time and header size."""
+"""Decoding of images with Pillow, in formats that need no external program, with limits of time and header size."""
 
 import math
 import struct
@@ -20,19 +20,19 @@ from .sources import Bounded
 # Formats that Pillow decodes itself. Documents are left out, as external programs would render them.
 _IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 
-_LONGEST_EDGE = 1_000_000  # pixels, limited as decoders need memory for each row of an image, too
-_MOST_GIF_HEADER = 2**21  # bytes, limited as Pillow joins comments in quadratic time
-_MOST_CHUNKS = 1_000_000  # of a PNG
+_LONGEST_EDGE = 1_000_000  # pixels; decoders also need memory for each row of an image
+_MOST_GIF_HEADER = 2**21  # bytes; Pillow joins comments in quadratic time
+_MOST_CHUNKS = 1_000_000  # limit on the number of chunks that are read from a PNG
 _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
-_SPARE = 2**20  # bytes that may be read beyond twice the size of the data, as headers may be read twice
+_SPARE = 2**20  # Pillow may read this number of bytes in addition to twice the data, as it reads some headers twice
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
-_JPEG_WORK = 2**36  # pixels times bytes per decoding step of a JPEG, limited as a scan of all pixels may have 30 bytes
+_JPEG_WORK = 2**36  # limit on pixels times bytes per decoding step of a JPEG; 30 bytes may encode all pixels
 
 
 class _ImageFile(Bounded):
-    """File of an image that limits the bytes of EXIF data in its headers."""
+    """File of an image. Raises an error for more than `_MOST_EXIF` bytes of EXIF data in its headers."""
 
-    exif = 0
+    exif = 0  # bytes of EXIF data so far
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
@@ -91,7 +91,7 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
 
 
 def _on_screen(image: GifImageFile) -> PIL.Image.Image:
-    """Returns a GIF's first frame on its background color, as FFmpeg does. Pillow uses the palette's first color."""
+    """Returns a GIF's first frame on the background color. Pillow would use the first color of the palette."""
     box, color = image.tile[0][1], image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
@@ -104,14 +104,15 @@ def _on_screen(image: GifImageFile) -> PIL.Image.Image:
 
 
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a JPEG whose scan ends early, as decoders leave later blocks grey or coarse."""
+    """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave later blocks grey (128) or coarse."""
     stream.seek(0)
     data, scan = stream.read(), 2
     while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
         scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
+    # A single scan is complete if the last pixel isn't grey
     if "progressive" in image.info or _SCAN in data[scan + 2 :] or (abs(corner - 128) < 2).all():
-        # Bytes appended to a complete scan are never read, and change no pixel
+        # Decoders don't read bytes after a complete scan, so more bytes change no pixel
         longer_file = BytesIO(data[: data.find(_END, scan)] + bytes(range(1, 255)) * 8 + _END)
         try:
             longer_image = open_image(ref, longer_file)
@@ -124,7 +125,7 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
 
 
 def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a PNG whose pixel stream ends early, as decoders leave further pixels black."""
+    """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave later pixels black."""
     offset = stream.tell()
     stream.seek(8)
     expected, count, pixels = 0, 0, zlib.decompressobj()
@@ -139,7 +140,7 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
             while data and count < expected and not pixels.eof:
                 try:
                     count += len(pixels.decompress(data, 2**20))
-                except zlib.error:  # the decoder will raise an error
+                except zlib.error:  # Pillow will raise the error
                     count = expected
                 data = pixels.unconsumed_tail
         if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
@@ -151,7 +152,7 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def _png_bytes(header: bytes) -> int:
-    """Returns the number of bytes of all pixel rows, including one byte per row for its filter."""
+    """Returns the number of bytes of a PNG's pixels from its `IHDR` chunk. A row has one more byte for its filter."""
     width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
     # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
@@ -170,9 +171,9 @@ def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Raises a [`MediaError`] for EXIF data whose entries share bytes, as copies of them would exhaust the memory."""
+    """Raises a [`MediaError`] for EXIF data whose entries share bytes. Copies of such entries exhaust the memory."""
     data = image.info.get("exif")
-    if data is None and "Raw profile type exif" in image.info:  # as ImageMagick writes it
+    if data is None and "Raw profile type exif" in image.info:  # ImageMagick writes EXIF data as hexadecimal text
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))
     while data and data.startswith(b"Exif\0\0"):
         data = data[6:]

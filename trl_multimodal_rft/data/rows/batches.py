@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a dataset, and samplers of this rank's batches, in the order of TRL and Accelerate."""
+"""Rows of a dataset, and this rank's batches of rows, in the order of TRL and Accelerate."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Row(dict):
-    """Columns of a row, with the row's index in the dataset for errors."""
+    """A row as a dictionary of its columns, with the row index for error messages."""
 
     def __init__(self, row_index: int, columns: dict[str, Any]):
         super().__init__(columns)
@@ -33,7 +33,7 @@ class Row(dict):
 
 
 class DatasetRows:
-    """Rows of a dataset by their indices, with media as they are stored."""
+    """Rows of a dataset by row index. Media aren't decoded."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = undecoded(dataset)
@@ -70,7 +70,7 @@ class EndlessRows:
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Converts the numeric lists that Arrow returns for arrays back to arrays, which copy faster."""
+    """Returns a row with arrays, which copy faster, in place of the numeric lists that Arrow stores for them."""
     media = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
     for column in ("prompt", "messages", "chosen", "rejected", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
@@ -101,8 +101,9 @@ def _as_array(value: T) -> T | np.ndarray | list | dict:
 
 class RowBatch(Sequence):
     """
-    Rows of this rank's completions, one item per completion. The rows are read when the first item is accessed, so
-    a batch whose completions come from a checkpoint is never read.
+    Rows of a batch on this rank, one item per completion.
+
+    The first access to an item reads all rows. A batch whose completions come from a checkpoint thus reads no rows.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class RowBatch(Sequence):
 
     @property
     def keys(self) -> list[Any]:
-        """Indices of rows, or the rows themselves for a stream."""
-        if callable(self._keys):  # a sampler draws them when the batch is read
+        """Row index of each completion, or the row itself for a stream."""
+        if callable(self._keys):  # a [`DifficultySampler`] draws row indices when the batch is read
             self._keys = self._keys()
         return self._keys
 
@@ -132,12 +133,12 @@ class RowBatch(Sequence):
         return self._rows[index]
 
     def __contains__(self, value: object) -> bool:
-        return False  # `Trainer` looks for labels, which must not read the rows
+        return False  # `Trainer` looks for labels in a batch; its search must not read the rows
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes of a batch. In training, it is a generation batch."""
+    """Sizes of a batch; in training, of a generation batch."""
 
     size: int  # completions on a rank
     completions: int = 1  # completions per row
@@ -152,7 +153,12 @@ class BatchShape:
         return self.size * self.n_ranks // self.completions
 
     def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
-        """Returns the row of each completion on this rank. A partial batch is dropped, or filled up from `first`."""
+        """
+        Returns the row of each completion on this rank, for the `rows` of a batch on all ranks.
+
+        With `drop_last`, a partial batch becomes empty. Otherwise, several ranks fill it up from `first`, the first
+        rows of the epoch.
+        """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
         keys = [row for row in rows for _ in range(self.completions)]
@@ -163,7 +169,7 @@ class BatchShape:
 
 
 def too_few_rows(n_rows: int, batch: int, is_group: bool) -> ValueError:
-    """Returns the error of a dataset with fewer rows than a batch; `is_group` says whether it samples groups."""
+    """Returns the error for a dataset with fewer rows than a batch. `is_group`: whether a batch consists of groups."""
     options = "`per_device_train_batch_size`"
     options += ", `gradient_accumulation_steps` or `steps_per_generation`" if is_group else ""
     return ValueError(
@@ -174,8 +180,10 @@ def too_few_rows(n_rows: int, batch: int, is_group: bool) -> ValueError:
 
 class EpochBatches:
     """
-    Batches of a dataset. All micro-batches that use a batch get the same object, which reads its rows once. The rows
-    come in the `order` of an epoch, or from a `sampler`, which draws no rows that are `left_out`.
+    Batches of a dataset. All micro-batches of a batch get the same [`RowBatch`], so that its rows are read once.
+
+    Rows come in the order that `order(n_rows, epoch)` returns, or from a `sampler`. The sampler draws none of the row
+    indices that `left_out()` returns.
     """
 
     epoch = 0
@@ -202,14 +210,14 @@ class EpochBatches:
         return self.n_batches * self._shape.repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1  # the next epoch, unless `set_epoch` names another
+        epoch, self.epoch = self.epoch, self.epoch + 1  # `set_epoch` may choose another epoch
         for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
             batch = self.batch(batch_index)
             for _ in range(self._shape.repeats):
                 yield batch
 
     def batch(self, batch_index: int) -> RowBatch:
-        """Returns the batch at an index of the run, which is the same object for as long as it is in use."""
+        """Returns the batch at an index of the run. While a batch is in use, each call returns the same object."""
         return self._in_use.setdefault(batch_index, RowBatch(partial(self.keys, batch_index), self._read, batch_index))
 
     def keys(self, batch_index: int) -> list[int]:
@@ -235,7 +243,7 @@ class EpochBatches:
         return epochs * math.ceil(len(self) / accumulation) + index * self._shape.repeats // accumulation
 
     def coming(self, batch_index: int, n: int, max_steps: int, accumulation: int) -> list[int]:
-        """Returns this rank's row indices in the next `n` batches of the run, as far as a sampler has drawn them."""
+        """Returns this rank's row indices in the next `n` batches. A sampler may have drawn fewer batches."""
         batch_indices = self.batch_indices(batch_index + 1, n, max_steps, accumulation)
         if self._sampler is not None:
             return [key for rows in self._sampler.coming(batch_indices) for key in self._shape.keys(rows, rows)]
@@ -246,7 +254,7 @@ class EpochBatches:
 
     @property
     def batch_sampler(self):
-        """This object, as `Trainer` looks here for `set_epoch`, also after it has skipped batches to resume."""
+        """This object. `Trainer` calls `set_epoch` of the batch sampler, also after it has skipped batches."""
         return self
 
 
@@ -254,8 +262,8 @@ class StreamBatches:
     """
     Batches of a stream. Row indices count the rows in the order of reading.
 
-    With `shards`, a rank reads no rows of other ranks if the stream has enough shards. Ranks may then get different
-    numbers of batches. `from_first` skips rows before the first readable row of an epoch.
+    With `shards`, a rank reads only its own shards if the stream has at least one per rank. Ranks may then get
+    different numbers of batches. `from_first` skips rows before the first readable row of an epoch.
     """
 
     def __init__(
@@ -267,8 +275,8 @@ class StreamBatches:
         shards: bool = True,
         from_first: Callable[[Iterator[Row]], Iterator[Row]] = iter,
     ):
-        self.left_out: Collection[int] = ()
-        self._row_indices = 0, 1
+        self.left_out: Collection[int] = ()  # row indices to skip
+        self._row_indices = 0, 1  # first row index of this rank, and the step to the next
         if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
             self._row_indices = shape.rank, shape.n_ranks
@@ -311,5 +319,5 @@ def repeat_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
 
 
 def seeded_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
-    """Returns the order of Accelerate's `SeedableRandomSampler`, `(n_rows,)`."""
+    """Returns the row order of Accelerate's `SeedableRandomSampler`, `(n_rows,)`."""
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed + epoch))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Nested features of a dataset, and its media, which are decoded only when a function reads them."""
+"""Nested features of a dataset, and media that are decoded only when a function reads them."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
-    """Yields the leaves of a nested feature, except those of type `null`, each with the key that holds it."""
+    """Yields the innermost key and the feature of each leaf of a nested feature, except leaves of type `null`."""
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, dict):
@@ -48,8 +48,8 @@ def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureT
 
 
 def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
-    """Returns nested lists and dictionaries, with `change(item, path)` for other items. Reuses unchanged parts."""
-    # `issubclass` of the type, since `isinstance` decodes a `Decoded`
+    """Applies `change(item, path)` to items of nested lists and dictionaries. Doesn't copy unchanged containers."""
+    # `isinstance(value, list)` would decode a `Decoded`
     if issubclass(type(value), list):
         before = cast(list, value)
         items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]
@@ -61,21 +61,22 @@ def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
     return change(value, path)
 
 
-D = TypeVar("D")
-
-
 class _StoredAudio(Audio):
+    """Audio feature that stores files without torchcodec."""
+
     def encode_example(self, value):
         return _file_entry(value) or super().encode_example(value)
 
 
 class _StoredVideo(Video):
+    """Video feature that stores files without torchcodec."""
+
     def encode_example(self, value):
         return _file_entry(value) or super().encode_example(value)
 
 
 def _file_entry(value: Any) -> dict[str, Any] | None:
-    """Returns the entry that a feature stores for a file, `None` for other values, which torchcodec encodes."""
+    """Returns the dictionary that a feature stores for a file, or `None` for values that torchcodec must encode."""
     if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
         return value
     return {"bytes": None, "path": value} if isinstance(value, str) else None
@@ -89,11 +90,11 @@ def undecoded(dataset: IterableDataset) -> IterableDataset: ...
 
 
 @overload
-def undecoded(dataset: D) -> "D | StoredRows": ...
+def undecoded(dataset: T) -> "T | StoredRows": ...
 
 
-def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
-    """Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media where its features would decode them."""
+def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
+    """Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
@@ -106,7 +107,7 @@ def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """Rows of a dataset with media as stored. Casting the dataset instead would copy the files of nested features."""
+    """Rows of a dataset, with stored media. To cast the dataset instead would copy the files of nested features."""
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -123,42 +124,42 @@ class StoredRows:
         return [_encoded_row(row, self._features) for row in rows]
 
 
-def restore_media(value: D) -> D:
+def restore_media(value: T) -> T:
     """Reverses [`~data.rows.columns.rows_to_messages`]: returns messages with media in place of references."""
     if isinstance(value, MediaRef):
-        return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
+        return cast(T, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):
-        return cast(D, [restore_media(item) for item in value])
+        return cast(T, [restore_media(item) for item in value])
     if isinstance(value, dict):
         options = [item.options for item in value.values() if isinstance(item, MediaRef)]
-        return cast(D, {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {}))
+        return cast(T, {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {}))
     return value
 
 
 def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_RULES) -> list[dict[str, Any]]:
-    """Returns rows as their dataset gives them, for functions that read columns, with media as [`Decoded`]."""
-    shared: dict[int, Decoded] = {}
+    """Returns rows with [`Decoded`] in place of [`Encoded`] media, for functions that read columns of the dataset."""
+    proxies: dict[int, Decoded] = {}  # by the `id` of encoded media, which rows may share
 
-    def decoded(value: D, path: str, row: int) -> D | Decoded:
+    def proxy(value: T, path: str, row: int) -> T | Decoded:
         if not isinstance(value, Encoded):
             return value
-        if id(value) not in shared:
-            shared[id(value)] = Decoded(MediaRef(value.modality, value, {}, path, row, rules))
-        return shared[id(value)]
+        if id(value) not in proxies:
+            proxies[id(value)] = Decoded(MediaRef(value.modality, value, {}, path, row, rules))
+        return proxies[id(value)]
 
     return [
-        {key: map_items(value, partial(decoded, row=getattr(row, "row_index", i)), key) for key, value in row.items()}
+        {key: map_items(value, partial(proxy, row=getattr(row, "row_index", i)), key) for key, value in row.items()}
         for i, row in enumerate(rows)
     ]
 
 
-def as_encoded(value: D) -> D:
-    """Returns a value with [`Encoded`] media in place of [`Decoded`], for functions that decode media themselves."""
+def as_encoded(value: T) -> T:
+    """Returns a nested value with [`Encoded`] in place of [`Decoded`], for functions that decode media themselves."""
     return map_items(value, lambda item, path: _ref(item).source if type(item) is Decoded else item)
 
 
 class Decoded:
-    """Proxy of a medium that its feature decodes on first use. Passes `isinstance` for the decoded object's class."""
+    """Proxy of a medium that its feature decodes on first use. For `isinstance`, it has the decoded object's class."""
 
     __slots__ = ("_medium", "_ref")
 
@@ -176,7 +177,7 @@ class Decoded:
     def __setattr__(self, name: str, value: Any):
         setattr(_media(self), name, value)
 
-    def __repr__(self):  # without decoding, as logs of whole rows call it
+    def __repr__(self):  # doesn't decode, as logs of rows call it
         return repr(_ref(self))
 
     def __eq__(self, other: object):
@@ -209,7 +210,7 @@ def _ref(decoded: Decoded) -> MediaRef:
 
 
 def _media(decoded: Decoded) -> Any:
-    """Decodes a medium by its feature, if the rules allow its source and the file is safe to open."""
+    """Returns the medium. The first call decodes it by its feature, after checks of its source and its file."""
     if (media := object.__getattribute__(decoded, "_medium")) is not None:
         return media
     ref = _ref(decoded)
@@ -235,7 +236,7 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Returns whether a feature decodes media as the loaders do, which know no `mode` and no `stream_index`."""
+    """Returns whether a feature decodes media without `mode` and `stream_index`, which the loaders don't support."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
@@ -245,7 +246,7 @@ def _holds_media(feature: FeatureType | None) -> bool:
 
 
 def _stored(feature: FeatureType) -> FeatureType:
-    """Returns a feature, or nested features, that leave media as they are stored."""
+    """Returns a feature, which may be nested, with media features that don't decode."""
     if isinstance(feature, dict):
         return type(feature)({key: _stored(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):
@@ -262,5 +263,5 @@ def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
     }
 
 
-def _encoded(value: D, feature: FeatureType, path: str) -> D | Encoded:
+def _encoded(value: T, feature: FeatureType, path: str) -> T | Encoded:
     return Encoded(value, feature) if _decodes_media(feature) and isinstance(value, dict) else value

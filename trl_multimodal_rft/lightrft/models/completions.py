@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Masks of sampled sequences."""
+"""Attention and action masks of sampled sequences."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def mask_completions(
     prompt_attention_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Returns masks of sampled sequences, in which a completion ends with its first end-of-sequence token.
+    Returns masks of sampled sequences. A completion ends with its first end-of-sequence token.
 
     Args:
         sequences (`torch.Tensor`):
@@ -26,10 +26,10 @@ def mask_completions(
         eos_token_id (`int` or `Sequence[int]`, *optional*):
             Tokens that end a completion.
         pad_token_id (`int`):
-            Token written after the end. If this token isn't an end-of-sequence token, padding at the end of a row
-            means that the completion was stopped otherwise.
+            Padding token. If it isn't an end-of-sequence token, a completion that ends with padding counts as
+            complete, for example because of a stop string.
         prompt_attention_mask (`torch.Tensor`, *optional*):
-            1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
+            1 on the tokens of the prompts, shape `(B, input_len)`. By default, only leading padding is masked.
 
     Returns:
         `tuple`: A copy of the sequences with padding after the completions, their attention mask `(B, S)` (`int64`),
