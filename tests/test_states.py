@@ -123,9 +123,9 @@ def test_continued_by_definition(sizes, lengths):
     row = pack(prompts, torch.full_like(mask, 9), mask, [{None: None}] * len(sizes))
     layout, n_tokens = row.layout.continued, row.input_ids.size(1)
     starts = [start for start, _, prompt, _ in row.layout.segments if start == prompt]
-    head_mask = torch.ones_like(layout.head_index) if layout.head_mask is None else layout.head_mask
-    assert (layout.head_mask is None) == (len(set(sizes)) == 1 and sizes[0] > 1)
-    for start, prompt, index, seen in zip(starts, unique, layout.head_index, head_mask, strict=True):
+    prompt_mask = torch.ones_like(layout.prompt_index) if layout.prompt_mask is None else layout.prompt_mask
+    assert (layout.prompt_mask is None) == (len(set(sizes)) == 1 and sizes[0] > 1)
+    for start, prompt, index, seen in zip(starts, unique, layout.prompt_index, prompt_mask, strict=True):
         assert index[seen.bool()].tolist() == [*range(start, start + len(prompt) - 1)]
         assert seen.tolist() == sorted(seen.tolist())  # padded on the left
     assert layout.branch_index.size(1) >= 2
@@ -133,7 +133,7 @@ def test_continued_by_definition(sizes, lengths):
     assert owned == sorted(owned) and set(owned) == set(range(len(sizes)))
     # Each position of both batches has the row's contents there
     tokens = row.input_ids[0]
-    both = torch.cat([tokens[layout.head_index].flatten(), tokens[layout.branch_index].flatten()])
+    both = torch.cat([tokens[layout.prompt_index].flatten(), tokens[layout.branch_index].flatten()])
     assert torch.equal(both[layout.restore_index], tokens)
     assert len(set(layout.restore_index.tolist())) >= n_tokens - len(sizes)
     branches = [segment for segment in row.layout.segments if segment[0] != segment[2]]

@@ -29,7 +29,7 @@ from .states import gather_copies, install_prefix_states
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _PREFIX = "prefix_shared_"
-_LIBRARY = "flash_attention_2"
+_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn library
 
 # Names of implementations whose wrapper is registered under the same name
 _WRAPPED: set[str] = set()
@@ -99,7 +99,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns the reason why a text decoder's attention implementation ignores a part of the model, or `None`."""
+    """Returns a message if the attention implementation of a text decoder ignores a part of the model, or `None`."""
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
     has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
@@ -136,7 +136,7 @@ def takes_layouts(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
+    """Restores the attention implementations that [`install_prefix_attention`] replaced, within the context."""
     config = model.get_decoder().config
     original = (config._attn_implementation or "eager").removeprefix(_PREFIX)
     with replaced(config, _attn_implementation=original), original_encoders(model):
@@ -164,7 +164,7 @@ def _prefix_attention(
     Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
     kind = None
-    if None not in layout.blocks[0].linear[0]:
+    if None not in layout.blocks[0].layer_masks[0]:
         kind = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
         base, base_attention = "eager", _eager_attention(module)
@@ -175,21 +175,23 @@ def _prefix_attention(
     if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]
     elif layout.states is not None:
-        layout.states.setdefault(module, row_states)  # not again in the recomputation of checkpointing
+        layout.states.setdefault(module, row_states)  # the recomputation of checkpointing must not replace them
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
-    branches = []
+    varlen_outputs = []
     if takes_varlen and (with_prompts or any(start != parent for start, _, parent, _ in layout.segments)):
-        branches = [_varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)]
+        varlen_outputs = [
+            _varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)
+        ]
         if with_prompts:
-            return branches[0][None], None
+            return varlen_outputs[0][None], None
     if base != "eager":  # flash kernels take no custom mask; flex attention needs a mask to be causal
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if not takes_varlen:
         key, value = _concatenate(shared_states, row_states)
-    # Query heads that share a key become one longer sequence. Otherwise, keys would be repeated, as sdpa's masked
-    # kernels require as many heads of keys as of queries.
+    # Query heads that share a key head become one longer sequence of queries. Otherwise, keys would be repeated, as
+    # masked kernels of sdpa require as many key heads as query heads.
     folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
@@ -212,7 +214,7 @@ def _prefix_attention(
                 output, _ = base_attention(module, *states, mask, **options)
             outputs.append(output.flatten(0, 1))
     restore_index = layout.restore_sequences if takes_varlen else layout.restore_index
-    return torch.cat(outputs + branches).index_select(0, restore_index)[None], None
+    return torch.cat(outputs + varlen_outputs).index_select(0, restore_index)[None], None
 
 
 def _grouped_attention(
@@ -223,7 +225,7 @@ def _grouped_attention(
     groups: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Computes attention with the query heads that share a key as one longer sequence."""
+    """Computes attention with the query heads that share a key head as one longer sequence of queries."""
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
@@ -231,7 +233,7 @@ def _grouped_attention(
 
 
 def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Scales queries `(B, heads, T, head_dim)` by their positions in sequences instead of positions in the row."""
+    """Changes the scale of queries `(B, heads, T, head_dim)` from row positions to `positions` in sequences."""
     query_scale = family_of(module).query_scale
     applied = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
     if applied is None:
@@ -260,7 +262,7 @@ def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOpti
 def _concatenate(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a prefix and of a row after it, or of the row alone if both are the same object."""
+    """Joins keys and values of a prefix and of a row after it. If both are one object, there is no prefix."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
@@ -276,8 +278,8 @@ def _varlen_attention(
     with_prompts: bool,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Computes attention `(Q, heads, head_dim)` of sequences to their states in the row and to shared states."""
-    # Torch's kernel returns the log-sum-exp, which merges attention to a prompt with attention to a completion
+    """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
+    # Torch's kernel returns the log-sum-exp, by which attention to a prompt and to a completion can be merged
     merges = window is None and _fits_torch(query, row_states[1], options)
     calls = layout.shared_sequences(with_prompts) if merges else None
     if calls is None:

@@ -25,14 +25,14 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 Options = dict[str, Any]
 
 # With nested graph breaks, a break within a called function doesn't give each caller a separate graph. Floats of a
-# layer, such as epsilons, are constants. The recompile limit has room for all graphs of a function: different layers,
-# scores (without gradients) and losses (with gradients), and prompts and single tokens need one each.
+# layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of a function. Separate graphs
+# are needed for different layers, for forwards with and without gradients, and for prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
 def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[str], None] = print) -> None:
     """
-    Compiles the layers of a model's decoder and encoders in place. Layers of one class share graphs, at all lengths.
+    Compiles the layers of a model's decoder and encoders in place. Layers of one class share graphs for all lengths.
 
     Attention, states of linear attention, and caches run outside of the graphs, since they depend on lengths, on
     prompts and on the index of a layer. Hooks of modules, such as those of FSDP2, run outside, too. Names of weights
@@ -44,7 +44,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line, when the first layer of a class runs, if its graph also breaks at other operations.
+            Called with one line of text for each class of layers whose graph also breaks at other operations.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}

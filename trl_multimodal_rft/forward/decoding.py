@@ -17,7 +17,7 @@ from .kernels import AttentionOptions
 # Number of tokens by which a cache grows, and the first size of a cache with static shapes
 ROOM = 128
 
-# Up to this prompt length, completions get copies of the prompt, as one attention call is faster than two merged ones
+# Up to this prompt length, completions get copies of the prompt, as one attention call is faster than two merged calls
 SHORT_PROMPT = 64
 
 # Added to the scores of masked keys. It is finite in any dtype, so that a row without visible keys has no NaN.
@@ -35,7 +35,8 @@ class CompletionLayer(DynamicLayer):
 
     The next token is written at index `slot`, which wraps around at the end of an attention window. Buffers grow as
     needed. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all of them.
-    If completions start with copies of the prompts' `n` tokens, `prompts` keeps a single prompt without tokens.
+    An initial `n` above 0 copies the prompts' `n` tokens to each completion. `prompts` then keeps a single prompt
+    without tokens.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -77,7 +78,7 @@ class CompletionLayer(DynamicLayer):
         self.n += tokens_to_remove
 
     def whole(self) -> DynamicLayer:
-        """Returns the layer of prompts with one row per completion: the prompt's tokens, then the completion's."""
+        """Returns the layer of prompts, changed to one row per completion that holds the prompt and the completion."""
         self.prompts.keys, self.prompts.values = (
             torch.cat([prompts.repeat_interleave(len(states) // len(prompts), 0), states[:, :, : self.n]], dim=2)
             for prompts, states in zip(_states(self.prompts), _states(self), strict=True)
@@ -92,13 +93,13 @@ class Decoding:
 
     Args:
         shared (`dict[int, DynamicLayer]`):
-            Cache layers of prompts, by index. Each prompt has equally many completions, in consecutive rows.
+            Cache layers of prompts, by layer index. Each prompt has equally many completions, in consecutive rows.
         padding (`torch.Tensor`, *optional*):
             Additive attention mask of the prompts' tokens, `(N, 1, 1, P)`.
         room (`int`, *optional*):
             Number of tokens per completion that the cache returns, if shapes are static.
         slots (`dict[int | None, torch.Tensor]`, *optional*):
-            Index of the current token in the cache `(1,)`, by attention window.
+            Index of the current token in the cache `(1,)`, by attention window of the layers.
         mask (`torch.Tensor`, *optional*):
             Additive attention mask of copied prompts and of the completions after them, `(B, 1, 1, K)`.
     """
@@ -114,16 +115,16 @@ class Decoding:
 
     @property
     def n_prompts(self) -> int:
-        """Number of shared prompts; 1, for a prompt without tokens, if completions have copies of their prompts."""
+        """Number of shared prompts: 1, without tokens, if completions have copies of their prompts."""
         return len(_states(next(iter(self.shared.values())))[0])
 
     def masked(self, is_masked: torch.Tensor) -> torch.Tensor:
-        """Returns the additive mask, in a dtype that no layer casts, of a boolean mask that is true on masked keys."""
+        """Converts a boolean mask, true on masked keys, to an additive mask in a dtype that no layer casts."""
         dtype = _states(next(iter(self.shared.values())))[1].dtype
         return is_masked.to(torch.promote_types(dtype, torch.float32)) * _MASKED
 
     def advance(self) -> None:
-        """Advances the slots, in place, to the next forward's token. With static shapes, computes the masks for it."""
+        """Advances the slots, in place, to the next forward's token. With static shapes, computes its masks."""
         for window, slot in self.slots.items():
             slot.add_(1)
             if window is not None:
@@ -165,7 +166,8 @@ class Decoding:
     ) -> torch.Tensor:
         """
         Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to their completions and
-        prompts. All queries of a group attend to their prompt in one call. Both outputs are merged by log-sum-exp.
+        prompts. All queries of a group attend to their prompt in one call. The outputs for completions and prompts are
+        merged by log-sum-exp.
         """
         index = cast(int, module.layer_idx)
         if index not in self.shared:  # a layer without keys uses keys of the last layer of its type
@@ -229,20 +231,20 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
-    layout, n = Decoding({}, room=room), mask.size(1) if copies_prompts else 0
+    decoding, n = Decoding({}, room=room), mask.size(1) if copies_prompts else 0
     if room:  # all masks are computed from this slot
-        layout.slots[None] = torch.full((1,), -1, device=mask.device)
+        decoding.slots[None] = torch.full((1,), -1, device=mask.device)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
         elif isinstance(layer, DynamicLayer):
-            slot = layout.slots.setdefault(_window(layer), torch.full((1,), n - 1, device=mask.device))
-            layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
+            slot = decoding.slots.setdefault(_window(layer), torch.full((1,), n - 1, device=mask.device))
+            decoding.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
     if not mask.all():
-        padding = layout.masked(mask[:, None, None] == 0)
+        padding = decoding.masked(mask[:, None, None] == 0)
         if copies_prompts:
-            layout.mask = padding.repeat_interleave(n_rows // len(mask), 0)
+            decoding.mask = padding.repeat_interleave(n_rows // len(mask), 0)
         else:
-            layout.padding = padding
-    return layout
+            decoding.padding = padding
+    return decoding

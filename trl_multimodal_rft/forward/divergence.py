@@ -19,7 +19,7 @@ from .head import HeadRule, gather_weights
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Upper bound of the log of the top tokens' total probability, as in TRL, so that the log of the rest is finite
+# Largest log-probability of the top tokens together, as in TRL, so that the log-probability of the rest is finite
 _ALMOST_ALL = -1e-7
 
 
@@ -44,19 +44,19 @@ def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
 @dataclass(frozen=True)
 class Target:
     """
-    A teacher's distributions of completion tokens, which [`divergences`] compares a student's distributions with. They
-    are over the whole vocabulary (`hidden` and `head`), or log-probabilities of some tokens (`ids` and `logps`).
+    A teacher's distributions of completion tokens, for a comparison with a student's in [`divergences`]: either over
+    the whole vocabulary (`hidden` and `head`), or as log-probabilities of some tokens (`ids` and `logps`).
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
     student_rule: HeadRule
-    beta: float = 1.0  # 0 for the forward KL, 1 for the reverse one, else the generalized JSD
+    beta: float = 1.0  # 0 for the forward KL, 1 for the reverse KL, else the generalized JSD
     temperature: float = 1.0
     hidden: torch.Tensor | None = None  # (B, C, H_t)
     head: Head | None = None
     ids: torch.Tensor | None = None  # (B, C, K)
     logps: torch.Tensor | None = None  # (B, C, K)
-    add_tail: bool = True  # whether the other tokens count as one; else the K tokens are renormalized
+    add_tail: bool = True  # whether all other tokens count as one token; else the K tokens are renormalized
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
         """Applies a function to each tensor with a row per completion."""
@@ -102,7 +102,6 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
             head.weight,
             head.bias,
             select(target.hidden),
-            # Gathered weights of FSDP2 keep the dtype of training
             teacher.weight.to(head.weight.device),
             teacher.bias,
             target.beta,

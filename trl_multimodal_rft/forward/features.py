@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encoders of media: inputs on the device, attention without host syncs, and kept features of frozen encoders."""
+"""Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ from .layout import to_device
 _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
-# Arguments of encoders with the sizes of media in a row, from which transformers precomputes starts and positions
+# Arguments of encoders with the sizes of media, from which transformers can precompute arguments such as positions
 _SIZES = ("grid_thw", "feature_lens", "target_sizes")
 
 # Copies in host memory of small tensors on a device
@@ -50,8 +50,8 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
     Where torch's variable-length kernel can't run, SDPA is called for each sequence. Other encoders call SDPA without
     cuDNN.
 
-    Layers get copies of their configs. A changed config of the model would make a new model with this config download
-    an unknown flash implementation.
+    Layers get changed copies of their configs. If the model's own config changed, a new model with this config would
+    try to download a flash implementation of an unknown name.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -79,7 +79,7 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def original_encoders(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the attention of encoders from before [`install_encoder_attention`] within the context."""
+    """Undoes [`install_encoder_attention`] within the context."""
     with ExitStack() as stack:
         for config, _ in [*_layer_configs(model)]:
             stack.enter_context(replaced(config, _attn_implementation="sdpa"))
@@ -87,14 +87,14 @@ def original_encoders(model: PreTrainedModel) -> Iterator[None]:
 
 
 def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a small tensor that was moved to a device, and keeps its `value` on the host for encoders."""
+    """Remembers the host copy `value` of a small tensor for encoders. Returns the `moved` tensor."""
     if moved is not value and not value.is_floating_point():
         _host_copies[moved] = value
     return moved
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in host memory: the copy that [`remember_on_host`] kept, or else a new copy."""
+    """Returns a tensor in host memory: the copy of [`remember_on_host`], or else a new copy."""
     host_copy = _host_copies.get(tensor)
     return tensor.cpu() if host_copy is None else host_copy
 
@@ -115,7 +115,7 @@ def _layer_configs(module: nn.Module) -> Iterator[tuple[PreTrainedConfig, str]]:
 def _add_precomputed(
     tower: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor | bool]
 ) -> tuple[tuple, dict[str, torch.Tensor | int]] | None:
-    """Pre-hook of an encoder's forward that adds the arguments that it would compute from sizes on the device."""
+    """Pre-hook that adds the arguments that an encoder's forward would otherwise compute from sizes on the device."""
     if next(_layer_configs(tower), None) is None:  # within `original_encoders`
         return None
     arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
@@ -132,7 +132,7 @@ def _add_precomputed(
 
 @torch.no_grad()
 def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
-    """Computes, on the host, the arguments that follow from the tensors of an encoder's forward."""
+    """Computes, on the host, the arguments of an encoder's forward that follow from the sizes of media."""
     from transformers.exporters.utils import precompute_export_inputs
 
     sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZES, "merge_sizes")}
@@ -140,14 +140,15 @@ def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     if "feature_lens" in sizes:
         inputs["input_features"] = tensors["input_features"]
     names = set(inputs)
-    # An object of the encoder's own class, not of FSDP's, as transformers looks for functions in the class's module
+    # FSDP changes the class of the encoder. This object has the original class, as transformers searches the Python
+    # module of the class for functions.
     plain = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
     plain.__dict__ = tower.__dict__
     precompute_export_inputs(plain, inputs)
     added = {name: value for name, value in inputs.items() if name not in names}
-    for kind in ("", "window_"):
-        if isinstance(starts := added.get(f"cu_{kind}seqlens"), torch.Tensor):
-            added[f"max_{kind}seqlen"] = int(starts.diff().max())
+    for prefix in ("", "window_"):
+        if isinstance(starts := added.get(f"cu_{prefix}seqlens"), torch.Tensor):
+            added[f"max_{prefix}seqlen"] = int(starts.diff().max())
     if "target_sizes" in sizes:
         added["max_seqlen"] = int(sizes["target_sizes"].prod(-1).max())
     return added
@@ -203,15 +204,15 @@ Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool
 
 Forward = Callable[..., Output]
 
-# Ways in which a module's output for several prompts consists of its outputs for single prompts: concatenation on
-# dimension 0 or 1, or one call per prompt
+# Ways to join a module's outputs for single prompts into its output for several prompts: concatenation on dimension 0
+# or 1, or none, if the module is called once per prompt
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
 
 # Largest rounding error at which outputs count as equal, in machine epsilons, relative to their norm
 _TOLERANCE = 32
 
-# Ways seen in the first forward of several prompts, by model, tuple of frozen modules, modality and module
+# Ways that the first forward of several prompts showed, by model, tuple of frozen modules, modality and module
 _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
@@ -219,8 +220,8 @@ _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[n
 class _Call:
     """A call of a frozen module with the media of one prompt."""
 
-    shape: torch.Size  # of its first input tensor, by preference a floating-point one
-    output: Output  # unread floating-point tensors take no memory, see `_drop_unread`
+    shape: torch.Size  # of the first floating-point input, or else of the first input tensor
+    output: Output  # floating-point tensors that aren't needed take no memory, see `_drop_unread`
     autocast: torch.dtype | None
 
 
@@ -228,19 +229,19 @@ class _Call:
 class _Scope:
     """The modality whose features a forward computes at the moment, and the forward's calls of frozen modules."""
 
-    kind: str  # the modality; "" outside of methods that compute features; "any" without a method per modality
+    kind: str  # the modality; "" outside of methods that compute features; "any" if the model has no such methods
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
-    n_calls: Counter = field(default_factory=Counter)
+    n_calls: Counter = field(default_factory=Counter)  # by modality and module
 
 
 class _Encoded(Exception):
-    """A signal that media are encoded, so that the decoder needn't run."""
+    """Ends a forward in which media are encoded, so that the decoder doesn't run."""
 
 
 def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
-    Returns the largest entirely frozen modules that media pass on their way to the language model. In an encoder with
-    frozen layers and other, trained weights, these are the encoder's frozen children.
+    Returns the largest entirely frozen modules that media pass on their way to the language model. Of an encoder with
+    frozen layers and other weights that are trained, the frozen children are returned.
     """
     text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
@@ -267,8 +268,8 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
     """
-    Keeps frozen modules out of the graph of forwards within the context, and reuses the outputs that [`encode_frozen`]
-    computed. The forwards must get the media of `prompts`, in order.
+    Keeps frozen modules out of the autograd graph within the context, and replaces their calls by the outputs that
+    [`encode_frozen`] computed. A forward must get the media of `prompts`, in order.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
@@ -289,7 +290,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(kind, {}).get(module)
         if way is not None and (calls := _calls_of(prompt_calls, way, index, features)):
             return _joined(calls, way)
-        with nullcontext() if _reaches_weights(args, kwargs) else _without_graph(module):
+        with nullcontext() if _depends_on_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
         if len(prompt_calls) > 1 and kind not in ways:
             matching_ways = (
@@ -303,12 +304,13 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         yield
     for kind, ways_of_kind in new_ways.items():
         learned = {module: way for module, way in ways_of_kind.items() if way is not None}
-        # A module without a way runs on the outputs of earlier modules, which reuse may have dropped
+        # A module without a way must run on outputs of earlier modules, which may have been dropped. If a modality has
+        # such a module, none of its outputs are reused.
         ways[kind] = learned if len(learned) == len(ways_of_kind) else {}
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """Returns, for a checkpoint, the ways to join features that forwards have used, by names of modules."""
+    """Returns the ways to join outputs that forwards have shown, by names of modules, for a checkpoint."""
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -334,11 +336,11 @@ def encode_frozen(
     inputs_of: Callable[[EncodedPrompt], Mapping[str, torch.Tensor]],
 ) -> None:
     """
-    Computes the outputs of frozen modules for the media of prompts without such outputs. The model's own forward runs
-    up to its decoder. `inputs_of` returns the inputs of one prompt.
+    Computes the outputs of frozen modules for the media of prompts, and caches them on the prompts. The model's own
+    forward runs up to its decoder. `inputs_of` returns the inputs of one prompt.
 
-    Nothing is computed if a module draws random numbers or updates statistics of batches, nor for sharded
-    models, whose ranks must all run the modules equally often.
+    Nothing is computed if a module draws random numbers or updates statistics of batches. Nothing is computed for
+    sharded models, either, as all ranks must run their modules equally often.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     if not prompts or is_sharded(model):
@@ -364,11 +366,11 @@ def _record_calls(
     model: PreTrainedModel, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, nn.Module], list[_Call]]:
     """Runs the encoders for one prompt, and returns the calls of frozen modules by modality and module."""
-    scope, reached = _scope(model), []
+    scope, decoder_inputs = _scope(model), []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         features = _first_input(args, kwargs)
-        if not scope.kind or features is None or _reaches_weights(args, kwargs):
+        if not scope.kind or features is None or _depends_on_weights(args, kwargs):
             return forward(*args, **kwargs)
         with _without_graph(module):
             output = forward(*args, **kwargs)
@@ -378,7 +380,7 @@ def _record_calls(
         return _map(torch.clone, [output])
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
-        reached.extend(_tensors((args, kwargs)))
+        decoder_inputs.extend(_tensors((args, kwargs)))
         raise _Encoded
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
@@ -387,8 +389,9 @@ def _record_calls(
     with torch.random.fork_rng(devices=[]), suppress(_Encoded), hook, torch.enable_grad():
         with _intercept(model, modules, scope, call):
             model(**inputs, use_cache=False)
-    # Outputs are leaves of the graph. If the decoder's inputs don't depend on one, only frozen modules have read it.
-    read = leaves_of_graph(reached)
+    # Outputs of frozen modules are leaves of the graph here. If the decoder's inputs don't depend on an output, frozen
+    # modules alone have read it.
+    read = leaves_of_graph(decoder_inputs)
     kinds_read = {
         kind
         for (kind, _), records in scope.calls.items()
@@ -414,15 +417,15 @@ def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[s
 
 
 def _drop_unread(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
-    """Detaches a tensor of an output, and drops its memory if it isn't in `read`; `None` drops nothing."""
+    """Detaches a tensor of an output, and drops its memory if it isn't in `read`. `None` means that all are read."""
     if not _is_float(leaf) or read is None or leaf in read:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
 def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
-    """Returns the recorded calls that a module's call number `index` joins, judged by shapes, or an empty list."""
-    if way == _ONE_BY_ONE:  # call 0 may also join all prompts, which its shape tells
+    """Returns the recorded calls that make up a module's call `index`, judged by shapes, or an empty list."""
+    if way == _ONE_BY_ONE:  # call 0 may join all prompts instead, and then has another shape
         calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [records[index] for records in prompt_calls if index < len(records)]
@@ -432,22 +435,22 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
     if any(len(shape) != features.dim() for shape in shapes):
         return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
-    joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
-    return calls if list(features.shape) in joined else []
+    joined_shapes = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
+    return calls if list(features.shape) in joined_shapes else []
 
 
 def _joined(calls: list[_Call], way: int) -> Output:
     """Returns the output for all prompts from the outputs of their calls."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
-        # A copy of the kept tensor, as some models change features in place
+        # A copy of the cached tensor, as some models change features in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
 
     return _map(join, [call.output for call in calls])
 
 
 def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
-    """Returns whether an output is the joined output of the calls, up to rounding, and apart from padding."""
+    """Returns whether an output equals the joined outputs of calls, up to rounding and padding."""
     results = [bool(calls)]
 
     def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
@@ -469,7 +472,7 @@ def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
 
 
 def _map(function: Forward, values: Sequence[Output]) -> Output:
-    """Applies `function` to corresponding tensors of several outputs. The result has the structure of an output."""
+    """Applies `function` to corresponding tensors of several outputs. The result has the structure of one output."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return function(*values)
@@ -493,25 +496,25 @@ def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tens
 
 @contextmanager
 def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
-    """Runs `call` in place of the forwards of modules, and tracks in `scope` the modality that the model computes."""
+    """Runs `call` in place of the forwards of modules, and sets the modality of `scope` as features are computed."""
 
-    def of_kind(kind: str, method: Forward) -> Forward:
+    def set_kind(kind: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
-            # The method for videos may call the method for images, in which the modality stays video
+            # The method for videos may call the method for images. The modality is then still video.
             with replaced(scope, kind=scope.kind if scope.kind in MODALITIES else kind):
                 return method(*args, **kwargs)
 
         return compute
 
-    def of_module(module: nn.Module, forward: Forward) -> Forward:
+    def replace_forward(module: nn.Module, forward: Forward) -> Forward:
         return lambda *args, **kwargs: call(module, forward, args, kwargs)
 
     with ExitStack() as stack:
         for kind, method in _methods(model).items():
-            stack.enter_context(replaced(model.base_model, **{method.__name__: of_kind(kind, method)}))
+            stack.enter_context(replaced(model.base_model, **{method.__name__: set_kind(kind, method)}))
         for module in modules:
-            stack.enter_context(replaced(module, forward=of_module(module, module.forward)))
+            stack.enter_context(replaced(module, forward=replace_forward(module, module.forward)))
         yield
 
 
@@ -542,6 +545,7 @@ def _is_frozen(module: nn.Module) -> bool:
 
 def _is_deterministic(module: nn.Module) -> bool:
     """Returns whether a module computes the same output in all forwards, and changes none of its state."""
+    # A pre-hook on a norm makes it use running statistics, see `models.modes`
     norms = (submodule for submodule in module.modules() if isinstance(submodule, nn.modules.batchnorm._BatchNorm))
     return not has_dropout(module) and not any(norm.training and not norm._forward_pre_hooks for norm in norms)
 
@@ -560,10 +564,10 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _reaches_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
+def _depends_on_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     """
-    Returns whether inputs depend on trained weights. `requires_grad` alone doesn't tell, as hooks for checkpointing
-    set it on other inputs, too.
+    Returns whether inputs depend on trained weights. `requires_grad` doesn't show this, as hooks for checkpointing set
+    it on other inputs, too.
     """
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(tensors))
@@ -595,7 +599,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
 def media_inputs(
     prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Joins media of prompts on the device of a forward, with copies of integer tensors on the host for encoders."""
+    """Returns the joined media of prompts on a device. Encoders can read copies of integer tensors on the host."""
     prompts = list(prompts)
     moved = join_tensors([_upload(prompt, model.dtype, device) for prompt in prompts])
     if device.type == "cpu":

@@ -49,13 +49,13 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
 
     The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
     weights may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way, for
-    example leaves some out.
+    example by leaving some out.
     """
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
         return None
-    # TRL multiplies by the head's weight instead of calling the head, which would skip an adapter. PEFT's wrapper of a
-    # module in `modules_to_save` has the weight of the active copy.
+    # TRL multiplies by the head's weight instead of calling the head, and thus skips adapters of the head. PEFT's
+    # wrapper of a module in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         is_plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
     else:
@@ -163,7 +163,7 @@ def add_fused_head(
 
 
 def _without_fused_head(forward: Callable) -> Callable:
-    """Returns a forward as it was before TRL added its fused head."""
+    """Returns the forward from before TRL added a fused head, if it has added one."""
     function = getattr(forward, "__func__", None)
     if function is None or function.__globals__.get("__name__") != add_fused_lm_head.__module__:
         return forward
@@ -215,7 +215,7 @@ def _fused_scores(
 
 
 def _gather_weight(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gathers a weight. FSDP2's shards are cast before, so that ranks exchange half as much."""
+    """Gathers a weight. FSDP2's shards are cast first, so that ranks exchange half as much."""
     return cast(DTensor, parameter.to(dtype)).full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -225,7 +225,7 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
 
 
 def _has_kernel(device: str) -> bool:
-    """Returns whether only labels are scored. On other devices, each new number of labels would be compiled."""
+    """Returns whether a device scores labels alone. Others would compile a function for each number of labels."""
     return device in ("cuda", "xpu")
 
 
@@ -235,7 +235,7 @@ def scores_of_logits(
     """Computes log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
     logits = logits.float()
     if temperature < 1:
-        # Masked tokens have the lowest number: the division would make it infinite, and entropies NaN
+        # Masked tokens have the lowest finite logit. The division would make it infinite, and entropies NaN.
         logits = logits.clamp(min=0.5 * temperature * torch.finfo(logits.dtype).min)
     return selective_log_softmax_and_entropy(
         logits, ids, entropy_requires_grad=entropy_requires_grad, temperature=temperature
@@ -243,7 +243,7 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module before the head. Without a `base_model`, it is a sibling of the head and the encoders."""
+    """Returns the module before the head. Without a `base_model`, this is a sibling of the head and the encoders."""
     if model.base_model is not model:
         return model.base_model
     head, decoder = model.get_output_embeddings(), model.get_decoder()
@@ -255,7 +255,7 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
 def run_backbone(
     model: PreTrainedModel, forward: Callable[..., ModelOutput], args: tuple, kwargs: dict
 ) -> torch.Tensor:
-    """Returns the last hidden states. Without a `base_model`, the model's forward runs with an identity as head."""
+    """Returns the last hidden states. A model without a `base_model` runs its forward with an identity as head."""
     if model.base_model is not model:
         return model.base_model(*args, **kwargs).last_hidden_state
     backbone, head, outputs = _backbone(model), model.get_output_embeddings(), []

@@ -87,8 +87,8 @@ def merged_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
-    Computes causal attention within sequences of a row, where queries at `index` (`None`: all) also attend to all keys
-    of a shared sequence. Two calls of torch's kernel are merged by log-sum-exp as in
+    Computes causal attention within sequences of a row. Queries at `index` (`None`: all) also attend to all keys of a
+    shared sequence. The outputs of the two calls of torch's kernel are merged by log-sum-exp as in
     [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are those of [`varlen_attention`].
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
@@ -177,7 +177,7 @@ def flash_backward(
     is_causal: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of queries, keys and values; the output and log-sum-exp may include further keys."""
+    """Returns gradients of queries, keys and values. `output` and `lse` may also include attention to other keys."""
     # The random state of dropout, which isn't used
     random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
@@ -187,7 +187,7 @@ def flash_backward(
 @contextmanager
 def without_cudnn() -> Iterator[None]:
     """
-    Keeps attention off cuDNN's kernels within the context: cuDNN needs 0.02 to 1 s to prepare each new shape, and most
+    Disables cuDNN's attention kernels within the context. cuDNN needs 0.02 to 1 s to prepare each new shape, and most
     batches of prompts and completions have a new shape.
     """
     if torch.compiler.is_compiling():  # a change of the setting would break the graph

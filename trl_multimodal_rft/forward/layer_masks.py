@@ -12,9 +12,9 @@ class Causal:
     Attention of a prompt and of text after it, in which tokens see the last `window` tokens up to themselves (`None`:
     all).
 
-    With `prompt` `(P, 2)`, each token of the prompt sees a span of the prompt instead, from a start to before an end.
-    Unless `lookahead` is `None`, spans start within the window and reach at most `lookahead` tokens ahead. If spans
-    would have gaps, `prompt` is a boolean mask `(P, P)`.
+    With `prompt` `(P, 2)`, tokens of the prompt see spans of the prompt instead. `prompt` holds the start of the span
+    that a token sees, and the index after the span's end. Unless `lookahead` is `None`, spans start within the window
+    and reach at most `lookahead` tokens ahead. If spans would have gaps, `prompt` is a boolean mask `(P, P)`.
     """
 
     window: int | None = None
@@ -22,15 +22,16 @@ class Causal:
     lookahead: int | None = 0
 
 
-# Attention of a prompt and of text after it in layers of one type: spans `(T, 2)` of the tokens that each token sees,
-# from a start to before an end; a boolean mask `(T, T)` if spans would have gaps; `None` for plain causal attention
+# Attention of a prompt and of text after it in layers of one type. `None` stands for plain causal attention. A tensor
+# `(T, 2)` holds the start of the span that a token sees, and the index after the span's end. If spans would have gaps,
+# the tensor is a boolean mask `(T, T)`.
 LayerMask = torch.Tensor | Causal | None
 
 
 def span_mask(spans: torch.Tensor, n: int) -> torch.Tensor:
     """
-    Returns the boolean mask `(R, n)` of spans `(R, 2)`, from a start to before an end, over the first `n` tokens.
-    `spans` may also be rows of a boolean mask.
+    Returns the boolean mask `(R, n)` over the first `n` tokens. `spans` `(R, 2)` holds the starts of spans and the
+    indices after their ends, or rows of a boolean mask.
     """
     if spans.dtype == torch.bool:
         return spans[:, :n]

@@ -1,5 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The packed row: every prompt once, followed by its completions. Also padded rows."""
+"""
+Packed rows, and left-padded batches.
+
+A packed row holds each prompt once, followed by one branch per completion. A branch is a copy of the prompt's last
+token and the completion without its last token: exactly the positions that predict the completion. If prompts start
+alike, the row holds their common start once, and the remainders of these prompts are branches, too.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,51 +25,52 @@ from .trees import Node, leaf, walk
 # Keys and values of a prompt in each attention layer, both `(1, heads, P, head_dim)`
 States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
-# Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest length of queries and of keys
+# Arguments of a variable-length kernel for `S` sequences: the cumulative lengths of queries and of keys, both
+# `(S + 1,)` as int32, and the largest length of queries and of keys
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
-# A prompt or a branch in a row: its start, its length, the start of its parent, and the number of tokens it shares. A
-# branch continues its parent and shares all tokens before the parent's last one; a prompt is its own parent and shares
-# 0 tokens.
+# A prompt or a branch in a row: (start, length, start of the parent, number of shared tokens). A branch continues its
+# parent, and shares all tokens before the parent's last token. A prompt is its own parent and shares no tokens.
 Segment = tuple[int, int, int, int]
 
-# Prompts share an attention call if the longest exceeds the shortest by no more than this factor, which bounds padding
+# Prompts share an attention call only if the longest is at most this many times as long as the shortest, as shorter
+# prompts are padded
 _LENGTH_TOLERANCE = 1.25
 
-# Prompts of unequal length in one call need a mask per branch. Beyond this many entries of masks (1 MiB in float32),
-# each prompt gets its own call, in which branches share a mask. At that size, additional calls cost little.
+# Prompts of unequal length in one call need a mask per branch. If these masks would have more entries than this (1 MiB
+# in float32), each prompt gets a separate call, in which branches share a mask. Then, additional calls cost little.
 MASK_ENTRIES = 2**18
 
-# From this many copied keys on, completions attend to their prompt and to themselves in two calls without copies.
-# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
+# Two kernel calls replace one if they save at least this many copies of keys. Completions attend to themselves in the
+# first call, and to their prompt in the second. With 2 heads of size 128 in half precision, a key and its value take
+# 1 KiB, and their gradients take as much.
 _COPIED_KEYS = 2**14
 
-# Kernels require the length of a mask's rows, and their first column, to be multiples of this
+# Kernels require the row stride of a mask, and the first column of a view of it, to be multiples of this
 MASK_ALIGNMENT = 16
 
 
 @dataclass(eq=False)
 class PrefixBlock:
     """
-    `N` prompts of similar length and their `M` branches, attended in two calls: the prompts, then the branches.
+    `N` prompts of similar length and their `M` branches. Attention takes two calls: the prompts, then the branches.
 
-    A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
-    positions that predict the completion. Where prompts start alike, their common start counts as a prompt, and their
-    remainders as its branches. The completions after a remainder are in another block, which doesn't compute the
-    remainder again. Indices are positions in the packed row, padded on the right.
+    A common start of prompts counts as a prompt, and the remainders as its branches. The completions after a remainder
+    are in another block, which doesn't compute the remainder again. Indices are positions in the packed row, padded on
+    the right.
     """
 
-    prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if they are branches of another block
+    prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if this block computes branches alone
     branch_index: torch.Tensor  # of the branches, `(M, L)`
-    key_index: torch.Tensor  # of a branch's keys: its prompt without the last token, then itself, `(M, P - 1 + L)`
-    starts: list[int]  # of each prompt in the row; empty if they are branches of another block
-    sizes: list[int]  # tokens of each prompt
+    key_index: torch.Tensor  # keys of a branch, `(M, P - 1 + L)`: its prompt without the last token, then the branch
+    starts: list[int]  # position of each prompt's first token; empty if this block computes branches alone
+    sizes: list[int]  # number of tokens of each prompt
     owner: torch.Tensor  # prompt of each branch, `(M,)`
-    linear: list[Mapping[str | None, LayerMask]]  # `linear_masks` of each prompt
+    layer_masks: list[Mapping[str | None, LayerMask]]  # by layer type, masks of each prompt and of text after it
 
     def unseen_keys(self, kind: str | None) -> int:
-        """Returns the number of first keys that no branch sees in layers of type `kind`."""
-        masks = [linear[kind] for linear in self.linear]
+        """Returns the number of keys before the windows of all branches, in layers of type `kind`."""
+        masks = [by_type[kind] for by_type in self.layer_masks]
         windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
         return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
 
@@ -72,12 +79,12 @@ class PrefixBlock:
 class Continued:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches that start from the state after them. Indices are positions in the packed row.
+    token, and `M` branches. A branch starts from the state after its prompt. Indices are positions in the packed row.
     """
 
-    head_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
-    head_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
-    # Of the branches, padded on the right, `(M, L)`; for a prompt without branches, its last token
+    prompt_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
+    prompt_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
+    # Of the branches, padded on the right, `(M, L)`. The last token of a prompt without branches is a branch, too.
     branch_index: torch.Tensor
     owner: torch.Tensor  # prompt of each branch, `(M,)`
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of both batches, `(T,)`
@@ -90,12 +97,12 @@ class PrefixLayout:
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # By layer type: the causal window of completions, the same behind all prompts (`None`: all tokens), and whether
-    # prompts are causal, too. Types with other masks, which varlen kernels don't support, are left out.
+    # By layer type: the window of causal attention after all prompts (`None`: all tokens), and whether prompts are
+    # causal, too. Layer types with other masks have no entry, as variable-length kernels don't support the masks.
     windows: dict[str | None, tuple[int | None, bool]]
-    # Written by a forward of one prompt without completions, or read by a forward of completions without their prompt
+    # A forward of a prompt without completions fills this dictionary. A forward of completions alone reads it.
     states: States | None = None
-    n_cached: int = 0  # tokens at the start of the row that aren't forwarded again, as their states are cached
+    n_cached: int = 0  # number of prompt tokens that the row leaves out, as `states` has their keys and values
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -105,19 +112,19 @@ class PrefixLayout:
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
-        """Row positions of the parents' tokens that a segment shares, by the start of the segment."""
+        """Row positions of the tokens that a segment shares with its parents, by the start of the segment."""
         return _before(self.segments)
 
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
-        Returns the branches, with or without the prompts, as `S` sequences for a variable-length kernel: row positions
-        of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the arguments of the kernel.
+        Returns row positions of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the other arguments of a
+        variable-length kernel. Each branch is a sequence. If `with_prompts`, each prompt is a sequence, too.
 
-        Attention is causal, aligned to the last key, so that a sequence needs only the keys of its prompt that its
-        first token sees in a `window`. The result is cached for all layers.
+        The kernel aligns the causal mask to the last key. The keys of a sequence therefore start with the first key in
+        the `window` of its first token. The result is cached for all layers.
         """
         key = ("sequences", window, with_prompts)
-        if key not in self._masks:
+        if key not in self._cache:
             segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
             starts, lengths, _, shared = torch.tensor(segments).T
             seen = shared if window is None else shared.clamp(max=window - 1)
@@ -131,25 +138,27 @@ class PrefixLayout:
             queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
             sequences = [to_device(entry, device) for entry in bounds]
             longest = int(lengths.max()), int((seen + lengths).max())
-            self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
-        return self._masks[key]
+            self._cache[key] = queries, to_device(keys, device), (*sequences, *longest)
+        return self._cache[key]
 
     def shared_sequences(
         self, with_prompts: bool
     ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
         """
-        Returns the [`sequences`] without a window for two kernel calls, or `None` if these save few copies of keys.
+        Returns the arguments of two kernel calls that replace the call of [`sequences`] without a window, or `None` if
+        two calls would save few copies of keys.
 
-        In the first call, sequences attend to their own tokens; in the second, all sequences that continue the same
-        tokens attend to these as one sequence. Returns the row positions `(Q,)` of the first call's queries, and of
-        its keys (`None`: all); the arguments of the first call; indices `(R,)` of the queries that attend to shared
-        tokens (`None`: all); the row positions `(K,)` of shared keys, including cached ones; and the arguments of the
-        second call.
+        In the first call, each sequence attends to its own tokens. In the second call, all sequences with the same
+        parent are joined to one sequence of queries, and attend to the parent's shared tokens.
+
+        The result has five entries. For the first call: row positions `(Q,)` of queries and keys (`None`: all), and
+        the kernel's other arguments. For the second call: indices `(R,)` of its queries among the first call's queries
+        (`None`: all), row positions `(K,)` of its keys, including cached keys, and the kernel's other arguments.
         """
         key = ("shared", with_prompts)
-        if key not in self._masks:
-            self._masks[key] = self._shared_sequences(with_prompts)
-        return self._masks[key]
+        if key not in self._cache:
+            self._cache[key] = self._shared_sequences(with_prompts)
+        return self._cache[key]
 
     def _shared_sequences(self, with_prompts: bool):
         segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
@@ -160,20 +169,20 @@ class PrefixLayout:
             if n:
                 query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
-        # One call copies shared keys once per sequence, and once more if they are cached. Two calls copy them once.
+        # One call copies shared keys for each sequence, and cached keys once more. Two calls copy shared keys once.
         n_needed = 0 if self.n_cached else 1
         n_saved = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
         if not n_saved or n_saved < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
-        rows = [torch.cat(entry) for entry in query_index.values()]
-        index, device = torch.cat(rows), self.restore_index.device
+        joined_index = [torch.cat(entry) for entry in query_index.values()]
+        index, device = torch.cat(joined_index), self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
         own_bounds, longest = bounds(lengths)
-        query_bounds, most_queries = bounds(torch.tensor([len(entry) for entry in rows]))
+        query_bounds, most_queries = bounds(torch.tensor([len(entry) for entry in joined_index]))
         key_bounds, most_keys = bounds(torch.tensor([len(entry) for entry in shared.values()]))
         return (
             None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
@@ -185,7 +194,7 @@ class PrefixLayout:
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
-        """Index `(T,)` of each row position in joined outputs: prompts of all blocks, then all branches."""
+        """Index of each row position, `(T,)`, in joined outputs of the prompts of all blocks and then all branches."""
         spans, offset = [], 0
         for block in self.blocks:
             n, width = block.prompt_index.shape
@@ -201,13 +210,13 @@ class PrefixLayout:
     def continued(self) -> Continued:
         """The layout for layers that carry a state from token to token, computed once for all of them."""
         prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
-        prompt_indices = {start: i for i, (start, _) in enumerate(prompts)}
+        roots = {start: i for i, (start, _) in enumerate(prompts)}  # index of a segment's prompt, by start
         inner = {parent for start, _, parent, _ in self.segments if start != parent}
         # A path leads from the last token of a prompt to the end of a completion. If several completions share a
-        # remainder, each of their paths computes its states.
+        # remainder, each path computes the remainder's states again.
         paths, owner = [], []
         for start, length, parent, _ in self.segments:
-            index = prompt_indices[start] = prompt_indices[parent]
+            index = roots[start] = roots[parent]
             if start not in inner:
                 whole = torch.cat([self.before[start], torch.arange(start, start + length)])
                 paths.append(whole[prompts[index][1] - 1 :])
@@ -215,20 +224,20 @@ class PrefixLayout:
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
         longest = max(1, int(sizes.max()) - 1)
-        head_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
-        head_index = starts + head_steps.clamp(min=0)
+        prompt_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
+        prompt_index = starts + prompt_steps.clamp(min=0)
 
         lengths = torch.tensor([[len(path)] for path in paths])
-        # At least two steps: mixers take a single token for a decoding step, which has no gradient
+        # At least two steps, as mixers would treat a single token as a decoding step, which has no gradient
         steps = torch.arange(max(2, int(lengths.max())))
         branch_index = torch.stack([path[steps.clamp(max=len(path) - 1)] for path in paths])
 
-        is_head, is_branch = head_steps >= 0, steps < lengths
-        head_outputs, branch_outputs = torch.arange(head_index.numel() + branch_index.numel()).split(
-            [head_index.numel(), branch_index.numel()]
+        is_prompt, is_branch = prompt_steps >= 0, steps < lengths
+        prompt_outputs, branch_outputs = torch.arange(prompt_index.numel() + branch_index.numel()).split(
+            [prompt_index.numel(), branch_index.numel()]
         )
         restore = torch.empty_like(self.restore_index, device="cpu")
-        restore[head_index[is_head]] = head_outputs.view_as(head_index)[is_head]
+        restore[prompt_index[is_prompt]] = prompt_outputs.view_as(prompt_index)[is_prompt]
         restore[branch_index[is_branch]] = branch_outputs.view_as(branch_index)[is_branch]
         # The last token of a parent takes the output of its copy at the start of a branch
         last_positions = {start: start + length - 1 for start, length, *_ in self.segments}
@@ -238,15 +247,15 @@ class PrefixLayout:
 
         device = self.restore_index.device
         return Continued(
-            to_device(head_index, device),
-            None if is_head.all() else to_device(is_head, device),
+            to_device(prompt_index, device),
+            None if is_prompt.all() else to_device(is_prompt, device),
             to_device(branch_index, device),
             to_device(torch.tensor(owner), device),
             to_device(restore, device),
         )
 
     @cached_property
-    def _masks(self) -> dict:
+    def _cache(self) -> dict:
         return {}
 
     def prompts(
@@ -255,27 +264,27 @@ class PrefixLayout:
         """
         Returns the queries, keys and mask of a block's prompts in layers of type `kind`; cached, on the row's device.
 
-        Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
-        `(1 or N * C, 1, L, K)`; for plain causal attention, it is `None` if the kernel `is_causal` without a mask.
-        Prompts much longer than windows are split into `C` chunks, whose tokens see only nearby keys; else `C` is 1.
+        Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Else, `C`
+        is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
+        `(1 or N * C, 1, L, K)`, or `None` if attention is plain causal and the kernel `is_causal` without a mask.
         """
-        plain = all(linear[kind] is None for linear in block.linear)
+        plain = all(by_type[kind] is None for by_type in block.layer_masks)
         if plain and is_causal:
             return block.prompt_index, block.prompt_index, None
         key = ("prompts", block, kind, dtype)
-        if key not in self._masks:
-            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
-        if self._masks[key] is None:
+        if key not in self._cache:
+            self._cache[key] = self._local_prompts(block, [by_type[kind] for by_type in block.layer_masks], dtype)
+        if self._cache[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one mask for all, as no token sees later padding
+            if plain:  # one mask for all prompts, as no token sees later padding
                 masks = self._full_masks(1, width, width, dtype).triu_(1)
             else:
                 masks = self._full_masks(n, width, width, dtype)
                 masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
-                for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-                    mask[:size, :size].masked_fill_(self._boolean_mask(linear[kind], 0, size), 0.0)
-            self._masks[key] = block.prompt_index, block.prompt_index, masks[:, None]
-        return self._masks[key]
+                for mask, by_type, size in zip(masks, block.layer_masks, block.sizes, strict=True):
+                    mask[:size, :size].masked_fill_(self._boolean_mask(by_type[kind], 0, size), 0.0)
+            self._cache[key] = block.prompt_index, block.prompt_index, masks[:, None]
+        return self._cache[key]
 
     def branches(
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, groups: int = 1
@@ -283,49 +292,50 @@ class PrefixLayout:
         """
         Returns the queries, keys and mask of a block's branches in layers of type `kind`; cached, on the row's device.
 
-        `groups` `G` is the number of query heads that share a key and are attended as one sequence. Queries `(M, L)`
-        and keys `(M, K)`, without keys that no branch sees, are positions in the row. The mask is additive,
-        `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
+        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. `groups`,
+        `G`, is the number of query heads that share a key head, and become one longer sequence of queries. The mask is
+        additive, `(1 or M, 1, L * G, K)`. All branches share one mask if their prompts are equally long and plain
+        causal, or if the block has a single prompt.
         """
         skipped = block.unseen_keys(kind)
         positions = block.branch_index, block.key_index[:, skipped:]
-        if len(set(block.sizes)) == 1 and all(linear[kind] is None for linear in block.linear):
+        if len(set(block.sizes)) == 1 and all(by_type[kind] is None for by_type in block.layer_masks):
             return *positions, self._causal_mask(block, dtype, groups)
         key = ("branches", block, kind, dtype, groups)
-        if key not in self._masks:
+        if key not in self._cache:
             n, longest, shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - skipped
             masks = self._full_masks(n, longest, shared + longest, dtype)
             masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
-            for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-                seen = self._boolean_mask(linear[kind], size - 1, size - 1 + longest)
+            for mask, by_type, size in zip(masks, block.layer_masks, block.sizes, strict=True):
+                seen = self._boolean_mask(by_type[kind], size - 1, size - 1 + longest)
                 mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
                 mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
             masks = masks[block.owner.to(masks.device)] if n > 1 else masks
-            self._masks[key] = self._repeat_rows(masks, groups)[:, None]
-        return *positions, self._masks[key]
+            self._cache[key] = self._repeat_rows(masks, groups)[:, None]
+        return *positions, self._cache[key]
 
     def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
-        """Returns the mask of a block's branches, a view of one mask for all blocks with equally long prompts."""
+        """Returns the mask of branches after equally long prompts: a view of one mask for all such blocks."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
-            """Returns the number of keys before the first query's key, and the number of queries."""
+            """Returns the number of keys before the branch, and the number of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
         shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
         key = ("branches", dtype, groups)
-        if key not in self._masks:
+        if key not in self._cache:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
             masks = self._full_masks(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
-            self._masks[key] = self._repeat_rows(masks, groups)
+            self._cache[key] = self._repeat_rows(masks, groups)
         before, queries = shape(block)
         # Moves along the diagonal to an aligned column
         down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
-        return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
+        return self._cache[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
-        """Returns the result of [`prompts`] for prompts in chunks, or `None` if windows are missing or too long."""
+        """Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks."""
         causal = [
             (m.window, m.lookahead, m.prompt)
             for m in masks
@@ -342,9 +352,9 @@ class PrefixLayout:
         queries, keys = firsts + torch.arange(size), firsts + torch.arange(n_keys) - window + 1
         distance = queries[:, :, None] - keys[:, None]
         allowed = []
-        for (own_window, _, prompt), length in zip(causal, block.sizes, strict=True):
+        for (prompt_window, _, prompt), length in zip(causal, block.sizes, strict=True):
             rows, columns = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
-            seen = (distance >= 0) & (distance < own_window)
+            seen = (distance >= 0) & (distance < prompt_window)
             if prompt is not None:
                 seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
             allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
@@ -356,7 +366,7 @@ class PrefixLayout:
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), additive
 
     def _boolean_mask(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
-        """Returns the boolean mask of the first `end` tokens of a sequence for queries from `start` to `end`."""
+        """Returns the boolean mask `(end - start, end)` for the queries of a sequence from `start` to before `end`."""
         device = self.restore_index.device
         if isinstance(mask, torch.Tensor):
             return span_mask(mask[start:end].to(device), end)
@@ -375,7 +385,7 @@ class PrefixLayout:
         return repeated
 
     def _full_masks(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns additive masks that hide everything, with aligned rows."""
+        """Returns additive masks with aligned rows, in which all keys are hidden."""
         shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
         return masks[:, :, :columns]
@@ -389,15 +399,15 @@ class PackedRow:
     shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
     position_ids: torch.Tensor  # of each token in its own sequence, `(1, T)` or `(R, 1, T)`
     token_fields: dict[str, torch.Tensor]  # each `(1, T)`
-    nodes: dict[int, Node]  # prompts, or the common start of several prompts, by position of the first token
-    parts: list[EncodedPrompt]  # parts of prompts with the media of the row, in row order
+    nodes: dict[int, Node]  # nodes of the prompts' trees, by the row position of the node's first token
+    parts: list[EncodedPrompt]  # prompts and later turns that hold the row's media, in row order
     layout: PrefixLayout
     label_index: torch.Tensor  # positions with a label, `(N,)`
     score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """Returns the batch indices of completions by prompt."""
+    """Returns the batch indices of each prompt's completions."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -411,12 +421,12 @@ def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> i
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits completions into parts that share a forward, as ascending indices. A group stays in one part, unless its
-    completions hold media of different shapes.
+    Splits a batch into parts that share a forward, and returns the ascending batch indices of each part.
 
-    Some encoders have no mask for padding, so that a clip's features depend on the longest clip in the batch, and some
-    models take one modality per call. `"media"` groups prompts whose media join exactly (same modalities, no padding,
-    images of the same sizes), `"prompt"` only completions of one prompt.
+    With `isolate="media"`, prompts share a forward if their media join exactly: the same modalities, no padding, and
+    images of the same sizes. Some encoders have no mask for padding, so that a clip's features depend on the longest
+    clip in the batch, and some models take one modality per call. A group stays in one part unless its completions
+    hold media of different shapes. With `isolate="prompt"`, only completions of one prompt share a forward.
     """
     if isolate is None:
         return [list(range(len(prompts)))]
@@ -434,7 +444,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         key = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
-        # Images that the processor pads to one shape differ in these sizes alone
+        # The processor may pad images to one shape. Then only these sizes differ.
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
@@ -445,7 +455,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
 
 
 def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
-    """Splits a prompt's completions by the shapes of their media if these differ."""
+    """Splits a prompt's completions by the shapes of their media, if the shapes differ."""
     by_shapes: dict[tuple, list[int]] = {}
     for i in group:
         media = [(name, value) for piece in prompts[i].parts for name, value in piece.media.items()]
@@ -457,7 +467,8 @@ def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     """
-    Returns a left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and `fields` `(B, P, ...)`.
+    Returns a left-padded batch: ids and mask `(B, P)`, positions `(B, P)`, or `(R, B, P)` for multimodal rotary
+    embeddings, and the token fields `(B, P, ...)` as `fields`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
@@ -498,9 +509,9 @@ def pack(
     Lays out prompts and completions as one row, which holds each prompt, or each node of the prompts' `trees`, once.
 
     `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance. `field_fill`
-    has token fields' values on completion tokens, 0 by default. A completion without tokens isn't in the row.
+    has the values of token fields on completion tokens, by default 0. A completion without tokens isn't in the row.
     With `with_last`, the row also holds the last token of each completion, which predicts nothing.
-    The row is on the `device`, by default that of the completions.
+    The row is on the `device`, by default the device of the completions.
 
     Shapes: `completion_ids`, `completion_mask` `(B, C)`, padded on the right.
     """
@@ -515,7 +526,7 @@ def pack(
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
     parts: list[EncodedPrompt] = []
     score_start = torch.zeros(len(prompts), dtype=torch.long)
-    starts: dict[Node, int] = {}  # of prompts in the row
+    starts: dict[Node, int] = {}  # of nodes in the row
     offset = 0
     for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
         prompt, first = node.prompt, 0 if parent is None else parent.stop - 1
@@ -538,7 +549,7 @@ def pack(
             n_tokens = length if with_last else length - 1
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:n_tokens]]))
             labels.append(F.pad(completion, (0, n_tokens + 1 - length), value=-100))
-            whole = prompts[member]  # with the tokens and media of later turns, which the shared prompt lacks
+            whole = prompts[member]  # with the media of the completion's later turns, which the shared prompt lacks
             positions.append(torch.cat([whole.position_ids[..., -1:], whole.positions_after(n_tokens)], dim=-1))
             parts += whole.parts[1:]
             for name in fields:
@@ -566,7 +577,7 @@ def pack(
 
 
 def with_equal_dims(positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Expands positions `(1, n)` to `(R, 1, n)` if other positions have `R` axes, as positions of media may."""
+    """Expands positions `(1, n)` to `(R, 1, n)` if other positions have `R` axes, for multimodal rotary embeddings."""
     most = max(positions, key=lambda p: p.dim())
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
@@ -574,7 +585,7 @@ def with_equal_dims(positions: list[torch.Tensor]) -> list[torch.Tensor]:
 def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
-    """Returns the layout of segments. `masks` are the masks of prompts, by the prompt's start in the row."""
+    """Returns the layout of segments. `masks` holds the masks of a node by its start in the row."""
     before, branches_of = _before(segments), {start: [] for start in masks}
     for start, length, parent, _ in segments:
         if start != parent:
@@ -589,7 +600,7 @@ def _layout(
         for start, length, parent, _ in segments
         if start in masks and (start == parent or branches_of[start])
     ]
-    # Clusters of prompts of similar length, so that many short ones need few attention calls
+    # Clusters of prompts of similar length, so that many short prompts need few attention calls
     clusters: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: (not unit.is_root, len(unit.tokens))):
         if clusters and _share_a_call([*clusters[-1], unit]):
@@ -614,16 +625,16 @@ def _layout(
 
 @dataclass
 class _Unit:
-    """A prompt, or the common start of several prompts, and its branches."""
+    """A prompt, or the common start of several prompts, and the branches after it."""
 
-    tokens: torch.Tensor  # positions in the row, `(P,)`
+    tokens: torch.Tensor  # row positions of the tokens, including tokens that parents share, `(P,)`
     branches: list[tuple[int, int]]  # (start, length) in the row
     masks: Mapping[str | None, LayerMask]
     is_root: bool  # whether the unit is the root of its tree
 
 
 def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
-    """Returns the row positions of the parents' tokens that a segment shares, by the start of the segment."""
+    """Returns the row positions of the tokens that a segment shares with its parents, by the start of the segment."""
     before, below = {}, {}
     continued = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
@@ -635,15 +646,18 @@ def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
-    Returns the window in which text after all prompts is causal, and whether the prompts are causal, too; `None` for
-    other masks. Transformers creates no mask for a sequence whose length (in `lengths`) is below the window.
+    Returns the window in which text after all prompts is causal, and whether the prompts are causal, too. Returns
+    `None` for other masks, and for different windows.
+
+    transformers creates no mask for a sequence that fits into the window. Such a sequence, with a length in `lengths`,
+    thus goes with any longer window.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):
         return None
     window = max((mask.window for mask in causal if mask.window is not None), default=None)
-    for mask, reach in zip(causal, lengths, strict=True):
-        if mask.window != window and (mask.window is not None or window is None or reach > window):
+    for mask, length in zip(causal, lengths, strict=True):
+        if mask.window != window and (mask.window is not None or window is None or length > window):
             return None
     return window, all(mask.prompt is None for mask in causal)
 
@@ -654,7 +668,7 @@ def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
-    """Returns rows of a tensor: a view if they are consecutive, else a copy, without waiting for the device."""
+    """Returns rows of a tensor without waiting for the device: a view if they are consecutive, else a copy."""
     if not isinstance(rows, slice):
         stop = rows[0] + len(rows) if rows else 0
         if list(rows) != list(range(stop - len(rows), stop)):
@@ -664,7 +678,7 @@ def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
 
 
 def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """Returns the index of each row position in outputs, from spans `(start, length, index in outputs)`."""
+    """Returns the index of each row position in outputs, from spans `(row position, length, index in outputs)`."""
     starts, lengths, outputs = torch.tensor(spans).T
     return _ranges(outputs, lengths)[_ranges(starts, lengths).argsort()]
 
@@ -676,7 +690,7 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _share_a_call(units: Sequence[_Unit]) -> bool:
-    """Returns whether one call should attend these prompts, which are sorted from the shortest to the longest."""
+    """Returns whether prompts, sorted from the shortest to the longest, should share an attention call."""
     shortest, longest = len(units[0].tokens), len(units[-1].tokens)
     if units[0].is_root != units[-1].is_root or longest > _LENGTH_TOLERANCE * shortest:
         return False

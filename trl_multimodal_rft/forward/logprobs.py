@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Per-token log-probabilities and entropies of completions from a model: packed with a shared prefix, or padded."""
+"""Per-token log-probabilities, entropies and other scores of completions, in packed or in padded rows."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,16 +40,16 @@ def _running(
     model: PreTrainedModel, batch: "_Batch", *, encodes: bool = True, **kwargs: bool
 ) -> Iterator[list[ModelOutput]]:
     """
-    Prepares an unwrapped model for the forward of a batch, and yields the list of its text decoder's outputs.
+    Prepares an unwrapped model for the forward of a batch. Yields a list that collects the text decoder's outputs.
 
     The batch and `kwargs` override arguments of the decoder. The outer model gets ordinary inputs and merges media as
-    usual, so that this code doesn't depend on the family.
+    usual, so that this code doesn't depend on the family. If `encodes`, outputs of frozen encoders are cached first.
     """
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
     outputs: list[ModelOutput] = []
 
-    def note(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput | None:
+    def collect(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput | None:
         outputs.append(output)
         if not kwargs:
             return None
@@ -58,7 +58,7 @@ def _running(
 
     with (
         decoder_inputs(model, **batch.injected, **kwargs),
-        model.get_decoder().register_forward_hook(note),
+        model.get_decoder().register_forward_hook(collect),
         frozen_features(model, batch.parts),
     ):
         yield outputs
@@ -84,18 +84,18 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         `ValueError`: If a model has no router logits to return.
     """
     config = unwrapped_model.get_decoder().config
-    # Only the decoder returns router logits: the outer model, or TRL's head, would compute a loss from them in which
-    # shared prompts count once
+    # Only the decoder returns router logits. From them, the outer model or TRL's head would compute a loss in which
+    # shared prompts count once.
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def score(part: ScoreRequest) -> Scores:
         batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
         inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if part.compute_aux_loss else {}
-        encodes = not part.whole  # whole sequences run once, so that kept features would save nothing
+        encodes = not part.whole  # whole sequences run once, so that cached features would save nothing
         with (
             _running(unwrapped_model, batch, encodes=encodes, **router) as decoded,
-            hidden_states(unwrapped_model, instead_of_logits=temperature is None) as outputs_of_text,
+            hidden_states(unwrapped_model, instead_of_logits=temperature is None) as head_inputs,
         ):
             if not part.logps:
                 model(**inputs, fused_lm_head=True)
@@ -112,14 +112,14 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         computed |= {"mean_logits": outputs.mean_logits, "log_sum_sq_probs": outputs.log_sum_sq_probs}
         results = {name: batch.by_completion(values) for name, values in computed.items() if values is not None}
         if isinstance(part.critic, ValueHead):
-            results["values"] = batch.by_completion(part.critic(outputs_of_text[0]))
+            results["values"] = batch.by_completion(part.critic(head_inputs[0]))
         if part.hidden:
-            results["hidden"] = batch.by_completion(outputs_of_text[0])
+            results["hidden"] = batch.by_completion(head_inputs[0])
         if part.compute_aux_loss:
             results["router"] = _router(unwrapped_model, decoded[0], batch)
         if target is not None:
             head = head_of(unwrapped_model, target.student_rule)
-            results["divergences"], entropies = divergences(batch.by_completion(outputs_of_text[0]), head, target)
+            results["divergences"], entropies = divergences(batch.by_completion(head_inputs[0]), head, target)
             results.setdefault("entropies", entropies)
         return Scores(**results)
 
@@ -132,7 +132,7 @@ def completion_values(
     """
     Computes values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], or a function that returns values as a critic does, and `unwrapped_model` its
+    `critic` is a [`~models.Critic`], or a function with the same arguments and result, and `unwrapped_model` is its
     model. Other scores of the request aren't computed.
     """
 
@@ -147,8 +147,8 @@ def completion_values(
 
 def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request: ScoreRequest) -> torch.Tensor:
     """
-    Computes scores of a reward model, in float32 or float64, `(B, 1)`. As in transformers' sequence classifiers, they
-    are read at a completion's last token that isn't the model's padding token.
+    Computes scores of a reward model, in float32 or float64, `(B, 1)`. As in transformers' sequence classifiers, a
+    score is read at a completion's last token that isn't the model's padding token.
 
     `model` is the model to call, with its wrappers, and `unwrapped_model` the reward model in it, as
     [`~models.reward_model.as_reward_model`] returns it. Other scores of the request aren't computed.
@@ -156,7 +156,7 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
     scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
     next_index = torch.arange(1, scored.size(1) + 1, device=scored.device)
     ends = (scored * next_index).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
-    # `completion_values` reads the state before each token; with a token more, also the state after the last one
+    # `completion_values` reads the state before each token, so one more token adds the state after the last token
     mask = F.pad(request.mask, (0, 1)).scatter(1, request.mask.sum(1, keepdim=True), 1)
 
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
         cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
         with _running(model, batch):
             last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-        # Weights that only the last hidden states depend on get a gradient of 0, as in a row with completions
+        # By an empty sum, the result depends on the last hidden states, so that all weights get a gradient
         layer, (key, value) = next(iter(states.items()))
         states_of_all |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
     return states_of_all
@@ -196,14 +196,14 @@ def _router(model: PreTrainedModel, decoded: ModelOutput, batch: "_Batch") -> to
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
-    """Computes scores in the forwards that `isolate` requires, and at least `min_forwards`, or else in one."""
+    """Computes scores in one forward, or in the forwards that `isolate` requires, and then at least `min_forwards`."""
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
     surplus = max(request.min_forwards - len(parts), 0)
     results = [score(request.select(part)) for part in parts + parts[-1:] * surplus]
     joined = Scores.join(results[: len(parts)], parts)
-    # Surplus forwards weigh nothing, but take part in the backward pass
+    # Surplus forwards have weight 0, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, first + zero)
@@ -219,31 +219,31 @@ def _scores_from_logits(
     bias: dict[int, float],
     extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
-    """Computes the output of TRL's fused head with `shift_labels`, from the model's logits of scored tokens."""
-    skips_logits, kept, labels = takes_logits_to_keep(unwrapped_model), batch.scored_positions(), batch.labels
-    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if skips_logits else {}))["logits"]
-    logits = (logits if skips_logits else logits[:, kept]).float()
-    kept_labels = labels[:, kept]
+    """Computes the same output as TRL's fused head with `shift_labels`, from the model's logits of scored tokens."""
+    skips_logits, positions = takes_logits_to_keep(unwrapped_model), batch.scored_positions()
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": positions} if skips_logits else {}))["logits"]
+    logits = (logits if skips_logits else logits[:, positions]).float()
+    labels = batch.labels[:, positions]
     if bias:
         bias_by_token = logits.new_zeros(logits.size(-1))
         bias_by_token[list(bias)] = logits.new_tensor(list(bias.values()))
         logits = logits + bias_by_token
-    logps, entropies = scores_of_logits(logits, kept_labels.clamp(min=0), temperature)
+    logps, entropies = scores_of_logits(logits, labels.clamp(min=0), temperature)
     computed = {"log_probs": logps, "entropy": entropies}
     if "is_top1" in extra_outputs:
-        computed["is_top1"] = logits.argmax(-1) == kept_labels
+        computed["is_top1"] = logits.argmax(-1) == labels
     if "mean_logits" in extra_outputs:
         computed["mean_logits"] = logits.detach().mean(-1) / temperature
     if "log_sum_sq_probs" in extra_outputs:
         computed["log_sum_sq_probs"] = (2 * (logits.detach() / temperature).log_softmax(-1)).logsumexp(-1)
-    scored = kept_labels != -100
+    scored = labels != -100
     return FusedCausalLMOutput(
         **{name: batch.at_all_positions(torch.where(scored, values, 0)) for name, values in computed.items()}
     )
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Returns whether a model's forward can skip logits."""
+    """Returns whether a model's forward can compute logits of some positions alone."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
@@ -251,17 +251,17 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 class _Batch:
     """The inputs of one forward, and the positions of completions in its outputs."""
 
-    parts: Sequence[EncodedPrompt]  # parts of prompts whose media the inputs hold, in order
+    parts: Sequence[EncodedPrompt]  # prompts and later turns whose media the inputs hold, in order
     inputs: dict[str, torch.Tensor]
-    injected: Mapping[str, torch.Tensor | PrefixLayout]  # overrides of the text decoder's inputs
+    injected: Mapping[str, torch.Tensor | PrefixLayout]  # arguments that override the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
-    scored_positions: Callable[[], torch.Tensor]  # positions that are scored
-    n_rows: Callable[[], torch.Tensor]  # number of padded rows that would hold each token; 0 for dummy prompts
-    select_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at all positions to `(B, C, ...)`
-    label_index: torch.Tensor | None = None  # positions of the labels, if the host knows them
+    scored_positions: Callable[[], torch.Tensor]  # returns the positions with a label in any row
+    n_rows: Callable[[], torch.Tensor]  # returns, per token, how many padded rows would hold it; 0 for dummy prompts
+    select_completions: Callable[[torch.Tensor], torch.Tensor]  # selects `(B, C, ...)` from values at all positions
+    label_index: torch.Tensor | None = None  # positions of labels in a packed row, known without a host sync
 
     def by_completion(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values `(B, C, ...)` of completions, from values at all positions, or at scored positions."""
+        """Returns values `(B, C, ...)` of completions, from values at all positions or at scored positions alone."""
         return self.select_completions(self.at_all_positions(values))
 
     def at_all_positions(self, values: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
 
 
 def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
-    """Returns a batch of whole sequences with labels: the next token at each position that is scored."""
+    """Returns a batch of whole sequences with labels, which are the next tokens at scored positions."""
     prompts, following, mask = request.prompts, request.ids, request.mask
     scored, device = mask.bool(), mask.device
     if request.packed:
@@ -314,8 +314,8 @@ def _packed_batch(
     states: States | None = None,
 ) -> _Batch:
     """
-    Returns a batch of one row that holds prompts, their media, and common starts of prompts once. Every token attends
-    to the same tokens as in a padded row. The shared prefix in RL is an idea of
+    Returns a batch of one packed row. It holds each prompt, its media, and each common start of prompts once. Every
+    token attends to the same tokens as in a padded row. Sharing prompts in RL is an idea of
     [Prefix Grouper](https://huggingface.co/papers/2506.05433).
     """
     # One copy of both tensors, so that the host waits once
@@ -414,5 +414,5 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns positions of tokens in their sequences, for families that otherwise read positions in the row."""
+    """Returns the argument with tokens' positions in sequences, for families that scale queries by position."""
     return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -42,12 +42,12 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
-    Returns the masks that the model itself would create for a prompt followed by `n_new` tokens of text, by layer type
-    (`None` for models with one type). They are cached on the prompt.
+    Returns the masks that the model itself would create for one sequence: a prompt, then `n_new` tokens of text. The
+    keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
 
     Masks include all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask would
-    silently change log-probabilities by up to 2 nats. A mask that is a tensor covers at least `P + n_new` tokens, see
-    [`~forward.layer_masks.LayerMask`].
+    silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least `P + n_new`
+    tokens, see [`~forward.layer_masks.LayerMask`].
     """
     n_cached, cached = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
@@ -60,7 +60,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         return {name: torch.cat([value[:size], after[name]])[None] for name, value in fields_of_prompt}
 
     if not any(value.any() for value in prompt.token_fields.values()):
-        # Masks of text depend on distances alone, so that masks of a short prompt already show the window
+        # Masks of text depend on distances alone, so a shorter prompt than this one already shows the windows
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
@@ -79,7 +79,7 @@ def _model_masks(
     total = size + n_new
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
-    # For sdpa, the function returns a boolean mask, or `None` where attention is plain causal
+    # For sdpa, transformers creates a boolean mask (here, its spans), or `None` if attention is plain causal
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
@@ -111,7 +111,7 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 def _masks_by_rows() -> Iterator[None]:
     """
     Makes transformers create masks for sdpa as spans `(T, 2)` within the context: start and end of the tokens that
-    each token sees. A mask with gaps in its rows stays whole. Large masks are created a few rows at a time.
+    a token sees. A mask with gaps in its rows stays a boolean mask. Large masks are created a few rows at a time.
     """
     make = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -143,7 +143,7 @@ def _masks_by_rows() -> Iterator[None]:
 
 
 def _compress(mask: torch.Tensor, size: int) -> LayerMask:
-    """Compresses the mask of a prompt and of text after it, to [`Causal`] if the text is causal in a window."""
+    """Compresses the mask of a prompt and of text after it. Returns [`Causal`] if the text is causal in a window."""
     whole = mask[0, 0] if mask.dim() == 4 else None
     spans = mask if whole is None else _spans(whole[size - 1 :])
     if spans is None:
@@ -151,19 +151,19 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     (first, end), total = spans.unbind(1), int(spans[-1, 1])
     index = torch.arange(total - len(spans), total)
     window = None if first[-1] == 0 else total - int(first[-1])
-    follows = (end == index + 1) & (first == (index - (window or total) + 1).clamp(min=0))
-    if not follows[size - 1 - total :].all():
+    is_causal = (end == index + 1) & (first == (index - (window or total) + 1).clamp(min=0))
+    if not is_causal[size - 1 - total :].all():
         return mask if whole is None else whole
     if whole is not None:
         return Causal(window, whole[:size, :size].clone(), None)
-    if follows.all():
+    if is_causal.all():
         return Causal(window)
     lookback, lookahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
     return Causal(window, spans[:size], lookahead if lookback < (window or size) else None)
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
-    """Returns the prefix trees of the prompts in the packed row of completions."""
+    """Returns the prefix trees of the prompts in a packed row. `lengths` are the lengths of the completions."""
     groups = group_by_prompt(prompts)
     n_behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
@@ -171,7 +171,7 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
-    """Returns whether no token of a prompt sees later tokens, and all tokens see the same window."""
+    """Returns whether attention in the prompt is causal, in the same window as in the text after it."""
     return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 
@@ -179,8 +179,8 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
     Returns a model's config without attention windows that its forward ignores.
 
-    Transformers' masks and caches follow the config alone. A forward that creates one causal mask ignores the windows
-    of the config and attends to all earlier tokens.
+    Masks and caches of transformers follow the config alone. A forward that creates a plain causal mask for all layers
+    ignores the windows of the config.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]

@@ -18,7 +18,8 @@ def micro_batch_order(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, generator: torch.Generator | None = None
 ) -> list[int]:
     """
-    Returns an order of completions for equally large micro-batches with balanced packed lengths, in random order.
+    Returns the batch indices of completions, sorted into equally large micro-batches with balanced packed lengths. The
+    order of the micro-batches is random.
 
     Groups, and prompts that start alike, stay together. A group that fits into no micro-batch is split over as few
     micro-batches as possible. The order depends on the data alone, so that updates are the same with packed and with
@@ -60,7 +61,7 @@ def split_by_tokens(
     """
     Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
 
-    Groups stay together, except for groups of more than `max_tokens`. Chunks of such groups come last, one group after
+    Groups of at most `max_tokens` stay together. Larger groups are split into chunks, which come last, one group after
     the other. The prompt counts in each chunk. A packed chunk has at least one completion with tokens.
     """
 

@@ -44,9 +44,9 @@ class Processes:
         """
         Returns dummy prompts of modalities that this rank's prompts lack and that collectives need.
 
-        All ranks must gather sharded weights, and reduce gradients, of the same encoders. `with_others` says that
+        All ranks must gather sharded weights, and reduce gradients, of the same encoders. `with_others` means that
         another batch of the same forward has these modalities already. If the language model is frozen, text-only
-        prompts get dummy prompts, too, as they would have no gradient.
+        prompts get dummy prompts, too, since text alone would have no gradient.
         """
         if self.accelerator is None:
             return []
@@ -63,7 +63,7 @@ class Processes:
                 self._used |= encoders
                 needed |= (self._used - encoders) & self._encoders_to_train(model)
         elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_others:
-            # With `find_unused_parameters`, DDP also reduces weights that only an earlier forward used
+            # With `find_unused_parameters`, DDP also reduces weights that only an earlier forward has used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
         if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trained_parts(model)[2]:
@@ -74,8 +74,8 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that `prompts` have and `chosen` prompts lack. If no prompt is chosen
-        and no prompt has media, returns a dummy prompt of text.
+        Returns dummy prompts of the modalities that `prompts` have and the `chosen` prompts lack. Returns a dummy
+        prompt of text if no prompt is chosen and no prompt has media.
         """
         kinds: list[str | None] = [*sorted(kinds_of(prompts) - kinds_of(chosen))]
         return [self._dummy(kind, model) for kind in kinds or ([] if chosen else [None])]
@@ -162,8 +162,8 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """
-    Returns trained parameters that outputs don't depend on, such as those of an encoder's last layers, if features
-    come from an earlier layer. Returns none if reentrant checkpointing hides the graph.
+    Returns trained parameters that outputs don't depend on, such as parameters of an encoder's last layers if features
+    come from an earlier layer. The list is empty if reentrant checkpointing hides the graph.
     """
     reached = leaves_of_graph([*outputs])
     return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Requests for scores of completions, rows per context of a completion, and the scores as tensors."""
+"""Requests for scores of completions, the scores as tensors, and completions split by context."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,10 @@ from .masks import linear_masks
 
 @dataclass(eq=False)
 class ContextRows:
-    """`N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context."""
+    """
+    `N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context. A completion
+    has several contexts if other contexts replaced its prompt between turns.
+    """
 
     prompts: list[EncodedPrompt]  # the context of each row
     lengths: list[list[int]]  # per completion, the number of its tokens after each of its contexts
@@ -61,7 +64,7 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
 def with_media(
     model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
 ) -> EncodedPrompt:
-    """Returns the prompt for scoring a completion with media in its turns `shown`, from the `whole` sequence."""
+    """Returns the prompt for scoring a completion whose turns `shown` hold media, from the `whole` sequence."""
     if not shown:
         return prompt
     # Media after the prompt may change its positions and masks
@@ -199,7 +202,7 @@ class ScoreRequest:
         return replace(self, prompts=prompts, ids=change(self.ids), mask=change(self.mask), target=target)
 
 
-# The types of scores leave `None` out, so that callers needn't assert that requested scores exist
+# `None` for a missing score, with the type of a tensor, so that callers needn't assert that requested scores exist
 _NONE = cast(torch.Tensor, None)
 
 
@@ -220,7 +223,7 @@ class Scores:
     log_sum_sq_probs: torch.Tensor = _per_completion()  # logarithms of sums of squared probabilities, `(B, C)`
     hidden: torch.Tensor | None = _per_completion()  # last hidden states, which predict the tokens, `(B, C, H)`
     aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
-    router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; the sum over parts of a batch
+    router: torch.Tensor = _NONE  # `router_statistics` for the auxiliary loss, `(2, E)`, summed over parts of a batch
     supervised: torch.Tensor = _NONE  # log-probabilities of `ScoreRequest.supervised`
     deferred: "DeferredParts | None" = field(default=None, init=False)  # parts whose gradients are pending
     view: "Scores | None" = field(default=None, init=False)  # scores of the completions after a view of their prompts
@@ -231,7 +234,7 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
-        """Returns tensors by field, without `None`: all, only those with a row per completion, or only the others."""
+        """Returns tensors by field: all, or with `per_completion`, tensors that have a row per completion or don't."""
         names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
         rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
         if per_completion is not None:
@@ -283,10 +286,10 @@ class Scores:
 
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
-    Returns the statistics of the load-balancing loss, `(2, E)`: for each expert, how often it was chosen and the sum
-    of its probabilities, over all layers. Statistics of parts of a batch can be added.
+    Returns the statistics of the load-balancing loss, `(2, E)`: how often each expert was chosen, and the sum of its
+    probabilities, over all layers. Statistics of parts of a batch can be added. A token counts `weights` times.
 
-    Shapes: `router_logits` of each layer `(N, E)`; `weights`, how often each token counts, `N` numbers.
+    Shapes: `router_logits` of each layer `(N, E)`; `weights` has `N` entries.
     """
     weights = weights.reshape(-1, 1).float()
     statistics = []
@@ -313,9 +316,9 @@ class DeferredParts:
     Scores of parts of a micro-batch, without the activations that produced them.
 
     A loss is computed from [`joined`] as from scores of the whole micro-batch. [`backward_by_parts`] then recomputes
-    each part for its gradient. `score` takes the index and the rows of a part and returns their
-    [`~forward.scores.Scores`]. All ranks run `n_parts` forwards, of which surplus forwards repeat the last part. A
-    recomputation restores the random states of the CPU and the `device`.
+    each part for its gradient. `score` takes the index and the rows of a part, and returns the part's
+    [`~forward.scores.Scores`]. All ranks run `n_parts` forwards. Surplus forwards repeat the last part. Recomputation
+    restores the random states of the CPU and the `device`.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
@@ -331,7 +334,7 @@ class DeferredParts:
             with torch.no_grad():
                 scores = score(index, part)
             self.outputs.append(scores.map(_leaf))
-        self.seconds = time.perf_counter() - start  # of these additional forwards
+        self.seconds = time.perf_counter() - start  # duration of these additional forwards
 
     def joined(self) -> Scores:
         """Returns scores in the order of the rows, as one call for all rows would return them."""

@@ -17,8 +17,9 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    In training, chunks attend to detached keys and values, whose gradients are summed in float32. Only the last chunk
-    attends to the keys and values with their graph: its backward pass adds the sums, and continues through the prompt.
+    In training, all chunks but the last attend to detached keys and values, whose gradients are summed in float32. The
+    last chunk attends to the keys and values with their graph. Its backward pass adds the sums and continues through
+    the prompt.
 
     Args:
         forward (`Callable`):
@@ -71,7 +72,7 @@ def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -
 
 
 def behind_prompt(row: PackedRow, states: States) -> PackedRow:
-    """Returns the completions of a row with one prompt, as a row that continues the states of that prompt."""
+    """Returns a row without its single prompt. The completions attend to the prompt's `states`."""
     [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
     layout = replace(
         row.layout,
@@ -97,7 +98,7 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
 
 
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
-    """Returns, by index of the parts that are chunks of a group, whether the chunk is the first, and the last."""
+    """Returns `(is_first, is_last)` by the index of a part, for the parts that are chunks of a split group."""
     owners = [{prompts[i].shared for i in part} for part in parts]
     counts, seen = Counter(prompt for members in owners for prompt in members), Counter()
     ends = {}

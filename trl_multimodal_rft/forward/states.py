@@ -15,7 +15,7 @@ from .autograd import Context
 from .layout import PrefixLayout
 
 
-# Types of layers whose mixer carries a state from token to token
+# Types of layers whose token mixer carries a state from token to token
 STATE_LAYERS = {"linear_attention", "conv"}
 
 # Methods of a cache by which mixers read their state
@@ -55,7 +55,7 @@ def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> to
 
 
 class _GraphCache:
-    """A mixer's cache that keeps the autograd graph, unlike caches of transformers, which copy states into buffers."""
+    """A mixer's cache that keeps the autograd graph. Caches of transformers copy states into buffers without it."""
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
@@ -131,7 +131,7 @@ def _prefix_forward(
     **kwargs: torch.Tensor | Cache | None,
 ) -> torch.Tensor:
     """
-    Runs the forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. For a packed row, the mixer
+    Runs the forward of a mixer. With a layout, `hidden_states` is a packed row `(1, T, hidden)`, for which the mixer
     always runs twice, so that ranks gather sharded weights equally often.
     """
     forward = type(mixer).forward
@@ -144,7 +144,7 @@ def _prefix_forward(
         return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
 
     states = _GraphCache({}, {})
-    prompt_outputs = run_mixer(layout.head_index, layout.head_mask, states)
+    prompt_outputs = run_mixer(layout.prompt_index, layout.prompt_mask, states)
     branch_outputs = run_mixer(layout.branch_index, None, states.select_rows(layout.owner))
     outputs = torch.cat([prompt_outputs.flatten(0, 1), branch_outputs.flatten(0, 1)])
     return outputs.index_select(0, layout.restore_index)[None]

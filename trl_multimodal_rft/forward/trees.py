@@ -10,7 +10,8 @@ import torch
 from ..encoding.prompts import EncodedPrompt
 
 
-# A node must save at least this share of the tokens below it, as less makes no measurable difference
+# A common start becomes a node only if that saves at least this fraction of the tokens after the parent node. Smaller
+# savings make no measurable difference.
 _WORTH_SHARING = 0.1
 
 
@@ -19,7 +20,7 @@ class Node:
     """Tokens that several prompts share after the parent node, or, in a leaf, the last tokens of one prompt."""
 
     prompt: EncodedPrompt  # the longest of the prompts; its mask holds for all of them
-    stop: int  # tokens of the prompt up to the end of the node
+    stop: int  # number of the prompt's tokens up to the end of the node
     children: list["Node"] = field(default_factory=list)
 
     @property
@@ -41,7 +42,7 @@ def walk(nodes: Sequence[Node], parent: Node | None = None) -> Iterator[tuple[No
 
 
 def count_tokens(trees: Sequence[Node]) -> int:
-    """Returns the number of prompt tokens in a packed row, where a node repeats the last token of its parent."""
+    """Returns the number of prompt tokens in a packed row, in which a node repeats the last token of its parent."""
     return sum(node.stop - (0 if parent is None else parent.stop - 1) for node, parent in walk(trees))
 
 
@@ -49,8 +50,8 @@ def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[Encode
     """
     Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens after it.
 
-    Only the `causal` prompts share tokens, which must have equal ids, fields and positions. Media are shared if they
-    are equal, and wholly within the shared tokens.
+    Only the `causal` prompts share tokens. Shared tokens have equal ids, token fields and positions. Media are shared
+    if they are equal and lie wholly within the shared tokens.
     """
     shareable = [prompt for prompt in prompts if prompt in causal]
     trees = _grow(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
@@ -70,7 +71,7 @@ def _grow(
         return [leaf(prompts[0])]
     first = prompts[0]
     equal = common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
-    # A node must not cut media, nor end with a token of media, as children repeat its last token
+    # The last token of a node must not belong to media, as children repeat this token
     starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
     if min(starts) < equal <= max(ends):
         common = min(starts)
@@ -92,7 +93,7 @@ def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
-    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and media at their start."""
+    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and numbers of media."""
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
     axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
@@ -111,7 +112,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
 
 
 def share_media(prompts: Iterable[EncodedPrompt]) -> None:
-    """Gives prompts with equal media one `on_device`, the cache of the media's tensors and features on devices."""
+    """Makes prompts with equal media share `on_device`, the cache of the media's tensors and features on devices."""
     by_shapes: dict[tuple, list[EncodedPrompt]] = {}
     for prompt in dict.fromkeys(prompts):
         if prompt.media:
