@@ -393,7 +393,7 @@ def frame_sampling(processor: Processor) -> dict[str, Any] | None:
 def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
     """Returns messages with decoded media in place of their references."""
 
-    def with_medium(block: dict[str, Any]) -> dict[str, Any]:
+    def with_decoded(block: dict[str, Any]) -> dict[str, Any]:
         modality, value = block["type"], block.get(block["type"])
         if not isinstance(value, MediaRef):
             return block
@@ -403,7 +403,7 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
         return {"type": modality, "base64" if isinstance(medium, str) else modality: medium}
 
     return [
-        {**message, "content": list(map(with_medium, message["content"]))}
+        {**message, "content": list(map(with_decoded, message["content"]))}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
