@@ -319,7 +319,7 @@ def test_estimators_are_listed_with_their_papers():
     assert not ALIASES.keys() & ESTIMATORS.keys()
     inputs = {**rollout(), "kl_coef": 0.1}
     for name, own in ESTIMATORS.items():
-        if own.needs != "critic" and own.reads is None:
+        if own.needs != "critic" and own.step_input is None:
             shape = inputs["mask"].shape if own.per_token else inputs["rewards"].shape
             assert estimate_advantages(own.alias or name, **inputs).shape == shape
 

@@ -430,7 +430,7 @@ def test_papers_have_configs():
     """Each line of arguments makes a config, and each command is one."""
     text = (ROOT / "docs" / "algorithms.md").read_text()
     papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
-    assert not [paper for paper in papers if paper.number not in text]
+    assert not [paper for paper in papers if paper.arxiv_id not in text]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| [")]
     assert all(len(row) == 3 for row in rows) and len(rows) > 45
     assert len(set(re.findall(r"papers/([\d.]+)\)", " ".join(row[0] for row in rows)))) >= 40

@@ -21,7 +21,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalSFTConfig,
 )
-from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
+from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, describe_estimators
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, importance_ratios, policy_loss
 from trl_multimodal_rft.rollout import groups
@@ -465,17 +465,17 @@ def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
     monkeypatch.setitem(ALIASES, "my own", None)
     del ALIASES["my own"]
 
-    @listed("mine", alias="my own", needs="group", kl_in_loss="k2")
+    @listed("mine", alias="my own", needs="group", default_kl_estimator="k2")
     def twice(rewards, group_ids):
         return 2 * ESTIMATORS["dr_grpo"].function(rewards, group_ids)
 
-    @policy_loss("mine", over="completions", mode="seq-mean-token-sum")
+    @policy_loss("mine", denominator="completions", mode="seq-mean-token-sum")
     def unclipped(inputs, options):
         return LossOutput(-importance_ratios(inputs, options) * inputs.advantages[:, None], {})
 
     args = config(advantage_estimator="my own", loss_type="mine", beta=0.1)
     assert (args.advantage_estimator, args.kl_in_reward, args.kl_estimator) == ("mine", False, "k2")
-    assert "'mine' or 'my own'" in described("group")
+    assert "'mine' or 'my own'" in describe_estimators("group")
     with pytest.raises(ValueError, match="`advantage_estimator='mine'` compares the completions"):
         config(advantage_estimator="mine", num_generations=1)
     options = {**TWO, "beta": 0.0, "scale_rewards": "group"}

@@ -12,7 +12,7 @@ from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.trainer_utils import InjectedOurs, InjectedPPO, logged, run, text_rows
 
 from trl_multimodal_rft.algorithms.metrics import (
-    Window,
+    MicroBatchSums,
     completion_means,
     largest,
     log_metrics,
@@ -63,7 +63,7 @@ def test_nothing_valid_is_not_a_number():
 
 
 def test_window_sums_micro_batches_and_ranks():
-    window = Window()
+    window = MicroBatchSums()
     assert window.close(None) == []
     for total, count in ((torch.tensor(1.5), 2), (torch.tensor(3.0), 1)):
         window.add(total, count)

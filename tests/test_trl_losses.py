@@ -181,7 +181,7 @@ def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
     if trainer.use_adaptive_entropy and training:
         total, count = entropy_sums(inputs)
         entropy = (total / count).item()
-        bounds = {"target": args.entropy_target, "step": 0.05, "smallest": 0.0, "largest": 0.22}
+        bounds = {"target": args.entropy_target, "step": 0.05, "min_coef": 0.0, "max_coef": 0.22}
         assert adapted == [pytest.approx(adapted_entropy_coef(COEF, entropy, **bounds))], case
         assert trainer._last_world_entropy == pytest.approx(entropy), case
 

@@ -28,7 +28,7 @@ AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "entropy_so
 
 def is_drawn(estimator: Estimator) -> bool:
     """Returns whether an estimator reads rewards alone. Online DPO is left out, as it allows few other options."""
-    return estimator.needs != "critic" and estimator.reads is None and estimator.name != "online_dpo"
+    return estimator.needs != "critic" and estimator.step_input is None and estimator.name != "online_dpo"
 
 
 # Values of drawn options, as far as a config has the options. The first value is the default.

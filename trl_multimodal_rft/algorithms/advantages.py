@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
-from .papers import Paper, cited, paper_of
+from .papers import Paper, cite, paper_of
 from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
@@ -34,13 +34,13 @@ class Estimator:
     paper: Paper | None
     function: Callable  # takes arguments of `estimate_advantages`, by their names
     alias: str | None = None
-    # Needed besides rewards: several completions per prompt ("group"), or values ("critic")
+    # Requirement besides rewards: several completions per prompt ("group"), or values ("critic")
     needs: Literal["group", "critic"] | None = None
     per_token: bool = False  # whether advantages and KL penalties are per token instead of per completion
-    kl_in_reward: bool = False  # whether the KL divergence is by default a penalty in the reward (k1)
-    kl_in_loss: Literal["k2", "k3"] = "k3"  # default `kl_estimator` if the divergence is a term of the loss
-    # Fields of steps that the function reads: rewards ("steps"), or rewards and states ("states")
-    reads: Literal["steps", "states"] | None = None
+    kl_in_reward: bool = False  # whether the KL divergence is, by default, a penalty in the reward (k1)
+    default_kl_estimator: Literal["k2", "k3"] = "k3"  # default of `kl_estimator` if KL is a term of the loss
+    # Input about the steps of completions: rewards of steps ("steps"), or rewards and states of steps ("states")
+    step_input: Literal["steps", "states"] | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # `{"weight": "std"}` for `"cpgd(weight='std')"`
 
     @property
@@ -53,14 +53,16 @@ ESTIMATORS: dict[str, Estimator] = {}
 ALIASES: dict[str, str] = {}
 
 
-def estimator(name: str, **facts) -> Callable:
-    """Returns a decorator that registers a function as the estimator `name`. `facts` are fields of [`Estimator`]."""
+def estimator(name: str, **properties) -> Callable:
+    """Returns a decorator that registers a function as estimator `name` with `properties`, fields of [`Estimator`]."""
 
     def register(function):
-        check_unused([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
-        ESTIMATORS[name] = Estimator(name, paper_of(function), function, **facts)
-        if "alias" in facts:
-            ALIASES[facts["alias"]] = name
+        check_unused(
+            [name, *([properties["alias"]] if "alias" in properties else [])], {*ESTIMATORS, *ALIASES}, "estimator"
+        )
+        ESTIMATORS[name] = Estimator(name, paper_of(function), function, **properties)
+        if "alias" in properties:
+            ALIASES[properties["alias"]] = name
         return function
 
     return register
@@ -87,10 +89,10 @@ def as_estimator(text: str) -> Estimator:
     return replace(chosen, settings=settings)
 
 
-def described(*needs: str | None) -> str:
-    """Returns names and papers of the estimators with one of these `needs`, for the help of an option."""
+def describe_estimators(*needs: str | None) -> str:
+    """Returns names and papers of the estimators whose `needs` are among these, for the help of an option."""
     entries = (entry for entry in ESTIMATORS.values() if entry.needs in needs)
-    return ", ".join(cited(entry.paper, entry.name, entry.alias) for entry in entries)
+    return ", ".join(cite(entry.paper, entry.name, entry.alias) for entry in entries)
 
 
 @dataclass(eq=False)
@@ -101,7 +103,7 @@ class GroupStatistics:
     centred: torch.Tensor  # reward minus group mean, 0 for NaN and in groups without signal, `(N,)`, float64
     squares: torch.Tensor  # sum of the squared centred rewards, `(G,)`, float64
     count: torch.Tensor  # scorable completions, `(G,)`
-    live: torch.Tensor  # whether the group has signal, that is, different rewards, `(G,)`
+    has_signal: torch.Tensor  # whether the group has signal, that is, different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:
         """Returns the standard deviation within each group, `(G,)`, 0 for groups without signal."""
@@ -112,7 +114,8 @@ def group_statistics(
     rewards: torch.Tensor, group_ids: torch.Tensor, weights: torch.Tensor | float = 1.0
 ) -> GroupStatistics:
     """
-    Centres rewards `(N,)` within groups `(N,)`, on the CPU. `weights` `(N,)` say how often each reward counts.
+    Centres rewards `(N,)` within groups with ids `(N,)`, on the CPU. `weights` `(N,)` say how often each reward
+    counts.
 
     Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage.
     """
@@ -123,19 +126,19 @@ def group_statistics(
     scorable = ~rewards.isnan()
     values = torch.where(scorable, rewards, 0).double()
 
-    def total(x):
+    def group_sums(x):
         return x.new_zeros(n_groups).index_add(0, index, x * weights)
 
-    def extreme(fill, reduce):
+    def group_extremes(fill, reduce):
         x = torch.where(scorable, values, fill)
         return x.new_full((n_groups,), fill).scatter_reduce(0, index, x, reduce)
 
-    count = total(scorable.double())
-    mean = total(values) / count.clamp(min=1)
-    spread = extreme(-torch.inf, "amax") - extreme(torch.inf, "amin")
-    live = (count >= 2 - TOLERANCE) & (spread > TOLERANCE * mean.abs().clamp(min=1))
-    centred = torch.where(scorable & live[index], values - mean[index], 0)
-    return GroupStatistics(index, centred, total(centred.square()), count, live)
+    count = group_sums(scorable.double())
+    mean = group_sums(values) / count.clamp(min=1)
+    reward_ranges = group_extremes(-torch.inf, "amax") - group_extremes(torch.inf, "amin")
+    has_signal = (count >= 2 - TOLERANCE) & (reward_ranges > TOLERANCE * mean.abs().clamp(min=1))
+    centred = torch.where(scorable & has_signal[index], values - mean[index], 0)
+    return GroupStatistics(index, centred, group_sums(centred.square()), count, has_signal)
 
 
 @estimator("group_norm", alias="grpo", needs="group")
@@ -194,7 +197,7 @@ def reinforce(
     return whiten(returns, mask)
 
 
-@estimator("reinforce_baseline", alias="reinforce++_baseline", needs="group", kl_in_loss="k2")
+@estimator("reinforce_baseline", alias="reinforce++_baseline", needs="group", default_kl_estimator="k2")
 def reinforce_baseline(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -217,7 +220,9 @@ def reinforce_baseline(
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
     scorable = ~rewards.isnan().cpu()
-    return whiten(groups.centred, groups.live[groups.index] & scorable, torch.where(scorable, weights, 0)).to(rewards)
+    return whiten(groups.centred, groups.has_signal[groups.index] & scorable, torch.where(scorable, weights, 0)).to(
+        rewards
+    )
 
 
 @estimator("cpgd", needs="group")
@@ -236,29 +241,29 @@ def cpgd(
     Args:
         weight (`str`, *optional*, defaults to `"clip_filter_like"`):
             Weight of a group with signal: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or the
-            number of groups over the number of groups with signal, at most 3 (`"clip_filter_like"`).
+            number of groups divided by the number of groups with signal, at most 3 (`"clip_filter_like"`).
     """
     groups = group_statistics(rewards, group_ids)
     if weight == "std":
         weights = 1 / (groups.std(correction=0) + 1e-6)
     elif weight == "clip_filter_like":
-        weights = clip_filter_like_weights(groups.live)
+        weights = clip_filter_like_weights(groups.has_signal)
     else:
         weights = torch.ones_like(groups.squares)
     return (groups.centred * weights[groups.index]).to(rewards)
 
 
 def clip_filter_like_weights(
-    live: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
+    has_signal: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. `live`
-    `(G,)` says which groups have signal. If no group has signal, all weights are 1.
+    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. If no
+    group has signal, all weights are 1. Shape: `has_signal` `(G,)`.
     """
-    n_live = live.sum().double()
-    if n_live == 0:
-        return torch.ones_like(live, dtype=torch.float64)
-    return torch.where(live, (len(live) / n_live).clamp(max=clip), weight_without_signal)
+    n_with_signal = has_signal.sum().double()
+    if n_with_signal == 0:
+        return torch.ones_like(has_signal, dtype=torch.float64)
+    return torch.where(has_signal, (len(has_signal) / n_with_signal).clamp(max=clip), weight_without_signal)
 
 
 @estimator("dr_grpo", needs="group")
@@ -311,10 +316,10 @@ def online_dpo(
     _, groups = group_ids.unique(return_inverse=True)
     scorable = (~rewards.isnan()).nonzero().flatten()
     by_reward = scorable[rewards[scorable].argsort(stable=True)]
-    rows = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
-    counts = groups[rows].bincount()
-    has_rows, ends = counts > 0, counts.cumsum(0)
-    worst, best = rows[(ends - counts)[has_rows]], rows[ends[has_rows] - 1]
+    sorted_indices = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
+    n_scorable = groups[sorted_indices].bincount()
+    is_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
+    worst, best = sorted_indices[(ends - n_scorable)[is_scorable]], sorted_indices[ends[is_scorable] - 1]
     is_pair = rewards[best] > rewards[worst]
     worst, best = worst[is_pair], best[is_pair]
     log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)
@@ -326,7 +331,7 @@ def online_dpo(
     return advantages
 
 
-@estimator("turn_norm", needs="group", per_token=True, reads="steps")
+@estimator("turn_norm", needs="group", per_token=True, step_input="steps")
 def turn_norm(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -351,20 +356,20 @@ def turn_norm(
             (`"turn"`), or all steps, with the same weight for every completion (`"trajectory"`). With `"trajectory"`,
             advantages are 0 if the group's returns are equal at every index.
     """
-    rows, step_indices = steps.indices()
-    returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, steps.returns(turn_discount))
-    step_groups = group_ids.cpu()[rows]
+    batch_indices, step_indices = steps.indices()
+    returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, steps.returns(turn_discount))
+    step_groups = group_ids.cpu()[batch_indices]
     groups = group_statistics(returns, step_groups * (step_indices.amax() + 1) + step_indices)
     centred = groups.centred
     if norm == "trajectory":
-        live = groups.live[groups.index].double()
-        groups = group_statistics(returns, step_groups, 1 / rows.bincount().double()[rows])
-        differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
-        centred = torch.where(differs[groups.index], groups.centred, 0)
+        has_signal = groups.has_signal[groups.index].double()
+        groups = group_statistics(returns, step_groups, 1 / batch_indices.bincount().double()[batch_indices])
+        is_mixed = torch.zeros(len(groups.has_signal)).double().index_add(0, groups.index, has_signal) > 0
+        centred = torch.where(is_mixed[groups.index], groups.centred, 0)
     return steps.on_tokens(centred / (groups.std(correction=1) + _EPS)[groups.index], mask).to(rewards)
 
 
-@estimator("ps_grpo", needs="group", reads="steps")
+@estimator("ps_grpo", needs="group", step_input="steps")
 def ps_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -399,7 +404,7 @@ def ps_grpo(
     return group_norm(outcomes, group_ids).to(rewards)
 
 
-@estimator("gigpo", needs="group", per_token=True, reads="states")
+@estimator("gigpo", needs="group", per_token=True, step_input="states")
 def gigpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -426,12 +431,12 @@ def gigpo(
         norm (`str`, *optional*, defaults to `"std"`):
             Whether both terms are divided by the unbiased standard deviation of their group.
     """
-    turns, scale = steps.of_turns(), "group" if norm == "std" else "none"
-    rows, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
-    returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, turns.returns(turn_discount))
-    turn_advantages = group_norm(returns, group_ids.cpu()[rows] * (states.amax() + 1) + states, scale=scale)
+    turns, scale = steps.merge_turns(), "group" if norm == "std" else "none"
+    batch_indices, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
+    returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, turns.returns(turn_discount))
+    turn_advantages = group_norm(returns, group_ids.cpu()[batch_indices] * (states.amax() + 1) + states, scale=scale)
     completion_advantages = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
-    return turns.on_tokens(completion_advantages[rows] + omega * turn_advantages, mask).to(rewards)
+    return turns.on_tokens(completion_advantages[batch_indices] + omega * turn_advantages, mask).to(rewards)
 
 
 @estimator("gae", needs="critic", per_token=True, kl_in_reward=True)
@@ -471,10 +476,10 @@ def gae(
     mask, width = mask.bool(), mask.size(1)
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     # Index of the next valid token after each token; `width` stands for the state after the last token
-    following = torch.where(mask, torch.arange(width, device=mask.device), width)
-    following = F.pad(following[:, 1:], (0, 1), value=width).flip(1).cummin(1).values.flip(1)
-    after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
-    delta = rewards - values + gamma * torch.cat([values, after[:, None]], dim=1).gather(1, following)
+    next_index = torch.where(mask, torch.arange(width, device=mask.device), width)
+    next_index = F.pad(next_index[:, 1:], (0, 1), value=width).flip(1).cummin(1).values.flip(1)
+    final_values = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
+    delta = rewards - values + gamma * torch.cat([values, final_values[:, None]], dim=1).gather(1, next_index)
     advantages = cumulative_returns(delta, mask, gamma * lam)
     return advantages, torch.where(mask, advantages + values, 0)
 
@@ -535,12 +540,12 @@ def estimate_advantages(
         "ref_logps": ref_logps,
     }
     if callable(name):
-        return _checked(name(**tensors), name, rewards, mask)
+        return _check_advantages(name(**tensors), name, rewards, mask)
     try:
         chosen = name if isinstance(name, Estimator) else as_estimator(name)
     except KeyError:
         chosen = None
-    if chosen is None or chosen.needs == "critic" or (chosen.reads and steps is None):
+    if chosen is None or chosen.needs == "critic" or (chosen.step_input and steps is None):
         spelling = chosen.spelling if chosen else name
         raise ValueError(f"`advantage_estimator={spelling!r}` can't be computed from rewards alone.")
     names = inspect.signature(chosen.function).parameters
@@ -562,17 +567,19 @@ def check_estimator(function: Callable) -> None:
         signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         raise ValueError(
-            f"The advantage estimator '{_name(function)}' {signature} can't be called with {', '.join(names)} as "
-            f"keyword arguments ({error}); let it take those that it needs by these names, and `**kwargs`."
+            f"The advantage estimator '{_function_name(function)}' {signature} can't be called with "
+            f"{', '.join(names)} as keyword arguments ({error}); let it take those that it needs by these names, "
+            "and `**kwargs`."
         ) from None
 
 
-def _name(function: Callable) -> str:
+def _function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _checked(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    name = _name(function)
+def _check_advantages(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns advantages of a user's function, 0 for unscorable completions and outside the mask."""
+    name = _function_name(function)
     if not isinstance(advantages, torch.Tensor) or advantages.shape not in (rewards.shape, mask.shape):
         got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ValueError(
@@ -580,9 +587,9 @@ def _checked(advantages, function: Callable, rewards: torch.Tensor, mask: torch.
             f"{tuple(mask.shape)}."
         )
     scorable = ~rewards.isnan()
-    keep = scorable if advantages.dim() == 1 else scorable[:, None] & mask.bool()
-    advantages = torch.where(keep, advantages, 0)
+    is_valid = scorable if advantages.dim() == 1 else scorable[:, None] & mask.bool()
+    advantages = torch.where(is_valid, advantages, 0)
     if not advantages.isfinite().all():
-        row = int((~advantages.isfinite()).nonzero()[0, 0])
-        raise ValueError(f"The advantage estimator '{name}' returned a value that isn't finite for sample {row}.")
+        index = int((~advantages.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"The advantage estimator '{name}' returned a value that isn't finite for sample {index}.")
     return advantages.to(rewards.dtype)

@@ -15,7 +15,7 @@ def value_loss(
     clip: float | None = None,
 ) -> LossOutput:
     r"""
-    Computes half the squared error of the critic, with values clipped around the old values as in
+    Computes half the squared error of the critic, or of values clipped around the old values if it is larger, as in
     [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
@@ -30,13 +30,13 @@ def value_loss(
     Returns:
         [`LossOutput`]: Loss of each token, shape `(B, T)`, and metrics.
     """
-    error = plain = (values - returns).square()
+    error = unclipped = (values - returns).square()
     if clip is not None:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.max(plain, (clipped - returns).square())
+        error = torch.max(unclipped, (clipped - returns).square())
     metrics = {
         "value_loss": token_mean(error / 2, mask),
-        "value_clip_ratio": token_mean((error > plain).float(), mask),
+        "value_clip_ratio": token_mean((error > unclipped).float(), mask),
     }
     return LossOutput(error / 2, metrics)
 

@@ -10,11 +10,11 @@ import torch
 # Largest weight of a token in `relevance_weights`, before weights are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
-# Largest difference of equal entropies, relative to their size if it exceeds 1, as forward passes of padded and packed
-# rows round differently
+# Entropies that differ by less count as equal: in nats, or as a fraction of entropies above 1 nat. Forward passes of
+# padded and of packed rows round differently.
 _ROUNDING = 1e-5
 
-# Spread of dependencies, in nats, below which all completions have the weight 1
+# Largest minus smallest dependency, in nats, up to which all completions have the weight 1
 _SMALLEST_SPREAD = 1e-6
 
 
@@ -43,7 +43,7 @@ def high_entropy_mask(
         scope (`str`, *optional*, defaults to `"batch"`):
             Whether tokens compete within the whole `"batch"`, as in the paper, or within their `"sequence"`.
         renormalize (`bool`, *optional*, defaults to `False`):
-            Whether the weight of kept tokens is valid tokens over kept tokens, instead of 1. A mean over valid tokens
+            Whether kept tokens have the weight $n$ / (number of kept tokens) instead of 1. A mean over valid tokens
             then becomes a mean over kept tokens.
 
     Returns:
@@ -53,32 +53,32 @@ def high_entropy_mask(
     rows = (1, -1) if scope == "batch" else mask.shape
     valid = mask.reshape(rows)
     ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
-    counts = valid.sum(1).tolist()
-    # `round` removes the rounding error of a whole product, such as 0.7 * 10
-    keep_counts = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
-    n_kept = torch.tensor(keep_counts, device=mask.device)[:, None]
-    lowest = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
-    tied = valid & ((ranked - lowest).abs() <= _ROUNDING * lowest.abs().clamp(min=1))
-    higher = valid & (ranked > lowest) & ~tied
-    keep = higher | (tied & (tied.cumsum(1) <= n_kept - higher.sum(1, keepdim=True)))
-    weight = keep.float()
+    n_valid = valid.sum(1).tolist()
+    # Without `round`, `ceil` would add a token where a whole product has a rounding error: 0.07 * 100 > 7
+    numbers_to_keep = [min(max(math.ceil(round(ratio * n, 6)), 1), n) for n in n_valid]
+    n_kept = torch.tensor(numbers_to_keep, device=mask.device)[:, None]
+    threshold = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
+    is_tied = valid & ((ranked - threshold).abs() <= _ROUNDING * threshold.abs().clamp(min=1))
+    is_higher = valid & (ranked > threshold) & ~is_tied
+    is_kept = is_higher | (is_tied & (is_tied.cumsum(1) <= n_kept - is_higher.sum(1, keepdim=True)))
+    weight = is_kept.float()
     if renormalize:
-        factors = [count / max(k, 1) for count, k in zip(counts, keep_counts, strict=True)]
+        factors = [n / max(k, 1) for n, k in zip(n_valid, numbers_to_keep, strict=True)]
         weight = weight * torch.tensor(factors, device=mask.device)[:, None]
     return weight.reshape(mask.shape)
 
 
 def adapted_entropy_coef(
-    coef: float, entropy: float, *, target: float, step: float, smallest: float, largest: float
+    coef: float, entropy: float, *, target: float, step: float, min_coef: float, max_coef: float
 ) -> float:
     """
     Returns the next coefficient of the entropy bonus by TRL's rule: the coefficient rises while the mean entropy of
     the tokens of an optimizer step, in nats, is at most its target, and falls otherwise.
     """
-    return min(coef + step, largest) if entropy <= target else max(coef - step, smallest)
+    return min(coef + step, max_coef) if entropy <= target else max(coef - step, min_coef)
 
 
-def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: float) -> torch.Tensor:
+def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_weight: float) -> torch.Tensor:
     r"""
     Returns weights of advantages by how far completions depend on their media, see
     [VPPO](https://huggingface.co/papers/2510.09285). The least dependent completion of a batch has the weight
@@ -87,19 +87,19 @@ def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: 
     Args:
         dependency (`torch.Tensor`):
             Mean dependency of the tokens of each completion, shape `(N,)`.
-        counts (`torch.Tensor`):
-            Whether a completion is weighted, shape `(N,)`. Others, such as completions without media, have weight 1.
-        smallest (`float`):
+        is_weighted (`torch.Tensor`):
+            `True` for completions to weight, shape `(N,)`. Others, such as completions without media, have weight 1.
+        min_weight (`float`):
             $\beta_\mathrm{min}$, between 0 and 1.
 
     Returns:
         `torch.Tensor`: The weights, shape `(N,)`.
     """
     weights = torch.ones_like(dependency)
-    counted = dependency[counts]
-    if counted.numel() and (spread := counted.max() - counted.min()) > _SMALLEST_SPREAD:
-        normalized = (counted - counted.min()) / spread
-        weights[counts] = smallest + (1 - smallest) * normalized / normalized.mean()
+    dependencies = dependency[is_weighted]
+    if dependencies.numel() and (spread := dependencies.max() - dependencies.min()) > _SMALLEST_SPREAD:
+        normalized = (dependencies - dependencies.min()) / spread
+        weights[is_weighted] = min_weight + (1 - min_weight) * normalized / normalized.mean()
     return weights
 
 
@@ -121,8 +121,8 @@ def relevance_weights(differences: torch.Tensor, mask: torch.Tensor, temperature
         `torch.Tensor`: The weights, shape `(B, T)`, 0 outside the mask.
     """
     mask = mask.bool()
-    counts = mask.sum(1, keepdim=True)
-    scores = differences.abs() / (temperature * counts.clamp(min=2).log())
-    weights = torch.where(mask, scores, -torch.inf).softmax(1).nan_to_num(nan=0.0) * counts
+    n_tokens = mask.sum(1, keepdim=True)
+    scores = differences.abs() / (temperature * n_tokens.clamp(min=2).log())
+    weights = torch.where(mask, scores, -torch.inf).softmax(1).nan_to_num(nan=0.0) * n_tokens
     weights = weights.clamp(max=_LARGEST_WEIGHT)
-    return weights * counts / weights.sum(1, keepdim=True).clamp(min=1e-6)
+    return weights * n_tokens / weights.sum(1, keepdim=True).clamp(min=1e-6)

@@ -9,9 +9,9 @@ import torch
 # Upper bound of log(reference / policy) in k3, in nats
 _LARGEST_LOG_RATIO = 20.0
 
-# Smallest factor by which an update multiplies the coefficient, and smallest coefficient
+# Smallest factor by which an update multiplies the coefficient, and smallest coefficient after an update
 _SMALLEST_FACTOR = 0.1
-_SMALLEST_VALUE = 1e-8
+_SMALLEST_COEF = 1e-8
 
 
 def _k1(d: torch.Tensor) -> torch.Tensor:
@@ -127,4 +127,4 @@ class AdaptiveKLController(FixedKLController):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_samples / self.horizon, _SMALLEST_FACTOR)
-        self.value = max(self.value * factor, _SMALLEST_VALUE)
+        self.value = max(self.value * factor, _SMALLEST_COEF)

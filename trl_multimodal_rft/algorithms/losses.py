@@ -16,10 +16,10 @@ import torch
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
-from .papers import Paper, cited, paper_of
+from .papers import Paper, cite, paper_of
 
 
-# Largest log-ratio. The exponential of a larger one may overflow, and its gradient become NaN.
+# Upper bound of log-ratios, as the exponential of a larger log-ratio may overflow and have a gradient of NaN
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -43,9 +43,10 @@ class LossInputs:
     sampling_logps: torch.Tensor | None = None
     sampling_ratio: torch.Tensor | None = None  # importance ratio of old policy to engine, `(B, T or 1)`
     ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
-    entropies: Any = None  # of the policy, `(B, T)`
+    entropies: Any = None  # of the policy's token distributions, `(B, T)`
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
-    scored: torch.Tensor | None = None  # 1 on tokens of completions that were forwarded, by default the mask, `(B, T)`
+    # 1 on tokens of the completions that were forwarded, by default the mask, `(B, T)`
+    scored: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class LossOptions:
 class Normalizer:
     """Quantities in the denominators of losses, see [`LossType.average`]."""
 
-    accumulation: int  # micro-batches of the optimizer step on this rank
+    n_micro_batches: int  # micro-batches of the optimizer step on this rank
     length_limit: int  # most tokens of a completion
     batch_tokens: torch.Tensor | float  # tokens of the optimizer step, as a mean over ranks
 
@@ -91,12 +92,12 @@ class LossType:
     paper: Paper | None
     function: Callable[..., LossOutput]  # of [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
-    # Denominator of the sum: completions of the optimizer step, these times the length limit, tokens of the
-    # micro-batch times the accumulation steps, or tokens of the optimizer step
-    over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
+    # Denominator of the sum: completions of the optimizer step; the same times the length limit; tokens of the
+    # micro-batch, times the accumulation steps; or tokens of the optimizer step
+    denominator: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
     per_completion: bool = False  # whether the loss has one ratio and one advantage per completion
     sequence_level: bool = False  # whether the loss supports `importance_sampling_level="sequence"`
-    clips: bool = True  # whether the loss clips ratios, instead of softening them
+    clips_ratios: bool = True  # whether the loss clips ratios, instead of softening them
     needs_advantage: bool = False  # whether completions with advantage 0 have no gradient, and needn't be forwarded
     settings: dict[str, Any] = field(default_factory=dict)  # `{"drift_coef": 0.1}` for `"cpgd(drift_coef=0.1)"`
 
@@ -108,7 +109,7 @@ class LossType:
     @property
     def is_mean(self) -> bool:
         """`True` if the loss is a mean over a micro-batch, divided by the accumulation steps."""
-        return self.over != "batch_tokens"
+        return self.denominator != "batch_tokens"
 
     def __call__(self, inputs: LossInputs, options: LossOptions) -> LossOutput:
         """
@@ -131,40 +132,40 @@ class LossType:
         Returns a micro-batch's part of the loss of an optimizer step, a scalar, with TRL's denominator for the loss
         type. The `values` are per token, `(B, T)`, or per completion, `(B, 1)` or `(B,)`.
         """
-        completions = len(mask) * normalizer.accumulation
+        completions = len(mask) * normalizer.n_micro_batches
         if values.dim() == 1:
             return values.sum() / completions
         denominators = {
             "completions": completions,
             "length_limit": completions * normalizer.length_limit,
-            "micro_batch_tokens": mask.sum().clamp(min=1) * normalizer.accumulation,
+            "micro_batch_tokens": mask.sum().clamp(min=1) * normalizer.n_micro_batches,
             "batch_tokens": normalizer.batch_tokens,
         }
-        return aggregate(values, mask, self.mode, denominators[self.over])
+        return aggregate(values, mask, self.mode, denominators[self.denominator])
 
 
 # All values of `loss_type`
 LOSSES: dict[str, LossType] = {}
 
 
-def policy_loss(name: str, **facts) -> Callable:
+def policy_loss(name: str, **properties) -> Callable:
     """
-    Returns a decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss `name`. The `facts`
-    are fields of its [`LossType`]. By default, `paper` is the first paper in the docstring. Keyword-only arguments of
-    the function are its settings.
+    Returns a decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss `name`. The
+    `properties` are fields of its [`LossType`]. By default, `paper` is the first paper in the docstring. Keyword-only
+    arguments of the function are its settings.
     """
 
     def register(function):
         check_unused([name], LOSSES, "policy_loss")
-        LOSSES[name] = LossType(name, facts.pop("paper", paper_of(function)), function, **facts)
+        LOSSES[name] = LossType(name, properties.pop("paper", paper_of(function)), function, **properties)
         return function
 
     return register
 
 
-def described_losses() -> str:
+def describe_losses() -> str:
     """Returns names and papers of the losses, for the help of an option."""
-    return ", ".join(cited(loss.paper, name) for name, loss in LOSSES.items())
+    return ", ".join(cite(loss.paper, name) for name, loss in LOSSES.items())
 
 
 def as_loss(text: str) -> LossType:
@@ -195,7 +196,7 @@ def grpo_loss(
     `inputs` have `ref_logps`), an entropy bonus (unless `entropy_coef` is `None`), and load balancing (if `inputs`
     have an `aux_loss`).
     """
-    mask, accumulation = inputs.mask, normalizer.accumulation
+    mask, n_micro_batches = inputs.mask, normalizer.n_micro_batches
     losses, metrics = loss_type(inputs, options)
     loss, metrics = loss_type.average(losses, mask, normalizer), dict(metrics)
     if inputs.ref_logps is not None:
@@ -205,12 +206,12 @@ def grpo_loss(
         loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # TRL's metric is a mean over micro-batches, so the division by accumulation steps is undone
-        metrics["policy_loss"] = rank_mean(loss * accumulation if loss_type.is_mean else loss)
-        total, count = entropy_sums(inputs)
-        loss = loss - entropy_coef * total / count.clamp(min=1) / accumulation
+        # TRL's metric is a mean over micro-batches, so it lacks the division by the number of micro-batches
+        metrics["policy_loss"] = rank_mean(loss * n_micro_batches if loss_type.is_mean else loss)
+        entropy_sum, weight_sum = entropy_sums(inputs)
+        loss = loss - entropy_coef * entropy_sum / weight_sum.clamp(min=1) / n_micro_batches
     if inputs.aux_loss is not None:
-        loss = loss + aux_coef * inputs.aux_loss / accumulation
+        loss = loss + aux_coef * inputs.aux_loss / n_micro_batches
         metrics["aux_loss"] = rank_mean(inputs.aux_loss)
     metrics["entropy"] = scored_mean(inputs.entropies, mask if inputs.scored is None else inputs.scored)
     return LossOutput(loss, metrics)
@@ -253,8 +254,8 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
-def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
-    """Returns the off-policy mask times the importance ratio of the old policy to the engine that sampled."""
+def _off_policy_weights(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
+    """Returns token weights: the off-policy mask times the importance ratio of the old policy to the engine."""
     ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
     return off_policy_mask(inputs, options) * ratio
 
@@ -269,26 +270,29 @@ def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> 
     }
 
 
-def _clipped(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> LossOutput:
+def _ppo_loss(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> LossOutput:
+    """Computes PPO's clipped loss from ratios `(B, T)` or `(B, 1)`, see [`clipped_loss`]."""
     advantages = _per_token(inputs.advantages)
     clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     ratio = ratio.clamp(max=options.delta)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     low = (ratio < 1 - options.epsilon_low) & (advantages < 0)
     high = (ratio > 1 + options.epsilon_high) & (advantages > 0)
-    return LossOutput(loss * inputs.weights * _correction(inputs, options), _clip_metrics(low, high, inputs.mask))
+    return LossOutput(
+        loss * inputs.weights * _off_policy_weights(inputs, options), _clip_metrics(low, high, inputs.mask)
+    )
 
 
 _DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
-_MEAN = {"mode": "seq-mean-token-mean", "over": "completions", "needs_advantage": True}
-_SUM = {"mode": "seq-mean-token-sum", "over": "completions", "needs_advantage": True}
+_TOKEN_MEAN = {"mode": "seq-mean-token-mean", "over": "completions", "needs_advantage": True}
+_TOKEN_SUM = {"mode": "seq-mean-token-sum", "over": "completions", "needs_advantage": True}
 
 
-@policy_loss("luspo", paper=Paper("LUSPO", "2602.05261"), **_SUM, sequence_level=True)
+@policy_loss("luspo", paper=Paper("LUSPO", "2602.05261"), **_TOKEN_SUM, sequence_level=True)
 @policy_loss("dapo", paper=Paper("DAPO", "2503.14476"), sequence_level=True, needs_advantage=True)
-@policy_loss("dr_grpo", paper=_DR_GRPO, over="length_limit", sequence_level=True, needs_advantage=True)
-@policy_loss("bnpo", paper=None, over="micro_batch_tokens", sequence_level=True, needs_advantage=True)
-@policy_loss("grpo", paper=Paper("DeepSeekMath", "2402.03300"), **_MEAN, sequence_level=True)
+@policy_loss("dr_grpo", paper=_DR_GRPO, denominator="length_limit", sequence_level=True, needs_advantage=True)
+@policy_loss("bnpo", paper=None, denominator="micro_batch_tokens", sequence_level=True, needs_advantage=True)
+@policy_loss("grpo", paper=Paper("DeepSeekMath", "2402.03300"), **_TOKEN_MEAN, sequence_level=True)
 def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
@@ -296,7 +300,7 @@ def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
     See [`LossType.__call__`] for the arguments.
     """
-    return _clipped(importance_ratios(inputs, options), inputs, options)
+    return _ppo_loss(importance_ratios(inputs, options), inputs, options)
 
 
 @policy_loss("cispo", sequence_level=True, needs_advantage=True)
@@ -311,10 +315,10 @@ def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     loss = -ratio.clamp(max=options.epsilon_high) * advantages * inputs.logps
     clipped = (ratio > options.epsilon_high) & (advantages > 0)
     metrics = {"cispo_clip_ratio": token_mean(clipped.float(), inputs.mask)}
-    return LossOutput(loss * inputs.weights * _correction(inputs, options), metrics)
+    return LossOutput(loss * inputs.weights * _off_policy_weights(inputs, options), metrics)
 
 
-@policy_loss("sapo", **_MEAN, sequence_level=True, clips=False)
+@policy_loss("sapo", **_TOKEN_MEAN, sequence_level=True, clips_ratios=False)
 def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     Policy loss with a soft gate instead of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
@@ -325,10 +329,10 @@ def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     advantages = _per_token(inputs.advantages)
     temperature = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     gate = (temperature * (importance_ratios(inputs, options) - 1)).sigmoid() * 4 / temperature
-    return LossOutput(-gate * advantages * inputs.weights * _correction(inputs, options), {})
+    return LossOutput(-gate * advantages * inputs.weights * _off_policy_weights(inputs, options), {})
 
 
-@policy_loss("vespo", sequence_level=True, clips=False, needs_advantage=True)
+@policy_loss("vespo", sequence_level=True, clips_ratios=False, needs_advantage=True)
 def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$ with the ratio $w$ of the
@@ -381,7 +385,7 @@ def cpgd_loss(
     drift = drift_coef * policy_drift(inputs.logps, inputs.old_logps, drift_clamp)
     low, high = (log_ratio < smallest_log) & (advantages < 0), (log_ratio > largest_log) & (advantages > 0)
     return LossOutput(
-        loss * inputs.weights * _correction(inputs, options) + drift, _clip_metrics(low, high, inputs.mask)
+        loss * inputs.weights * _off_policy_weights(inputs, options) + drift, _clip_metrics(low, high, inputs.mask)
     )
 
 
@@ -405,7 +409,7 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
     return ((logps.detach() - old_logps).exp() - 1).clamp(max=clamp) * logps
 
 
-@policy_loss("gmpo", **_MEAN, per_completion=True)
+@policy_loss("gmpo", **_TOKEN_MEAN, per_completion=True)
 def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     The advantage of a completion times the geometric mean of its ratios, see
@@ -423,7 +427,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     loss = -mean.clamp(max=_LARGEST_LOG_RATIO).exp() * advantages
     low = (log_ratio < -options.epsilon_low) & (advantages[:, None] < 0)
     high = (log_ratio > options.epsilon_high) & (advantages[:, None] > 0)
-    loss = (loss[:, None] * _correction(inputs, options)).squeeze(1)
+    loss = (loss[:, None] * _off_policy_weights(inputs, options)).squeeze(1)
     return LossOutput(loss, _clip_metrics(low, high, inputs.mask))
 
 
@@ -436,7 +440,7 @@ def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     See [`LossType.__call__`] for the arguments.
     """
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
-    return _clipped(log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp(), inputs, options)
+    return _ppo_loss(log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp(), inputs, options)
 
 
 def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
@@ -455,7 +459,7 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     log_ratio = torch.where(inputs.mask.bool(), inputs.logps, 0).sum(1) - inputs.old_logps
     inputs = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
-    losses, metrics = _clipped(log_ratio.exp()[:, None], inputs, options)
+    losses, metrics = _ppo_loss(log_ratio.exp()[:, None], inputs, options)
     return LossOutput(losses.mean(), metrics)
 
 
@@ -491,8 +495,8 @@ def view_term(
         `tuple[torch.Tensor, torch.Tensor]`: The loss of each token, and the divergence, shape `(B, T)`.
     """
     kl = approx_kl(logps, view_logps, mask, "k3")
-    clean, view = entropy_coefs
-    return -kl_coef * kl.clamp(max=kl_clip) - clean * logps - view * view_logps, kl
+    clean_coef, view_coef = entropy_coefs
+    return -kl_coef * kl.clamp(max=kl_clip) - clean_coef * logps - view_coef * view_logps, kl
 
 
 def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:

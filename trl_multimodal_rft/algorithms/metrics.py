@@ -14,9 +14,9 @@ class Metric:
 
     numbers: torch.Tensor  # of this rank, `(K,)`
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
-    # Combines the values of micro-batches until the next log, `None` for TRL's mean
+    # Function that combines the values of micro-batches until the next log; `None` for TRL's mean
     merge: Callable[[list[float]], float] | None = None
-    optional: bool = False  # whether NaN is left out of the log
+    skips_nan: bool = False  # whether NaN is left out of the log
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
@@ -30,7 +30,7 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     """Returns a mean over tokens `(B, T)`, which isn't logged if no token counts."""
     metric = token_mean(values, mask)
-    return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], optional=True)
+    return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], skips_nan=True)
 
 
 def rank_mean(value: torch.Tensor) -> Metric:
@@ -56,44 +56,47 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class PendingMetrics:
-    """Metrics kept on the device, as reading them between forward and backward pass would make the host wait."""
+    """
+    Metrics that stay on the device until they are logged. To read them between forward and backward pass would make
+    the host wait.
+    """
 
     def __init__(self):
         self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
 
-    def add(self, metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
-        """Gathers metrics in one call, for the next log, `logged`. All ranks must pass the same names."""
+    def add(self, metrics: dict[str, Metric], gather: Callable, log: dict[str, list[float]]) -> None:
+        """Gathers metrics in one call; [`read`] appends them to `log`. All ranks must pass the same names."""
         if metrics:
             numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
-            self._pending.append((metrics, gather(numbers[None]), logged))
+            self._pending.append((metrics, gather(numbers[None]), log))
 
     def read(self) -> None:
-        """Appends the pending metrics to the next log."""
+        """Reads the pending metrics, and appends them to their logs."""
         pending, self._pending = self._pending, []
         if not pending:
             return
         widths = [numbers.size(1) for _, numbers, _ in pending]
         gathered = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
-        for (metrics, _, logged), rank_numbers in zip(pending, gathered, strict=True):
+        for (metrics, _, log), rank_numbers in zip(pending, gathered, strict=True):
             parts = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
             for (name, metric), part in zip(metrics.items(), parts, strict=True):
                 value = metric.combine(part).item()
-                if metric.optional and math.isnan(value):
+                if metric.skips_nan and math.isnan(value):
                     continue
                 if metric.merge is None:
-                    logged[name].append(value)
+                    log[name].append(value)
                 else:
-                    logged[name] = [metric.merge([value, *logged[name]])]
+                    log[name] = [metric.merge([value, *log[name]])]
 
 
-def log_metrics(metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
-    """Gathers metrics in one call and appends them to the next log, `logged`. All ranks must pass the same names."""
+def log_metrics(metrics: dict[str, Metric], gather: Callable, log: dict[str, list[float]]) -> None:
+    """Gathers metrics in one call and appends them to `log`. All ranks must pass the same names."""
     pending = PendingMetrics()
-    pending.add(metrics, gather, logged)
+    pending.add(metrics, gather, log)
     pending.read()
 
 
-class Window:
+class MicroBatchSums:
     """Sums over the micro-batches of an optimizer step."""
 
     def __init__(self):

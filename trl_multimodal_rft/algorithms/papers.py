@@ -11,15 +11,15 @@ class Paper:
     """A paper, by its title or by the name of its method."""
 
     title: str
-    number: str  # on arXiv
+    arxiv_id: str  # on arXiv
 
     @property
     def link(self) -> str:
         """The paper as a link in Markdown."""
-        return f"[{self.title}](https://huggingface.co/papers/{self.number})"
+        return f"[{self.title}](https://huggingface.co/papers/{self.arxiv_id})"
 
 
-def cited(paper: Paper | None, *names: str | None) -> str:
+def cite(paper: Paper | None, *names: str | None) -> str:
     """Returns the names of a method with its paper, for the help of an option."""
     text = " or ".join(repr(name) for name in names if name)
     return text if paper is None else f"{text} ({paper.title})"

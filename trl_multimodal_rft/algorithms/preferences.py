@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses of preferences between media, as functions of the policy's log-probabilities minus the reference's."""
+"""Losses that prefer a completion after its media to the same completion after a view of the media."""
 
 import torch
 from torch.nn.functional import logsigmoid

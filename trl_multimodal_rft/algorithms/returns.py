@@ -15,16 +15,16 @@ import torch
 from .kl import approx_kl
 
 
-# Largest difference of equal numbers, relative to their mean if it exceeds 1. Float32 sums of the same rewards in
-# another order differ by rounding.
+# Numbers that differ by less count as equal: absolutely, or as a fraction of a mean above 1. Float32 sums of the same
+# rewards in another order differ by rounding.
 TOLERANCE = 1e-6
 
 
 def terminal_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Puts each completion's reward `(N,)` on its last valid token `(N, T)`."""
     mask = mask.bool()
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(last, rewards[:, None], 0)
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(is_last, rewards[:, None], 0)
 
 
 def token_rewards(
@@ -77,12 +77,12 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
 
 
 class Step(NamedTuple):
-    """A turn of a completion, or a part of a turn, with its reward. It begins after the previous step."""
+    """A turn of a completion, or a part of a turn, with its reward. Its first token follows the previous step."""
 
     end: int  # index of the step's last token
     turn: int  # index of its turn in the completion
     reward: float | None  # weighted sum of its rewards by all functions, `None` without any
-    state: int  # equal for turns that answer the same prompt or tool results, if the estimator reads states
+    state: int  # id of the prompt or tool results that its turn answers, if the estimator takes states
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class Steps:
         pairs = torch.tensor([(i, k) for i, steps in enumerate(self.steps) for k in range(len(steps))])
         return pairs[:, 0], pairs[:, 1]
 
-    def of_turns(self) -> "Steps":
+    def merge_turns(self) -> "Steps":
         """Merges the steps of each turn into one step, with the sum of their rewards."""
         turns = [[[*turn] for _, turn in groupby(row, lambda step: step.turn)] for row in self.steps]
         merged = [[turn[-1]._replace(reward=sum(step.reward or 0 for step in turn)) for turn in row] for row in turns]
@@ -114,11 +114,11 @@ class Steps:
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Spreads values of steps `(S,)` over the tokens of each step, `(N, T)`; 0 outside the mask `(N, T)`."""
-        by_token, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
-        for row, steps in zip(by_token, self.steps, strict=True):
+        token_values, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
+        for row, steps in zip(token_values, self.steps, strict=True):
             for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):
                 row[start : step.end + 1] = next(remaining)
-        return torch.where(mask.cpu().bool(), by_token, 0)
+        return torch.where(mask.cpu().bool(), token_values, 0)
 
 
 def whiten(

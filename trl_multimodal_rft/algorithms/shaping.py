@@ -11,7 +11,7 @@ _RIGHT = 0.1
 
 
 def contrast_bonus(
-    rewards: torch.Tensor, contrast: torch.Tensor, group_size: int, *, ratio: float, bonus: float
+    rewards: torch.Tensor, contrast_rewards: torch.Tensor, group_size: int, *, ratio: float, bonus: float
 ) -> torch.Tensor:
     r"""
     Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
@@ -32,14 +32,14 @@ def contrast_bonus(
     Returns:
         `torch.Tensor`: The bonus, 0 in groups without a contrast, shape `(N,)`.
     """
-    means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast))
-    passed = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false
-    return torch.where(passed & (rewards > _RIGHT), bonus, 0.0)
+    means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast_rewards))
+    gets_bonus = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false
+    return torch.where(gets_bonus & (rewards > _RIGHT), bonus, 0.0)
 
 
 class RunningScale:
     """
-    The standard deviation of rewards over the run so far, by which rewards are divided, see
+    The standard deviation of all rewards of the run so far, by which rewards are divided, see
     [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The result doesn't
     depend on how rewards are split into updates.
     """

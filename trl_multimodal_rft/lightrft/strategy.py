@@ -54,7 +54,7 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     uses_k3 = options.get("use_kl_estimator_k3")
     if options.get("use_kl_loss"):
         estimator = fields.get("advantage_estimator", "gae")
-        fields["kl_estimator"] = "k3" if uses_k3 else as_estimator(estimator).kl_in_loss
+        fields["kl_estimator"] = "k3" if uses_k3 else as_estimator(estimator).default_kl_estimator
     elif uses_k3:
         raise ValueError("`use_kl_estimator_k3` in the reward gives a biased gradient; pass `use_kl_loss`, too.")
     return MultimodalPPOConfig(**fields)

@@ -276,7 +276,11 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     if estimator is not None:
         lines.append(("Advantages", _option(estimator, "advantage_estimator")))
     if "loss_type" in options:
-        clips = ("epsilon", "epsilon_high", "delta") if LOSSES[split_settings(options["loss_type"])[0]].clips else ()
+        clips = (
+            ("epsilon", "epsilon_high", "delta")
+            if LOSSES[split_settings(options["loss_type"])[0]].clips_ratios
+            else ()
+        )
         clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
         level = options["importance_sampling_level"]
         ratios = [f"ratios per {_option(level, 'importance_sampling_level')}"] if level != "token" else []

@@ -254,7 +254,7 @@ def join_steps(
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """Returns whether rewards differ within each completion's group. Shapes: both `(N,)`; returns `(N,)`."""
     statistics = group_statistics(rewards, group_ids)
-    return statistics.live[statistics.index].to(rewards.device)
+    return statistics.has_signal[statistics.index].to(rewards.device)
 
 
 def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequence[float]) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trl import GRPOConfig
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
-from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss, described_losses
+from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, describe_estimators
+from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describe_losses
 from ..rollout.token_filter import EntropySource
 from ..spelling import as_number, check_choice, read_settings, split_settings
 from ..views.options import LossView, view_option
@@ -120,9 +120,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     advantage_estimator: str = field(
         default="group_norm",
-        metadata={"help": f"How rewards become advantages: {described(None, 'group')}, or in Python a function."},
+        metadata={
+            "help": f"How rewards become advantages: {describe_estimators(None, 'group')}, or in Python a function."
+        },
     )
-    loss_type: str = field(default="dapo", metadata={"help": f"Policy loss: {described_losses()}."})
+    loss_type: str = field(default="dapo", metadata={"help": f"Policy loss: {describe_losses()}."})
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
@@ -216,7 +218,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         check_range(self, "reward_clip_range")
         changes_rewards = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
-        if self.estimator.reads and changes_rewards:
+        if self.estimator.step_input and changes_rewards:
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps, which "
                 "`reward_running_scale`, `reward_clip_range` and `kl_estimator='k1'` don't change; remove these."
@@ -246,7 +248,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "itself; remove `kl_estimator='k1'`."
             )
         if self.kl_estimator is None:
-            self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.kl_in_loss
+            self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.default_kl_estimator
 
     def _check_loss(self) -> None:
         # TRL checks `loss_type` and `importance_sampling_level` only after sampling
@@ -265,7 +267,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "'reinforce_baseline'."
             )
         # Without a critic or steps, only the KL penalty differs between the tokens of a completion
-        tokens_differ = self.estimator.needs == "critic" or self.estimator.reads is not None
+        tokens_differ = self.estimator.needs == "critic" or self.estimator.step_input is not None
         if sequence_level and token_level and (tokens_differ or self.kl_in_reward):
             condition = "" if tokens_differ else " with the KL divergence in the reward"
             raise ValueError(
@@ -365,7 +367,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def reads_steps(self) -> bool:
-        return self.estimator.reads is not None
+        return self.estimator.step_input is not None
 
     @property
     def kl_in_reward(self) -> bool:

@@ -19,7 +19,7 @@ from ..algorithms.advantages import estimate_advantages
 from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
-from ..algorithms.metrics import Window, log_metrics, token_mean
+from ..algorithms.metrics import MicroBatchSums, log_metrics, token_mean
 from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
 from ..engines.samplers import Sampler
@@ -146,8 +146,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
         # Sums over an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
-        self._kl_window = Window()
-        self._entropy_window = Window()
+        self._kl_sums = MicroBatchSums()
+        self._entropy_sums = MicroBatchSums()
         gather = functools.partial(gather_rows, self.accelerator)
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         self._head_rule = (
@@ -238,7 +238,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
         advantages = self._estimate_advantages(rollout, shaped, group_ids)
-        if self._estimator.reads:
+        if self._estimator.step_input:
             return signal_of_steps(advantages, rewards, group_ids)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
 
@@ -270,14 +270,17 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _steps(self, rollout: Rollout) -> Steps | None:
         """Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them."""
-        reads, rewards = self._estimator.reads, rollout.rewards
-        if reads is None:
+        step_input, rewards = self._estimator.step_input, rollout.rewards
+        if step_input is None:
             return None
         turns = rollout.source.sampled_turns
-        turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in completion] for completion in turns]
+        turns = [
+            [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
+        ]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
         has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
-        has_steps = has_steps or (reads == "states" and bool(self.tools))  # GiGPO compares turns by their outcome, too
+        # GiGPO compares turns by their outcome, too
+        has_steps = has_steps or (step_input == "states" and bool(self.tools))
         if rollout.step == 0 and self.model.training and not has_steps:
             raise ValueError(
                 f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards along completions, and the "
@@ -396,17 +399,17 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints store."""
         args, is_last = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
-            self._entropy_window.add(*entropy_sums(tensors))
+            self._entropy_sums.add(*entropy_sums(tensors))
             if is_last:
-                total, count = self._entropy_window.close(self.accelerator.reduce)
+                total, count = self._entropy_sums.close(self.accelerator.reduce)
                 self._last_world_entropy = total / max(count, 1.0)
                 self.entropy_coef = adapted_entropy_coef(
                     self.entropy_coef,
                     self._last_world_entropy,
                     target=args.entropy_target,
                     step=args.entropy_coef_delta,
-                    smallest=args.entropy_coef_min,
-                    largest=args.entropy_coef_max,
+                    min_coef=args.entropy_coef_min,
+                    max_coef=args.entropy_coef_max,
                 )
         if self._entropy_bonus_enabled and is_last:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
@@ -416,9 +419,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             return
         if self._counts_for_kl():
             kl = approx_kl(logps.detach(), require(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
-            self._kl_window.add(kl.sum(), mask.sum(), len(mask))
+            self._kl_sums.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
-            sums = self._kl_window.close(self.accelerator.reduce)
+            sums = self._kl_sums.close(self.accelerator.reduce)
             if sums:
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from transformers import SchedulerType
 
-from ..algorithms.advantages import described
+from ..algorithms.advantages import describe_estimators
 from ..spelling import as_number, check_choice, read_settings
 from .arguments import check_values, help_from_docstring
 from .grpo_config import MultimodalGRPOConfig
@@ -94,8 +94,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     advantage_estimator: str = field(
         default="gae",
         metadata={
-            "help": f"How rewards become advantages: {described('critic')} with a critic; without one "
-            f"{described(None, 'group')}, or in Python a function."
+            "help": f"How rewards become advantages: {describe_estimators('critic')} with a critic; without one "
+            f"{describe_estimators(None, 'group')}, or in Python a function."
         },
     )
     bootstrap_truncated: bool = False

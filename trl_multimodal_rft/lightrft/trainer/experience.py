@@ -63,8 +63,8 @@ def clip_filter_like_weight_func(
     """
     n_groups, n_samples = rewards.shape
     ids = torch.arange(n_groups, device=rewards.device).repeat_interleave(n_samples)
-    live = group_statistics(rewards.flatten(), ids).live
-    weights = clip_filter_like_weights(live, clip_filter_like_weight_clip_eps, lamda)
+    has_signal = group_statistics(rewards.flatten(), ids).has_signal
+    weights = clip_filter_like_weights(has_signal, clip_filter_like_weight_clip_eps, lamda)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
     return weights.to(rewards.device, dtype)[:, None].repeat(1, n_samples)
 

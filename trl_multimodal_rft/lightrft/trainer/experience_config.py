@@ -68,7 +68,7 @@ class ExperienceConfig:
         name = split_settings(self.advantage_estimator)[0]
         if ALIASES.get(name, name) not in ESTIMATORS:
             check_choice("`advantage_estimator`", self.advantage_estimator, ESTIMATORS)
-        if self.estimator.reads:
+        if self.estimator.step_input:
             raise ValueError(f"`advantage_estimator={self.advantage_estimator!r}` needs `MultimodalGRPOTrainer`.")
         self.advantage_estimator = self.estimator.spelling
         check_values(self)
