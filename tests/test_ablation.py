@@ -226,7 +226,10 @@ def test_nothing_changes_but_the_features(family):
         for kind in plain.modalities - found:
             found.add(kind)
             refs = [ref for ref in iter_refs(messages) if ref.modality == kind]
-            for view in (as_view("blank").only(kind), as_view("other_row").only(kind).with_others(refs[::-1])):
+            for view in (
+                as_view("blank").for_modality(kind),
+                as_view("other_row").for_modality(kind).with_others(refs[::-1]),
+            ):
                 other = encode_prompt(messages, processor, model, view=view)
                 assert torch.equal(other.input_ids, plain.input_ids)
                 assert {k: v.shape for k, v in other.media.items()} == {k: v.shape for k, v in plain.media.items()}

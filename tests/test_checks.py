@@ -148,7 +148,7 @@ def test_contribution_is_the_mean_difference_without_a_medium(listener):
                 listener.policy.score(
                     listener.model, ScoreRequest([each], ids[place], mask[place], packed=False)
                 ).logps
-                for each in (prompts[row], encode(row, as_view("blank").only("audio")))
+                for each in (prompts[row], encode(row, as_view("blank").for_modality("audio")))
             )
         moved.append((heard - unheard).abs()[counts[place].bool()])
     assert metrics == {"media/contribution": pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)}

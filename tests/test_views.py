@@ -151,11 +151,11 @@ def test_views_of_users(tmp_path, monkeypatch):
 
 
 def test_strength_follows_a_schedule():
-    assert as_view("diffusion_noise").at(0.25).settings == {"step": 125}
-    assert as_view("mask_patches(ratio=0.4)").at(0.5).settings == {"ratio": 0.2}
-    assert np.array_equal(as_view("mask_patches").at(0.0)(PICTURE, 0), PICTURE)
+    assert as_view("diffusion_noise").scaled(0.25).settings == {"step": 125}
+    assert as_view("mask_patches(ratio=0.4)").scaled(0.5).settings == {"ratio": 0.2}
+    assert np.array_equal(as_view("mask_patches").scaled(0.0)(PICTURE, 0), PICTURE)
     with pytest.raises(ValueError, match="'shuffle_frames' has no strength"):
-        as_view("shuffle_frames").at(0.5)
+        as_view("shuffle_frames").scaled(0.5)
 
 
 @pytest.mark.parametrize(

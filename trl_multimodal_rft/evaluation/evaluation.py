@@ -236,7 +236,7 @@ class Evaluation:
     def _view(self, row: Row) -> View:
         """Returns the view that replaces a row's ablated media. Some views need media of another, random row."""
         modality = str(self.args.ablate)
-        view = as_view(self.args.ablate_with).only(modality).seeded(self.args.seed, row.row_index)
+        view = as_view(self.args.ablate_with).for_modality(modality).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:

@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> Measured:
     prompt, encoder_inputs = synthetic_prompt(base, args)
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group)
-    n_views = 2 if view_option(LossView, "loss_view", args.loss_view).is_trained else 1
+    n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
     # Prompts get different positions, because prompts that start alike would share tokens
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)

@@ -71,7 +71,7 @@ def measure_dependency(
         model: Any = run.model
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
             old, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, size)
-    if not args.loss_view_settings.is_trained:  # updates don't forward the view
+    if not args.loss_view_settings.has_gradient:  # updates don't forward the view
         rollout.view.prompts = []
     metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * viewed)}
     log_metrics(metrics, run.accelerator.gather, run.metrics.now)

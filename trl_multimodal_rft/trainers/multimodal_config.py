@@ -487,7 +487,7 @@ def check_views(config) -> None:
             )
     as_schedule(rollouts.schedule)(0.0)
     if rollouts.schedule != "constant":
-        rollouts.view.at(1.0)
+        rollouts.view.scaled(1.0)
 
 
 def check_sampling(config) -> None:

@@ -39,7 +39,7 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     contrast: dict[int, EncodedPrompt] = {}
     if run.is_training and share_settings.view is not None:
         strength = as_schedule(share_settings.schedule)(step / run.live.state.max_steps)
-        view = share_settings.view if strength == 1 else share_settings.view.at(strength)
+        view = share_settings.view if strength == 1 else share_settings.view.scaled(strength)
         share = _last_prompts_under(run, rollout, view, share_settings.fraction, step)
     if run.is_training and contrast_settings.view is not None:
         contrast = _last_prompts_under(run, rollout, contrast_settings.view, contrast_settings.fraction, step)

@@ -15,20 +15,20 @@ from .views import View, as_view
 
 @dataclass(frozen=True)
 class RolloutView:
-    """View from which a share of each group is sampled, by the option `rollout_view`."""
+    """View under which a share of each group is sampled, by the option `rollout_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, counted from its end and rounded down
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, from its end, rounded down to whole completions
     schedule: str = "constant"  # schedule of the view's strength, see `SCHEDULES`
 
 
 @dataclass(frozen=True)
 class ContrastView:
-    """View from which further completions are sampled, by the option `contrast_view`."""
+    """View under which further completions are sampled, by the option `contrast_view`."""
 
     view: View | None = None
     fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
-    # Least ratio of the group's mean reward to the contrast's at which the bonus applies
+    # Least ratio of the group's mean reward to the mean reward under the view at which the bonus applies
     reward_ratio: Annotated[float, "[0, inf)"] = 0.8
     bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
 
@@ -39,7 +39,7 @@ class LossView:
 
     view: View | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the divergence of the policy under the view
-    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token, in nats, at which the loss stops raising it
+    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # largest divergence of a token, in nats, that the loss still raises
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
     advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the completion that depends least on media
@@ -52,7 +52,7 @@ class LossView:
         return self.kl_coef != 0 or self.entropy_coefs is not None
 
     @property
-    def is_trained(self) -> bool:
+    def has_gradient(self) -> bool:
         """`True` if terms in the loss have a gradient under the view."""
         return self.kl_coef != 0 or (self.entropy_coefs or (0, 0))[1] != 0
 
@@ -63,7 +63,7 @@ class LossView:
 
     @property
     def measures_dependency(self) -> bool:
-        """`True` if the dependency on media is measured, by a divergence or by entropies."""
+        """`True` if the dependency of tokens on media is measured, by a divergence or by entropies."""
         return self.measures_divergence or self.temperature is not None
 
 
@@ -89,20 +89,22 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
     if value is None:
         return cls()
     name, settings = split_settings(value)
-    hints = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
+    option_fields = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
     view, options = as_view(name), {}
-    names = inspect.signature(view.type.function).parameters
-    if both := sorted(hints.keys() & names):
-        raise ValueError(f"The view {name!r} has a setting {both[0]!r}, as `{option}` does; rename that of the view.")
+    view_parameters = inspect.signature(view.type.function).parameters
+    if ambiguous := sorted(option_fields.keys() & view_parameters):
+        raise ValueError(
+            f"The view {name!r} has a setting {ambiguous[0]!r}, as `{option}` does; rename that of the view."
+        )
     for key, setting in (settings or {}).items():
-        if key in hints:
-            annotation, default = hints[key]
+        if key in option_fields:
+            annotation, default = option_fields[key]
             check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
             options[key] = setting
-        elif key not in names:
+        elif key not in view_parameters:
             raise ValueError(
-                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*names][2:]}, and the option "
-                f"{[*hints]}.{did_you_mean(key, [*names, *hints])}"
+                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*view_parameters][2:]}, and "
+                f"the option {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
             )
     view_settings = {key: setting for key, setting in (settings or {}).items() if key not in options}
     check_settings(view.type.function, option, view_settings)
@@ -113,8 +115,11 @@ def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     """Returns the modalities that views in a config change, by the options that name the views."""
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
     views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
-    kinds = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
-    return {name: media | {"video"} if config["use_audio_in_video"] else media for name, media in kinds.items()}
+    modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
+    return {
+        name: modalities | {"video"} if config["use_audio_in_video"] else modalities
+        for name, modalities in modalities_by_option.items()
+    }
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:
@@ -147,10 +152,10 @@ def as_schedule(text: str) -> Callable[[float], float]:
     return functools.partial(SCHEDULES[name], **(settings or {}))
 
 
-def last_of_groups(share: float, n: int, first: int, group_size: int) -> list[int]:
+def last_of_groups(share: float, n_completions: int, first_index: int, group_size: int) -> list[int]:
     """
-    Returns the indices, among `n` completions, of the completions in the last `share` of their group, rounded down.
-    `first` is the index of the first completion among the completions of all ranks.
+    Returns the indices, among `n_completions` completions, of the last `share` of each group, rounded down.
+    `first_index` is the index of the first completion among the completions of all ranks.
     """
-    start = group_size - int(share * group_size)
-    return [i for i in range(n) if (first + i) % group_size >= start]
+    first_in_group = group_size - int(share * group_size)
+    return [i for i in range(n_completions) if (first_index + i) % group_size >= first_in_group]

@@ -1,9 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Views: media that a model sees or hears instead of the original, such as a masked image, silence or shuffled frames.
+Views, which replace a prompt's media, for example by a masked image, silence or shuffled frames.
 
-A view is a function that [`view`] decorates. It takes pixels `(T, H, W, 3)` (an image has one frame) or samples
-`(S,)`, and a random generator, and returns an array of the same shape, so that a prompt keeps its tokens.
+The decorator [`view`] registers a function as a view. The function takes pixels `(T, H, W, 3)` (an image has one
+frame) or samples `(S,)`, and a random generator. It returns an array of the same shape, so that a prompt keeps its
+tokens.
 """
 
 import inspect
@@ -35,9 +36,9 @@ class ViewType:
     name: str
     paper: Paper | None
     function: Callable[..., np.ndarray]
-    modalities: tuple[str, ...] = MODALITIES  # media that the view applies to
+    modalities: tuple[str, ...] = MODALITIES  # modalities that the view applies to
     strength: str | None = None  # the setting that a schedule scales
-    needs_other: bool = False  # whether the view shows media of another row
+    needs_other: bool = False  # whether the replacement comes from media of another row
 
 
 VIEWS: dict[str, ViewType] = {}
@@ -57,7 +58,7 @@ def view(
         strength (`str`, *optional*):
             Setting that a schedule scales.
         needs_other (`bool`, *optional*, defaults to `False`):
-            Whether the view shows media of another row, which the function gets as `other`.
+            Whether the replacement comes from media of another row, which the function gets as `other`.
 
     Returns:
         `Callable`: The decorator. The decorated function takes pixels `(T, H, W, 3)` or samples `(S,)`, a
@@ -74,12 +75,12 @@ def view(
 
 @dataclass(frozen=True)
 class View:
-    """A view with its settings, for the media of a prompt."""
+    """A view with its settings, which replaces media of prompts."""
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    modalities: tuple[str, ...] = MODALITIES  # media to replace, if the view applies to them
-    others: Sequence[MediaRef] = ()  # media of another row, used in turn
+    modalities: tuple[str, ...] = MODALITIES  # modalities to replace, if the view applies to them
+    others: Sequence[MediaRef] = ()  # media of another row, which replace the prompt's media in turn
     seed: tuple[int, ...] = (0,)  # seed of random numbers, together with the index of media in the prompt
 
     @property
@@ -91,8 +92,8 @@ class View:
         """Returns whether the view replaces media of a modality."""
         return modality in self.modalities and modality in self.type.modalities
 
-    def only(self, modality: str) -> "View":
-        """Returns the view, applied to media of one modality alone."""
+    def for_modality(self, modality: str) -> "View":
+        """Returns the view limited to media of one modality."""
         return replace(self, modalities=(modality,))
 
     def seeded(self, *numbers: int) -> "View":
@@ -103,31 +104,33 @@ class View:
         """Returns the view with media of another row."""
         return replace(self, others=others)
 
-    def at(self, factor: float) -> "View":
+    def scaled(self, factor: float) -> "View":
         """Returns the view with its strength times a factor. Raises `ValueError` if the view has no strength."""
         name = self.type.strength
         if name is None:
             raise ValueError(f"The view {self.type.name!r} has no strength that a schedule could scale.")
-        full = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
-        return replace(self, settings={**self.settings, name: type(full)(full * factor)})
+        full_strength = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
+        return replace(self, settings={**self.settings, name: type(full_strength)(full_strength * factor)})
 
     def __call__(self, media: M, index: int, other: M | None = None) -> M:
         """
-        Returns the view of a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`, in the same form.
-        Raises `ValueError` if the view changes the shape.
+        Returns the replacement of a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`, in the same
+        form. Raises `ValueError` if its shape differs.
         """
-        source, rng = _as_array(media), np.random.default_rng([*self.seed, index])
+        original, rng = _as_array(media), np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
-        changed = np.asarray(self.type.function(source, rng, **settings))
-        if changed.shape != source.shape:
+        replacement = np.asarray(self.type.function(original, rng, **settings))
+        if replacement.shape != original.shape:
             raise ValueError(
-                f"The view {self.type.name!r} made {changed.shape} of {source.shape}; keep the shape of the medium, "
-                "and so the tokens of its prompt."
+                f"The view {self.type.name!r} made {replacement.shape} of {original.shape}; keep the shape of the "
+                "medium, and so the tokens of its prompt."
             )
-        changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array with negative strides
+        replacement = np.ascontiguousarray(replacement, original.dtype)  # torch takes no array with negative strides
         if isinstance(media, PIL.Image.Image):
-            return cast(M, PIL.Image.fromarray(changed[0]))
-        return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if isinstance(media, torch.Tensor) else changed)
+            return cast(M, PIL.Image.fromarray(replacement[0]))
+        return cast(
+            M, torch.from_numpy(replacement).permute(0, 3, 1, 2) if isinstance(media, torch.Tensor) else replacement
+        )
 
 
 def as_view(source: "str | Callable | View") -> View:
@@ -194,9 +197,9 @@ def mask_patches(
     [PAPO](https://huggingface.co/papers/2507.06448).
     """
     height, width = media.shape[1:3]
-    masked = rng.random((-(-height // patch_size), -(-width // patch_size))) < ratio
-    masked = masked.repeat(patch_size, 0).repeat(patch_size, 1)[:height, :width]
-    return np.where(masked[None, :, :, None], 0, media)
+    is_masked = rng.random((-(-height // patch_size), -(-width // patch_size))) < ratio
+    is_masked = is_masked.repeat(patch_size, 0).repeat(patch_size, 1)[:height, :width]
+    return np.where(is_masked[None, :, :, None], 0, media)
 
 
 @view("diffusion_noise", modalities=("image", "video"), strength="step")
