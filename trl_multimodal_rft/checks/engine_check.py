@@ -13,7 +13,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.layout import group_by_prompt
 from ..forward.scores import ScoreRequest
-from ..models.modes import measuring
+from ..models.modes import measurement_mode
 from ..models.wrapped import computing_dtype
 from ..policy import Completions, PolicyForward
 from .rounding import STRICT, measure_noise, tolerance_of
@@ -156,7 +156,7 @@ class EngineCheck:
         """Returns the policy's log-probabilities `(N, C)`, row by row, as `logit_bias` keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
         rows = (_select(completions, [i]) for i in range(len(completions[0])))
-        with measuring(model, completions[1].device):
+        with measurement_mode(model, completions[1].device):
             return torch.cat([self.policy.score(model, ScoreRequest(*row, **options)).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:

@@ -12,7 +12,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
 from ..forward.scores import ScoreRequest
-from ..models.modes import measuring
+from ..models.modes import measurement_mode
 from ..policy import Completions, PolicyForward
 from ..views.views import View, as_view
 
@@ -58,7 +58,7 @@ def media_contribution(
     # Ranks without anything to measure take part in the forwards, which may have collectives
     rows, kinds, without = (list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True))
     mask = mask[rows]
-    with measuring(model, accelerator.device):
+    with measurement_mode(model, accelerator.device):
         logps = [
             policy.score(model, ScoreRequest(entries, ids[rows], completion_mask[rows], packed=False)).logps
             for entries in ([prompts[row] for row in rows], without)
@@ -93,7 +93,7 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
 def _without(encode: Callable[[int, View], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
     """Returns a completion's prompt without media of a modality, or `None` if its media have become unreadable."""
     try:
-        return encode(row, as_view("blank").only(kind))
+        return encode(row, as_view("blank").for_modality(kind))
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

@@ -16,7 +16,7 @@ from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import ScoreRequest, with_answer
-from ..models.modes import measuring
+from ..models.modes import measurement_mode
 from ..policy import PolicyForward
 from .measure import Case, Measure
 from .self_check import SelfCheck
@@ -160,7 +160,7 @@ def _compare(
     (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
         features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
-    with measuring(measure.prepared, measure.device):
+    with measurement_mode(measure.prepared, measure.device):
         truth = measure.require("the model's forward", by_model)
         noise = functools.cache(lambda: measure.noise(by_model, mask))
         score_rows = functools.partial(score, rows)

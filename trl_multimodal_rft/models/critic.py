@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from ..encoding.model_folders import check_weights, loading_errors
 from .parts import freeze_as_built
-from .pretrained import SOURCE, is_adapter, whole_weights
+from .pretrained import SOURCE_ARGUMENTS, is_adapter, require_all_weights
 from .reward_model import is_reward_model, load_trained_reward_model, reward_model_class
 from .wrapped import hidden_states
 
@@ -173,18 +173,18 @@ class Critic(nn.Module):
         if "subfolder" not in kwargs and is_adapter(str(folder), kwargs.get("revision")):
             adapter, _ = load_trained_reward_model(str(folder), **kwargs)
             return cls.from_model(cast("PeftModel", adapter).merge_and_unload(), model_class)
-        source = {name: kwargs[name] for name in SOURCE if name in kwargs}
+        source = {name: kwargs[name] for name in SOURCE_ARGUMENTS if name in kwargs}
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
         # The config of a saved omni model contains the config of its thinker
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if getattr(model_class.config_class, "model_type", None) not in types:
-            # Another family's folder would load as the policy's class, with random weights
-            raise other_family(f"{types[0]!r} model", model_class.__name__)
-        is_scored = is_reward_model(config.get("architectures"))
+            # The policy's class would load another family's folder without an error, with random weights
+            raise other_family_error(f"{types[0]!r} model", model_class.__name__)
+        is_reward = is_reward_model(config.get("architectures"))
         check_weights(str(Path(folder, kwargs.get("subfolder", ""))))
-        with loading_errors(str(folder)), whole_weights(_head_weights):
-            model = (reward_model_class(model_class) if is_scored else model_class).from_pretrained(folder, **kwargs)
-        if is_scored:
+        with loading_errors(str(folder)), require_all_weights(_head_weights):
+            model = (reward_model_class(model_class) if is_reward else model_class).from_pretrained(folder, **kwargs)
+        if is_reward:
             return cls.from_model(model, model_class)
         freeze_as_built(model)
         critic = cls(model)
@@ -212,11 +212,11 @@ class Critic(nn.Module):
         if isinstance(model, model_class) and getattr(model, "score", None) is None:
             return cls(model)
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
-            raise other_family(type(model).__name__, model_class.__name__)
+            raise other_family_error(type(model).__name__, model_class.__name__)
         with torch.device("meta"):
             shell = model_class(model.config)  # the policy's class knows masks and positions
         if type(model.base_model) is not type(shell.base_model):
-            raise other_family(type(model).__name__, model_class.__name__)
+            raise other_family_error(type(model).__name__, model_class.__name__)
         setattr(shell, shell.base_model_prefix, model.base_model)
         critic = cls(shell)
         if model.config.num_labels != 1:
@@ -230,7 +230,7 @@ class Critic(nn.Module):
 
 def add_critic(policy: nn.Module, critic: nn.Module) -> None:
     """
-    Makes a critic a submodule of its policy, so that one wrapper and one optimizer train both. The policy's
+    Makes a critic a submodule of its policy, so that both share one wrapper and one optimizer. The policy's
     `save_pretrained` skips the critic.
     """
     policy.critic = critic
@@ -248,10 +248,12 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
-    alone = object.__new__(next(base for base in type(policy).__mro__ if not issubclass(base, FSDPModule)))
+    policy_without_critic = object.__new__(
+        next(base for base in type(policy).__mro__ if not issubclass(base, FSDPModule))
+    )
     modules = {name: module for name, module in policy._modules.items() if name != "critic"}
-    vars(alone).update({**vars(policy), "_modules": modules})
-    return cast(PolicyModule, alone)
+    vars(policy_without_critic).update({**vars(policy), "_modules": modules})
+    return cast(PolicyModule, policy_without_critic)
 
 
 def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
@@ -260,7 +262,7 @@ def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
     return {*head.parameters()} - {*tied.parameters()}
 
 
-def other_family(label: str, policy: str) -> ValueError:
+def other_family_error(label: str, policy: str) -> ValueError:
     """Returns the error for a critic that takes other tokens or media than its policy."""
     return ValueError(
         f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, the policy a "

@@ -45,12 +45,12 @@ def kept_random_state() -> Iterator[None]:
 def checkpoint_activations(
     model: PreTrainedModel, kwargs: dict[str, bool] | str | None = None, enable: bool = True
 ) -> None:
-    """Switches activation checkpointing on or off, by the name that the installed transformers doesn't deprecate."""
-    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    """Switches activation checkpointing on or off, by the method that the installed transformers doesn't deprecate."""
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enable:
-        getattr(model, f"{kind}_checkpointing_enable")(kwargs)
+        getattr(model, f"{prefix}_checkpointing_enable")(kwargs)
     else:
-        getattr(model, f"{kind}_checkpointing_disable")()
+        getattr(model, f"{prefix}_checkpointing_disable")()
 
 
 def ignore_deprecated_names() -> None:
@@ -62,8 +62,8 @@ def ignore_deprecated_names() -> None:
     warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
-def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
-    """Switches activation checkpointing off, which TRL enables by default, if the model doesn't support it."""
+def disable_unsupported_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
+    """Switches off activation checkpointing, TRL's default, if the model doesn't support it, and warns."""
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
         # Two names of one option
         for name in {"gradient_checkpointing", "activation_checkpointing"} & vars(args).keys():
@@ -75,15 +75,15 @@ def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None
 
 
 @contextmanager
-def measuring(
-    model: nn.Module, device: torch.device, evaluation: bool = True, checkpointing: bool = False
+def measurement_mode(
+    model: nn.Module, device: torch.device, is_evaluation: bool = True, keeps_checkpointing: bool = False
 ) -> Iterator[None]:
-    """Switches off gradients, training mode and checkpointing within the context, and restores random states."""
+    """Disables gradients, and by default training mode and checkpointing, in the context; restores random states."""
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        evaluation_mode(model) if evaluation else nullcontext(),
-        nullcontext() if checkpointing else without_checkpointing(model),
+        evaluation_mode(model) if is_evaluation else nullcontext(),
+        nullcontext() if keeps_checkpointing else without_checkpointing(model),
     ):
         yield
 
@@ -92,9 +92,10 @@ def measuring(
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Switches activation checkpointing off in the context, since it warns about forwards without a graph."""
     with ExitStack() as stack:
-        for part in module.modules():
-            if vars(part).get("gradient_checkpointing"):  # `vars`, as wrappers forward attributes of inner modules
-                stack.enter_context(replaced(part, gradient_checkpointing=False))
+        for submodule in module.modules():
+            # Not `getattr`, as wrappers forward attributes of inner modules
+            if vars(submodule).get("gradient_checkpointing"):
+                stack.enter_context(replaced(submodule, gradient_checkpointing=False))
         yield
 
 

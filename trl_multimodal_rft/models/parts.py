@@ -74,9 +74,9 @@ def freeze_as_built(model: PreTrainedModel) -> None:
         return
     with torch.device("meta"):
         built = type(model)(model.config)
-    fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    frozen_names = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
-        if name in fixed:
+        if name in frozen_names:
             parameter.requires_grad_(False)
 
 
@@ -104,7 +104,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Returns parts by dotted names of modules. A weight belongs to the part of its deepest module in the result."""
+    """Returns parts by dotted names of modules. A weight has the part of the deepest listed module that holds it."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
     heads = model.get_output_embeddings(), getattr(model, "score", None)
@@ -128,42 +128,42 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
     return parts_by_name | towers
 
 
-def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
+def match_keys(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
     """
-    Returns one of the `keys` for each parameter: the first pattern that matches its name, or else its part.
+    Maps each parameter to one of the `keys`: the first pattern that matches its name, or else its part.
 
-    A pattern matches names of parameters, or names of modules with all their parameters. The result lacks other
-    parameters.
+    A pattern matches names of parameters, or names of modules with all their parameters. Parameters that no key
+    chooses aren't in the result.
 
     Raises:
         `ValueError`: If a key chooses nothing.
     """
-    chosen = _choose(model, keys)
+    keys_by_parameter = _match_keys(model, keys)
     present = {part for _, part, _ in named_parts(model)}
-    kind = type(unwrapped(None, model)).__name__
+    class_name = type(unwrapped(None, model)).__name__
     for key in keys:
         if key in PARTS and key not in present:
             parts = ", ".join(part for part in PARTS if part in present)
-            raise ValueError(f"`{option}` names the part {key!r}, which {kind} lacks; it has {parts}.")
-        if key not in PARTS and key not in chosen.values():
+            raise ValueError(f"`{option}` names the part {key!r}, which {class_name} lacks; it has {parts}.")
+        if key not in PARTS and key not in keys_by_parameter.values():
             name = next(name for name, _, _ in named_parts(model))
             raise ValueError(
                 f"`{option}` names {key!r}, which is no part ({', '.join(PARTS)}), and matches no name of a parameter "
-                f"of {kind}, such as {name!r}.{did_you_mean(key, PARTS)}"
+                f"of {class_name}, such as {name!r}.{did_you_mean(key, PARTS)}"
             )
-    return chosen
+    return keys_by_parameter
 
 
-def _choose(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
-    """Returns the result of [`chosen_by`], but raises no error."""
+def _match_keys(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
+    """Returns the result of [`match_keys`], but raises no error."""
     patterns = [key for key in keys if key not in PARTS]
-    chosen = {}
+    keys_by_parameter = {}
     for name, part, parameter in named_parts(model):
-        matching = (key for key in patterns if fnmatchcase(name, key) or fnmatchcase(name, f"{key}.*"))
-        key = next(matching, part if part in keys else None)
+        matching_keys = (key for key in patterns if fnmatchcase(name, key) or fnmatchcase(name, f"{key}.*"))
+        key = next(matching_keys, part if part in keys else None)
         if key is not None and part != CRITIC:
-            chosen[parameter] = key
-    return chosen
+            keys_by_parameter[parameter] = key
+    return keys_by_parameter
 
 
 def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
@@ -175,10 +175,10 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
     if any(name == target or name.endswith(f".{target}") for name in layers for target in targets):
         return
     names = dict.fromkeys(name.split(".")[-1] for name, layer in layers.items() if isinstance(layer, nn.Linear))
-    kind = type(unwrapped(None, model)).__name__
+    class_name = type(unwrapped(None, model)).__name__
     raise ValueError(
-        f"`target_modules` {sorted(targets)} of `peft_config` name no layer of {kind}; its linear layers are named "
-        f"{', '.join(name for name in names if not name.isdigit())}."
+        f"`target_modules` {sorted(targets)} of `peft_config` name no layer of {class_name}; its linear layers are "
+        f"named {', '.join(name for name in names if not name.isdigit())}."
     )
 
 
@@ -213,14 +213,14 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
         `ValueError`: If the model lacks a part, a pattern matches nothing, or nothing is left to train.
     """
     if keys:
-        _freeze(model, {*chosen_by(model, keys, "freeze")})
+        _freeze(model, {*match_keys(model, keys, "freeze")})
         if not any(parameter.requires_grad for _, part, parameter in named_parts(model) if part != CRITIC):
             raise ValueError(f"`freeze` ({', '.join(keys)}) leaves nothing of the model to train; name less.")
 
 
 def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
     """Freezes parts of a critic's backbone like [`freeze`]. Keys may match nothing, as critics have no LM head."""
-    _freeze(model, {*_choose(model, keys or ())})
+    _freeze(model, {*_match_keys(model, keys or ())})
 
 
 def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
@@ -230,10 +230,10 @@ def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
 
 
 @contextmanager
-def same_weights_trained(model: nn.Module) -> Iterator[None]:
+def kept_requires_grad(model: nn.Module) -> Iterator[None]:
     """
-    Restores each parameter's `requires_grad` at the end of the context. PEFT makes all weights of an adapter trainable
-    when it enables the adapter again.
+    Restores each parameter's `requires_grad` on exit. PEFT makes all weights of an adapter trainable when it enables
+    the adapter again.
     """
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -245,11 +245,11 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_adapters(model: nn.Module) -> Iterator[None]:
+def kept_adapter_state(model: nn.Module) -> Iterator[None]:
     """Restores enabled adapters and `requires_grad` of weights on exit. Granite Speech's `generate` changes both."""
     layers = adapter_layers(model)
     disabled = [layer.disable_adapters for layer in layers]
-    with same_weights_trained(model):
+    with kept_requires_grad(model):
         try:
             yield
         finally:
@@ -275,12 +275,12 @@ def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[float]]:
     """Returns the distinct learning rates of trained weights, by part of a model."""
-    by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
-    chosen = chosen_by(model, [*by_key], "learning_rates")
+    rate_by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
+    keys_by_parameter = match_keys(model, [*rate_by_key], "learning_rates")
     rates: dict[str, list[float]] = {}
     for _, part, parameter in named_parts(model):
         if parameter.requires_grad:
-            rate = by_key[chosen[parameter]] if parameter in chosen else args.learning_rate
+            rate = rate_by_key[keys_by_parameter[parameter]] if parameter in keys_by_parameter else args.learning_rate
             if part == CRITIC:
                 schedule = getattr(args, "value_schedule", None)
                 rate = args.learning_rate if schedule is None else schedule.rate

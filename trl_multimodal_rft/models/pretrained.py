@@ -37,9 +37,9 @@ if Version(transformers.__version__) < Version("5.23"):
 
 class _TransposeBack(Transpose):
     """
-    Conversion for saving, which undoes a transposition of loading that depends on shapes.
+    Conversion for saving. It transposes weights back that loading transposed because of their shapes.
 
-    Transformers' own reverse never transposes, so that experts of Qwen3-VL-MoE would be saved, and sent to vLLM, with
+    The reverse in transformers never transposes. Experts of Qwen3-VL-MoE would then be saved, and sent to vLLM, with
     shapes that vLLM can't load.
     """
 
@@ -53,8 +53,10 @@ class _TransposeBack(Transpose):
         [(name, values)] = input_dict.items()
         weight = values[0] if isinstance(values, list) else values
         # Square weights aren't transposed on loading
-        back = weight if weight.size(self.dim0) == weight.size(self.dim1) else weight.transpose(self.dim0, self.dim1)
-        return {self.get_target_pattern({name: weight}, source_patterns, target_patterns): back.contiguous()}
+        saved_weight = (
+            weight if weight.size(self.dim0) == weight.size(self.dim1) else weight.transpose(self.dim0, self.dim1)
+        )
+        return {self.get_target_pattern({name: weight}, source_patterns, target_patterns): saved_weight.contiguous()}
 
 
 def _reverse(self: Transpose) -> Transpose:
@@ -66,12 +68,14 @@ def _reverse(self: Transpose) -> Transpose:
 setattr(Transpose, "reverse_op", property(_reverse))  # noqa: B010
 
 # Arguments of `from_pretrained` that locate files
-SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+SOURCE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """Returns the class of the part of a model that is trained, or `None` if the whole model is trained."""
-    config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
+    """Returns the class of the trained part of a released model, or `None` if the whole model is trained."""
+    config, _ = PreTrainedConfig.get_config_dict(
+        name, **{key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+    )
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
     if part is not None:
@@ -86,41 +90,49 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 
 
 @contextmanager
-def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: ()) -> Iterator[None]:
+def require_all_weights(
+    get_new_weights: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: (),
+) -> Iterator[None]:
     """
-    Raises a `ValueError` if the folder of a model that the context loads lacks weights, which would be random, or has
-    weights of other shapes. `fresh` returns the parameters that may be missing, such as a head that is removed later.
+    Raises a `ValueError` if a model that is loaded within the context lacks weights in its folder, or has weights of
+    other shapes there. Missing weights would be random. `get_new_weights` returns the parameters that needn't be in
+    the folder, such as a head that is removed later.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
-        name, kind = options["pretrained_model_name_or_path"], type(model).__name__
-        weights, new = dict(model.named_parameters()), {*fresh(model)}
+        name, class_name = options["pretrained_model_name_or_path"], type(model).__name__
+        weights, new = dict(model.named_parameters()), {*get_new_weights(model)}
         missing = sorted(key for key in loading_info.missing_keys if key in weights and weights[key] not in new)
         if missing:
             raise ValueError(
-                f"{name!r} lacks weights of {kind}, which would be random ({len(missing)}: {', '.join(missing[:3])}"
-                f"{', ...' * (len(missing) > 3)}); name a folder that has them all, as `save_pretrained` writes it."
+                f"{name!r} lacks weights of {class_name}, which would be random ({len(missing)}: "
+                f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}); name a folder that has them all, as "
+                "`save_pretrained` writes it."
             )
         if loading_info.mismatched_keys and not options["ignore_mismatched_sizes"]:
             weight, shape, expected = min(loading_info.mismatched_keys)
             trait = "with `num_labels=1`" if 1 in expected[:1] else "whose config and weights belong together"
             raise ValueError(
-                f"{name!r} holds {weight!r} of shape {[*shape]}, and {kind} takes {[*expected]}; name a model {trait}."
+                f"{name!r} holds {weight!r} of shape {[*shape]}, and {class_name} takes {[*expected]}; "
+                f"name a model {trait}."
             )
         log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
 
-    hook = {"log_state_dict_report": report}  # for models, and for adapters in their folders
+    # `integrations.peft` reports on an adapter in the folder of a model
+    hook = {"log_state_dict_report": report}
     with replaced(transformers.modeling_utils, **hook), replaced(transformers.integrations.peft, **hook):
         yield
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:
-    """Loads the part of a model that is trained, as TRL loads a policy."""
+    """Loads the trained part of a model, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
-    with loading_errors(name), whole_weights():
+    with loading_errors(name), require_all_weights():
         if "architecture" not in kwargs:
             kwargs["architecture"] = trained_part(name, **kwargs)
-            config, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in SOURCE if k in kwargs})
+            config, _ = PreTrainedConfig.get_config_dict(
+                name, **{k: kwargs[k] for k in SOURCE_ARGUMENTS if k in kwargs}
+            )
             architecture = (config.get("architectures") or [""])[0]
             if architecture.endswith("ForSequenceClassification"):
                 raise ValueError(
@@ -170,7 +182,7 @@ def is_adapter(name: str, revision: str | None = None) -> bool:
 
 
 def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Returns the config of a model, and the class of the part that is trained."""
+    """Returns the config of a model, and the class of its trained part."""
     try:
         part = trained_part(name, **kwargs)
         config_class = transformers.AutoConfig if part is None else cast(type[PreTrainedConfig], part.config_class)

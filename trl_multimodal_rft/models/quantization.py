@@ -12,14 +12,14 @@ def keep_differentiable(model: nn.Module) -> None:
     mode, such as sampling, and never unpacks them. Packed layers silently pass no gradient.
     """
     for module in model.modules():
-        if _is_4bit(module):
+        if _is_4bit_layer(module):
             module.support_avx512bf16_for_cpu = False  # pyrefly: ignore[bad-argument-type]
 
 
 def is_4bit(model: nn.Module) -> bool:
     """Returns whether a model has 4-bit weights."""
-    return any(map(_is_4bit, model.modules()))
+    return any(map(_is_4bit_layer, model.modules()))
 
 
-def _is_4bit(module: nn.Module) -> bool:
+def _is_4bit_layer(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear4bit"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class _Scores(GenericForSequenceClassification):
+class _ScoreMixin(GenericForSequenceClassification):
     """
     Mixin that replaces the LM head of a policy's class by a score.
 
@@ -71,7 +71,7 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "base_model_prefix": policy.base_model_prefix,
         "_tied_weights_keys": {},  # the LM head, which may be tied, is removed
     }
-    return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
+    return type(f"{stem}ForSequenceClassification", (_ScoreMixin, policy), members)
 
 
 def as_reward_model(model: _Model) -> _Model:
@@ -93,7 +93,7 @@ def as_reward_model(model: _Model) -> _Model:
         adapter = cast("PeftModel", model)
         adapter.base_model.model = as_reward_model(adapter.get_base_model())
         return model
-    if isinstance(model, _Scores):
+    if isinstance(model, _ScoreMixin):
         return model
     source = cast(PreTrainedModel, model)
     score, name = getattr(source, "score", None), type(source).__name__
@@ -192,10 +192,10 @@ def register_reward_model(name: str, revision: str | None = None, trust_remote_c
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     check_model_folder(name)
     with loading_errors(name):
-        fields, _ = PreTrainedConfig.get_config_dict(name, **source)
-    if not is_reward_model(fields.get("architectures")):
+        config_dict, _ = PreTrainedConfig.get_config_dict(name, **source)
+    if not is_reward_model(config_dict.get("architectures")):
         return False
-    if not hasattr(transformers, fields["architectures"][0]) and "auto_map" not in fields:
+    if not hasattr(transformers, config_dict["architectures"][0]) and "auto_map" not in config_dict:
         config, policy = read_config(name, **source)
         AutoModelForSequenceClassification.register(type(config), reward_model_class(policy), exist_ok=True)
     return True

@@ -28,8 +28,8 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Sets attributes or methods of an object within the context. Other objects of its class keep theirs."""
-    before = {
+    """Sets attributes or methods of one object within the context, not of its class."""
+    previous_values = {
         name: getattr(owner, name)
         for name, class_value in {name: getattr(type(owner), name, None) for name in values}.items()
         if name in vars(owner) or isinstance(class_value, property) or (class_value is None and hasattr(owner, name))
@@ -40,8 +40,8 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
         yield
     finally:
         for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
+            if name in previous_values:
+                setattr(owner, name, previous_values[name])
             else:
                 delattr(owner, name)
 

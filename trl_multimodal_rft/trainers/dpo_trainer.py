@@ -14,7 +14,7 @@ from trl import DPOTrainer
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
 from ..forward.scores import Scores
-from ..models.parts import same_weights_trained
+from ..models.parts import kept_requires_grad
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
@@ -139,7 +139,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             view_logps.append(logps[n:].sum(1))
             return SimpleNamespace(log_probs=logps[:n])
 
-        with same_weights_trained(self._unwrapped(self.model)):
+        with kept_requires_grad(self._unwrapped(self.model)):
             chosen, rejected = super().compute_ref_log_probs(score, _as_rows(inputs))
         if len(self._reference) == 2:
             return chosen, rejected
@@ -153,9 +153,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         """Returns scores of all completions. Tokens that aren't learned score 0, as TRL's loss sums without a mask."""
         learned = inputs["learned"].bool()
         return (
-            super()
-            ._score(model, inputs, compute_aux_loss)
-            .rearranged(lambda values: torch.where(learned, values, 0.0))
+            super()._score(model, inputs, compute_aux_loss).map_rows(lambda values: torch.where(learned, values, 0.0))
         )
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:

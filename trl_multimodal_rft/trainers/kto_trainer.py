@@ -15,7 +15,7 @@ from trl import KTOTrainer
 from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import Scores
-from ..models.parts import same_weights_trained
+from ..models.parts import kept_requires_grad
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .kto_config import MultimodalKTOConfig
@@ -141,7 +141,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 
-        with same_weights_trained(self._unwrapped(self.model)):
+        with kept_requires_grad(self._unwrapped(self.model)):
             return super().compute_ref_log_probs(score, _as_rows(inputs))
 
     def _reference_of(self, inputs: Batch) -> dict[str, torch.Tensor]:

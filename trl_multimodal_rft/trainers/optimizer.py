@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, get_scheduler
 
-from ..models.modes import check_checkpointing
-from ..models.parts import check_trainable, chosen_by, freeze
+from ..models.modes import disable_unsupported_checkpointing
+from ..models.parts import check_trainable, freeze, match_keys
 from ..models.wrapped import unwrapped
 from .configs import TrainerConfig, mapping
 
@@ -36,7 +36,7 @@ _PARTS = "trained_parts.json"
 def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
     """Freezes parts of a model. Raises `ValueError` for `learning_rates` of untrained parts, or with `optimizer`."""
     check_trainable(model)
-    check_checkpointing(unwrapped(None, model), args)
+    disable_unsupported_checkpointing(unwrapped(None, model), args)
     freeze(model, args.freeze)
     reentrant = args.gradient_checkpointing and mapping(args.gradient_checkpointing_kwargs).get("use_reentrant")
     if args.freeze and reentrant:
@@ -45,7 +45,7 @@ def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, 
         return
     if optimizer is not None:
         raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
-    chosen = chosen_by(model, [*args.learning_rates], "learning_rates")
+    chosen = match_keys(model, [*args.learning_rates], "learning_rates")
     trained = {key for parameter, key in chosen.items() if parameter.requires_grad}
     if idle := mapping(args.learning_rates).keys() - trained:
         raise ValueError(
@@ -68,7 +68,7 @@ def split_by_rate(
     Weights with and without decay stay in different groups. The schedule multiplies the rate of each group.
     """
     part_rates = mapping(args.learning_rates)
-    chosen = chosen_by(model, [*part_rates], "learning_rates")
+    chosen = match_keys(model, [*part_rates], "learning_rates")
     keys = {**{id(parameter): key for parameter, key in chosen.items()}, **(keys or {})}
     all_rates: dict[str | None, float | None] = {None: None, **part_rates, **(rates or {})}
     groups = []

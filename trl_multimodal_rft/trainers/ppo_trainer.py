@@ -32,7 +32,7 @@ from ..engines.samplers import Sampler
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import ScoreRequest, Scores
-from ..models.critic import Critic, ValueHead, add_critic, other_family, policy_alone
+from ..models.critic import Critic, ValueHead, add_critic, other_family_error, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.parts import freeze_as_built, freeze_backbone
 from ..models.wrapped import is_unsharded
@@ -247,7 +247,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         critic_tokens, policy_tokens = (model.config.get_text_config().vocab_size for model in (critic.model, policy))
         if type(critic.model) is not type(policy) or critic_tokens != policy_tokens:
             names = (type(critic.model).__name__, type(policy).__name__)
-            raise other_family(f"{names[0]} with {critic_tokens} tokens", f"{names[1]} with {policy_tokens}")
+            raise other_family_error(f"{names[0]} with {critic_tokens} tokens", f"{names[1]} with {policy_tokens}")
         return critic
 
     # Rollout

@@ -23,7 +23,7 @@ from ..encoding.processors import ends_with, tokenizer_of
 from ..engines.samplers import Sampler
 from ..families import input_modalities
 from ..forward.scores import Scores
-from ..models.parts import same_weights_trained
+from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
 from ..rewards.calls import compares_completions, missing_instructions
@@ -201,7 +201,7 @@ class Run:
         if self.live.ref_model is not None:
             return self.score(self.live.ref_model, rollout)
         model: Any = self.accelerator.unwrap_model(self.model)
-        with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
+        with kept_requires_grad(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             return self.score(self.model, rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:

@@ -24,7 +24,7 @@ from ..forward.head import HeadRule, head_rule
 from ..forward.scores import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
-from ..models.parts import same_weights_trained
+from ..models.parts import kept_requires_grad
 from ..rollout.collect import continued, view_prompts
 from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout, require
@@ -238,7 +238,7 @@ class Teacher:
         with (
             evaluation_mode(student),
             disable_gradient_checkpointing(student, args.gradient_checkpointing_kwargs),
-            same_weights_trained(model) if base else nullcontext(),
+            kept_requires_grad(model) if base else nullcontext(),
             use_adapter(model, None) if base else nullcontext(),
             nullcontext() if self.average is None else self.average.applied(),
         ):

@@ -25,7 +25,7 @@ from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from ...models.critic import policy_alone
-from ...models.pretrained import whole_weights
+from ...models.pretrained import require_all_weights
 from ...models.wrapped import is_unsharded
 from ...rollout.groups import SAVED_CLASSES
 
@@ -198,7 +198,7 @@ def save_without_weights(
         processing_class.save_pretrained(folder)
 
 
-@whole_weights()
+@require_all_weights()
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
     """
     Loads the weights in a folder into a model, which may be sharded. Raises `FileNotFoundError` if the folder has no
