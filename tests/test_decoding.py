@@ -156,7 +156,9 @@ def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     if keeps:
         cache = branches._stored[0]
         length = max(map(len, rows)) + found.size(1) - 1
-        assert cache.get_seq_length() == length and {layer.whole().keys.size(-2) for layer in cache.layers} == {length}
+        assert cache.get_seq_length() == length and {layer.join_prompts().keys.size(-2) for layer in cache.layers} == {
+            length
+        }
 
 
 @torch.no_grad()

@@ -37,7 +37,10 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
             self.n_tokens, self.n_scored = 0, 0
             self.score, self._policy.score = self._policy.score, self.counting
             processes = self._policy.processes
-            self.make_dummies, processes.dummies_for_rest = processes.dummies_for_rest, self.without_counting
+            self.make_dummies, processes.dummies_for_unselected = (
+                processes.dummies_for_unselected,
+                self.without_counting,
+            )
             if engine:
                 self.sampler, self.use_vllm = FromEngine(self), True
             decoder = self._unwrapped(self.model).get_decoder()

@@ -144,7 +144,7 @@ def test_dropout_draws_the_same_for_scores_and_gradients():
     ids, mask = random_completions(len(prompts))
     scores = split_policy(model).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     for index, outputs in enumerate(scores.deferred.outputs):
-        assert torch.equal(scores.deferred.again(index).logps, outputs.logps)
+        assert torch.equal(scores.deferred.recompute(index).logps, outputs.logps)
 
 
 def test_completions_without_tokens():

@@ -121,7 +121,7 @@ def test_continued_by_definition(sizes, lengths):
     prompts = [prompt for prompt in unique for _ in range(3)]
     mask = (torch.arange(max(1, *lengths)) < torch.tensor(lengths)[:, None]).long()
     row = pack(prompts, torch.full_like(mask, 9), mask, [{None: None}] * len(sizes))
-    layout, n_tokens = row.layout.continued, row.input_ids.size(1)
+    layout, n_tokens = row.layout.state_layout, row.input_ids.size(1)
     starts = [start for start, _, prompt, _ in row.layout.segments if start == prompt]
     prompt_mask = torch.ones_like(layout.prompt_index) if layout.prompt_mask is None else layout.prompt_mask
     assert (layout.prompt_mask is None) == (len(set(sizes)) == 1 and sizes[0] > 1)
@@ -129,7 +129,7 @@ def test_continued_by_definition(sizes, lengths):
         assert index[seen.bool()].tolist() == [*range(start, start + len(prompt) - 1)]
         assert seen.tolist() == sorted(seen.tolist())  # padded on the left
     assert layout.branch_index.size(1) >= 2
-    owned = layout.owner.tolist()
+    owned = layout.prompt_of_branch.tolist()
     assert owned == sorted(owned) and set(owned) == set(range(len(sizes)))
     # Each position of both batches has the row's contents there
     tokens = row.input_ids[0]

@@ -98,7 +98,7 @@ def test_a_cache_is_continued(recorded):
         branches = Branches()
         ids, _ = sample(model, rows, config, branches=branches, runs=runs)
         cache = branches._stored[0]
-        whole = [layer.whole() for layer in cache.layers]
+        whole = [layer.join_prompts() for layer in cache.layers]
         kept[runs is None] = ids, [(layer.keys, layer.values) for layer in whole]
     assert torch.equal(kept[True][0], kept[False][0])
     torch.testing.assert_close(kept[True][1], kept[False][1], rtol=0, atol=1e-5)
@@ -215,30 +215,30 @@ def train(tmp_path, caplog, **kwargs):
 
 def test_training_samples_from_a_graph(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog, max_completion_length=12)
-    assert trainer.checks.self_check.sampled < 1e-4 and trainer._policy.fallbacks.graph
+    assert trainer.checks.self_check.sampled < 1e-4 and trainer._policy.fallbacks.allows_graph
     assert all(step.captures and step.obstacle is None for step in recorded) and len(recorded) >= 2
 
 
 def test_disable_compile_turns_it_off(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog, generation_kwargs={"disable_compile": True})
-    assert recorded == [] and not trainer._policy.fallbacks.graph
+    assert recorded == [] and not trainer._policy.fallbacks.allows_graph
 
 
 def test_a_resumed_run_goes_by_its_options(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog)
     state = trainer.checks.state_dict()
-    assert state["fallbacks"]["graph"]
+    assert state["fallbacks"]["allows_graph"]
     for graph in (True, False):
-        trainer._policy.fallbacks.graph = graph
+        trainer._policy.fallbacks.allows_graph = graph
         trainer.checks.load_state_dict(state)
-        assert trainer._policy.fallbacks.graph == graph
+        assert trainer._policy.fallbacks.allows_graph == graph
 
 
 def test_a_graph_that_is_wrong_is_found_by_the_self_check(recorded, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(RecordedStep, "replay", lambda self: None)  # the logits of the token before
     trainer = train(tmp_path, caplog, max_completion_length=12)
     assert "sampling from a graph of the device differs" in caplog.text
-    assert not trainer._policy.fallbacks.graph and trainer._policy.fallbacks.shared_prefill
+    assert not trainer._policy.fallbacks.allows_graph and trainer._policy.fallbacks.shared_prefill
 
 
 def test_a_capture_that_fails_says_why_once(recorded, tmp_path, caplog, monkeypatch):
@@ -249,4 +249,4 @@ def test_a_capture_that_fails_says_why_once(recorded, tmp_path, caplog, monkeypa
     trainer = train(tmp_path, caplog, max_completion_length=12)
     lines = [record.message for record in caplog.records if "without a graph" in record.message]
     assert len(lines) == 1 and lines[0].endswith("of the device: no capture of this step")
-    assert not trainer._policy.fallbacks.graph and len(recorded) == 1
+    assert not trainer._policy.fallbacks.allows_graph and len(recorded) == 1

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one row per family, with reasons. Other families need no row."""
+"""Special cases of model architectures: one entry per family, with reasons. Other families need no entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,8 +67,8 @@ class Family:
         processors (`tuple[str, ...]`, *optional*):
             Class names of processors with special cases.
         isolate (`str`, *optional*):
-            `"media"` if media must not be padded or batched across prompts, `"prompt"` if prompts must not be padded
-            either, `None` otherwise. The self-check finds families that lack this entry.
+            `"media"` if media of different prompts must not be padded or batched together, `"prompt"` if prompts must
+            not be padded, either, `None` otherwise. The self-check finds families that lack this entry.
         media_padding (`Mapping[str, int]`, *optional*):
             Padding values of media tensors in joined prompts, if not 0.
         indexed_media (`Mapping[str, str]`, *optional*):
@@ -77,29 +77,29 @@ class Family:
         token_field_fill (`Mapping[str, int]`, *optional*):
             Values of token fields on text after the prompt, if not 0.
         token_masks (`tuple[str, ...]`, *optional*):
-            Processor outputs with the media that each token attends to in cross-attention. Text after the prompt
-            attends to the media of the last prompt token.
-        blank_media (`bool`, *optional*, defaults to `False`):
+            Processor outputs that say which media each token attends to in cross-attention. Text after the prompt
+            attends to the same media as the last prompt token.
+        adds_blank_media (`bool`, *optional*, defaults to `False`):
             Whether the processor adds blank media to text-only prompts, which the forward requires.
         query_scale (`Callable`, *optional*):
             A function of an attention layer and token positions that returns the scale of the queries at these
             positions. Needed if the layer computes the scale from positions in the row instead of the sequence.
-        padded (`str`, *optional*):
+        sharing_obstacle (`str`, *optional*):
             Reason why completions of the family can't share their prompt, if no other field shows it.
-        refused (`str`, *optional*):
+        training_obstacle (`str`, *optional*):
             Reason why training doesn't support the family.
-        without_answers (`str`, *optional*):
+        answer_obstacle (`str`, *optional*):
             Reason why rows with answers, as supervised training needs them, can't be encoded.
-        pads_with_first (`bool`, *optional*, defaults to `False`):
-            Whether rows are padded with their first token, as the gradient of the padding token isn't finite.
+        pads_with_first_token (`bool`, *optional*, defaults to `False`):
+            Whether padding repeats the first token of a row, since the padding token's gradient isn't finite.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
             Whether token fields distinguish media from text.
         audio_limit (`Callable`, *optional*):
             A function of a processor that returns the seconds after which the processor silently cuts audio. Other
             processors split long audio into windows.
         audio_tokens (`Callable`, *optional*):
-            A function of a model and the sums of its audio mask that returns the number of tokens of each clip, if
-            Whisper's formula doesn't apply.
+            A function that returns the number of tokens of each clip, if Whisper's formula doesn't apply. It takes the
+            model, and the sum of each clip's audio mask.
         has_frame_mask (`bool`, *optional*, defaults to `True`):
             Whether the audio mask has one value per frame, so that a mask of ones can replace a missing mask.
         takes_base64_audio (`bool`, *optional*, defaults to `False`):
@@ -132,12 +132,12 @@ class Family:
     indexed_media: Mapping[str, str] = field(default_factory=dict)
     token_field_fill: Mapping[str, int] = field(default_factory=dict)
     token_masks: tuple[str, ...] = ()
-    blank_media: bool = False
+    adds_blank_media: bool = False
     query_scale: Callable[[Any, Any], Any] | None = None
-    padded: str | None = None
-    refused: str | None = None
-    without_answers: str | None = None
-    pads_with_first: bool = False
+    sharing_obstacle: str | None = None
+    training_obstacle: str | None = None
+    answer_obstacle: str | None = None
+    pads_with_first_token: bool = False
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
     audio_tokens: Callable[[Any, Any], Any] | None = None
@@ -173,7 +173,7 @@ FAMILIES = (
         model_types=("gemma3n",),
         processors=("Gemma3nProcessor",),
         isolate="media",  # its audio encoder has no padding mask, so a clip depends on its neighbours
-        pads_with_first=True,  # the gradient of the embeddings' magnitude isn't finite at the zeros of padding
+        pads_with_first_token=True,  # the gradient of the embeddings' magnitude isn't finite at the zeros of padding
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
@@ -182,7 +182,9 @@ FAMILIES = (
         media_padding={"image_position_ids": -1},  # marks padding patches
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
-    Family(model_types=("gemma4_unified",), padded="its masks for generation differ from those of its forward"),
+    Family(
+        model_types=("gemma4_unified",), sharing_obstacle="its masks for generation differ from those of its forward"
+    ),
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         isolate="media",  # uses one token for images and videos, and takes one modality per call
@@ -204,11 +206,11 @@ FAMILIES = (
         model_types=("idefics",),
         isolate="media",  # all rows of a batch must have the same number of images
         token_masks=("image_attention_mask",),
-        blank_media=True,
+        adds_blank_media=True,
     ),
     Family(
         model_types=("instructblipvideo",),
-        refused="its forward passes positions of text tokens to the Q-Former, which has other tokens",
+        training_obstacle="its forward passes positions of text tokens to the Q-Former, which has other tokens",
     ),
     Family(
         model_types=("internvl",),
@@ -217,7 +219,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("kyutai_speech_to_text", "voxtral_realtime"),
-        refused="it consumes one audio frame per generated token, so there is no prompt/completion split",
+        training_obstacle="it consumes one audio frame per generated token, so there is no prompt/completion split",
     ),
     Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
     Family(
@@ -295,7 +297,7 @@ FAMILIES = (
         model_types=("voxtral",),
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
-        without_answers="mistral-common writes prompts for an answer, and no answers behind them",
+        answer_obstacle="mistral-common writes prompts for an answer, and no answers behind them",
     ),
 )
 

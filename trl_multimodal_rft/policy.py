@@ -50,25 +50,25 @@ def training_obstacle(
     max_completion_length: int | None = None,
 ) -> str | None:
     """Returns why a model can't be trained on completions of up to `max_completion_length` tokens, else `None`."""
-    if (refused := family_of(model).refused) is not None:
-        return refused
+    if (obstacle := family_of(model).training_obstacle) is not None:
+        return obstacle
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, so no completion follows its prompt in one row"
-    kinds = [kind for kind in MODALITIES if kind in model.input_modalities]
-    if kinds and isinstance(processor, ProcessorMixin) and not all_placeholder_ids(model, processor):
+    modalities = [modality for modality in MODALITIES if modality in model.input_modalities]
+    if modalities and isinstance(processor, ProcessorMixin) and not all_placeholder_ids(model, processor):
         return (
-            f"neither its config nor {type(processor).__name__} names a token that stands for {' or '.join(kinds)}, "
-            "by which a prompt is known to hold its media"
+            f"neither its config nor {type(processor).__name__} names a token that stands for "
+            f"{' or '.join(modalities)}, by which a prompt is known to hold its media"
         )
     if (obstacle := attention_obstacle(model)) is not None:
         return obstacle
     config = model.config.get_text_config(decoder=True)
     if _COMPLETION_WINDOW in (getattr(config, "layer_types", None) or ()):
-        longest = config.sliding_window + 1
-        if max_completion_length is None or max_completion_length > longest:
+        max_length = config.sliding_window + 1
+        if max_completion_length is None or max_completion_length > max_length:
             return (
                 f"generate() attends to a sliding window of {config.sliding_window} completion tokens, forward() to "
-                f"all; set `max_completion_length` to at most {longest}"
+                f"all; set `max_completion_length` to at most {max_length}"
             )
     return None
 
@@ -77,28 +77,29 @@ def training_obstacle(
 class Fallbacks:
     """
     Choices between fast paths and slower fallbacks, for scoring and sampling. The defaults are the fast paths. The
-    self-check selects the fallback where a fast path isn't exact.
+    self-check selects the fallback of a fast path that isn't exact.
     """
 
-    packing: bool = True  # prompts are forwarded once for all their completions
-    isolate: Literal["media", "prompt"] | None = None  # prompts with separate forwards, see `ScoreRequest`
-    logits_from_model: bool = False  # log-probabilities come from the model's logits instead of the fused head
-    shared_prefill: bool = True  # prompts are prefilled once for all their completions
-    graph: bool = True  # a device graph, such as a CUDA graph, runs each decoding step where supported
+    packing: bool = True  # whether prompts are forwarded once for all their completions
+    isolate: Literal["media", "prompt"] | None = None  # prompts that get separate forwards, see `ScoreRequest`
+    logits_from_model: bool = False  # whether the model's logits are used instead of the fused head
+    shared_prefill: bool = True  # whether prompts are prefilled once for all their completions
+    allows_graph: bool = True  # whether decoding steps run as a CUDA graph, on devices that support it
 
 
 @dataclass
 class Live:
     """
-    Models and state of a trainer, which the training loop replaces. The trainer's attributes `model`, `ref_model` and
-    so on are properties that read and set these fields.
+    A trainer's current models and state, which the training loop may replace at any time. The trainer's attributes
+    `model`, `ref_model` and so on are properties that read and set these fields.
     """
 
     trainer_name: str  # name of the trainer's class, a prefix in logs of profiled blocks
     report_to: list[str] = field(default_factory=list)  # trackers that log the durations of profiled blocks
     model: nn.Module = field(init=False)  # the policy, as prepared for training
     model_wrapped: nn.Module = field(init=False)  # the policy with the wrappers of DDP, FSDP or DeepSpeed
-    ref_model: nn.Module | None = None  # `None` without a reference, or if the policy without its adapter is it
+    # `None` without a reference, or if the policy without its adapter is the reference
+    ref_model: nn.Module | None = None
     critic: Critic | ValueHead | None = None
     state: TrainerState = field(default_factory=TrainerState)
 
@@ -122,7 +123,7 @@ class PolicyForward:
     accelerator: Accelerator | None = None  # the accelerator that prepared the models, if any
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # required with several processes
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    temperature: float = 1.0  # for log-probabilities without the fused head, which has a temperature of its own
+    temperature: float = 1.0  # for logits from the model; the fused head has a temperature of its own
     extra_outputs: tuple[str, ...] = ()  # additional outputs computed from the model's logits, such as `is_top1`
     max_tokens: int | None = None  # token budget of one forward; larger batches are scored in parts
 
@@ -138,7 +139,7 @@ class PolicyForward:
         self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int, model: PreTrainedModel | None = None
     ) -> bool:
         """
-        Returns whether packing is enabled and saves enough tokens, compared with padded rows, at `size` completions
+        Returns whether packing is enabled, and packed rows save enough tokens over padded rows at `size` completions
         per forward. If the `model` is given, common prefixes of different prompts count once.
         """
         if not self.fallbacks.packing:
@@ -181,26 +182,26 @@ class PolicyForward:
         fields `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states`.
 
         A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
-        [`~forward.token_budget.backward_by_parts`], with the field `deferred` of the scores. A group with more tokens
-        than `max_tokens` is split into chunks of completions. Chunks share one forward of their prompt if the model
-        allows it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
+        [`~forward.token_budget.backward_by_parts`] with the scores' `deferred`. A group with more tokens than
+        `max_tokens` is split into chunks of completions. Chunks share one forward of their prompt if the model allows
+        it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
 
-        Completions outside the request's `rows` aren't forwarded. With `max_tokens` and padded rows, completions
-        without tokens aren't forwarded, either. Dummy prompts take the place of their media, so that all ranks run the
-        same encoders. If the context of a completion was rewritten, one row per context is forwarded.
+        Completions outside the request's `rows` aren't forwarded, nor, with `max_tokens` and padded rows, completions
+        without tokens. Dummy prompts take the place of their media, so that all ranks run the same encoders. If the
+        context of a completion was rewritten, one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
-        # Lengths are read only if parts depend on them, since reading them waits for the device
+        # Only parts depend on lengths, and reading lengths waits for the device
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
-            scored = [i for i, length in enumerate(lengths) if length]
-            rows = scored if len(scored) < n else None  # a padded row costs the same without completion tokens
+            nonempty = [i for i, length in enumerate(lengths) if length]
+            rows = nonempty if len(nonempty) < n else None  # a padded row costs the same without completion tokens
         if rows is not None:
             selected = request.select(rows)
-            dummies = self.processes.dummies_for_rest(model, prompts, selected.prompts)
+            dummies = self.processes.dummies_for_unselected(model, prompts, selected.prompts)
             request = selected.padded(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
@@ -219,8 +220,8 @@ class PolicyForward:
         scores = self._in_parts(score, model, models, request, lengths, keep_states)
         if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
-        scores = scores if rows is None else scores.spread(rows, n)
-        return scores if contexts is None else scores.rearranged(contexts.joined)
+        scores = scores if rows is None else scores.scatter_rows(rows, n)
+        return scores if contexts is None else scores.map_rows(contexts.join)
 
     def _in_parts(
         self,
@@ -240,7 +241,7 @@ class PolicyForward:
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
-        # By index of the parts that are chunks of a split group: whether they are the first and the last chunk
+        # For the parts that are chunks of a split group, by index: whether the part is the first, and the last chunk
         chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
@@ -255,15 +256,15 @@ class PolicyForward:
             if prompt not in kept_prompts and not self.processes.dummies(model, [prompt]):
                 kept_prompts[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
-        def part_score(index: int, part: list[int]) -> Scores:
+        def score_part(index: int, part: list[int]) -> Scores:
             kept_prompt = kept_prompts.get(prompts[part[0]].shared) if index in chunks else None
             states = None if kept_prompt is None else kept_prompt.states(*chunks[index])
             return score(index, replace(request.select(part), states=states))
 
         if torch.is_grad_enabled():
-            return DeferredParts(part_score, parts, n_parts, device).joined()
+            return DeferredParts(score_part, parts, n_parts, device).joined()
         # Surplus forwards repeat the last part
-        scores = [part_score(i, part) for i, part in enumerate(parts + parts[-1:] * (n_parts - len(parts)))]
+        scores = [score_part(i, part) for i, part in enumerate(parts + parts[-1:] * (n_parts - len(parts)))]
         return Scores.join(scores[: len(parts)], parts)
 
     def _keeps_prompts(self, model: PreTrainedModel) -> bool:
@@ -310,7 +311,7 @@ class PolicyForward:
         supervised = n_supervised = None
         if request.supervised is not None:
             n_supervised = len(request.supervised)
-            supervised = self._with_dummies(model, request.supervised, with_others=True)
+            supervised = self._with_dummies(model, request.supervised, with_other_batch=True)
             supervised = replace(self._with_options(supervised, fallbacks), logit_bias=request.logit_bias, **fields)
         request = self._with_options(self._with_dummies(model, request), fallbacks)
         request = replace(request, logps=logps and request.target is None, **fields)
@@ -326,9 +327,9 @@ class PolicyForward:
             return results
 
         with self.autocast():
-            # DDP looks for unused parameters only in its last forward, which must therefore contain all forwards
-            splits = fallbacks.isolate is not None and isinstance(model, DistributedDataParallel)
-            in_one_forward |= isinstance(critic, Critic) or supervised is not None or splits
+            # DDP looks for unused parameters in its last forward alone, so this one must contain all forwards
+            splits_forward = fallbacks.isolate is not None and isinstance(model, DistributedDataParallel)
+            in_one_forward |= isinstance(critic, Critic) or supervised is not None or splits_forward
             tensors = self._as_one_forward(model, score) if in_one_forward else score(model)
         return Scores(**self._reach_unused(model, tensors, request.states)).rows(slice(n))  # without dummy prompts
 
@@ -348,13 +349,13 @@ class PolicyForward:
         return tensors
 
     def _with_options(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
-        """Sets the prompts with separate forwards, and the number of forwards that all ranks must run."""
+        """Sets `isolate` of a request, and the number of separate forwards that all ranks must run."""
         n_forwards = self.processes.n_forwards(request.prompts, fallbacks.isolate)
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
-    def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_others: bool = False) -> ScoreRequest:
+    def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_other_batch: bool = False) -> ScoreRequest:
         """Adds dummy prompts for encoders that other ranks run, without completions, see [`Processes.dummies`]."""
-        return request.padded(self.processes.dummies(model, request.prompts, with_others))
+        return request.padded(self.processes.dummies(model, request.prompts, with_other_batch))
 
     def _as_one_forward(
         self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]

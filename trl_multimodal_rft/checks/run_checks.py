@@ -12,7 +12,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, input_modalities
-from ..forward.processes import kinds_of
+from ..forward.processes import modalities_of
 from ..policy import Fallbacks, PolicyForward
 from ..progress import write
 from ..rollout.ranks import any_rank
@@ -63,7 +63,7 @@ class Checks:
         if check is not None:
             unmeasured = {kind for kind in MODALITIES if kind not in check.media}
             unmeasured &= set(input_modalities(self.policy.unwrapped(model)))
-            if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
+            if not unmeasured or not any_rank(self.accelerator, bool(modalities_of(prompts) & unmeasured)):
                 return
         media = {} if check is None else check.media
         self.self_check = measure(media)
@@ -111,9 +111,10 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        allows_graph = self.policy.fallbacks.graph  # the options of this run may forbid graphs that the state allows
+        # The options of this run may forbid graphs that the state allows
+        allows_graph = self.policy.fallbacks.allows_graph
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
-        self.policy.fallbacks.graph &= allows_graph
+        self.policy.fallbacks.allows_graph &= allows_graph
         if state["self_check"] is not None:
             measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
             self.self_check = SelfCheck(**measured)

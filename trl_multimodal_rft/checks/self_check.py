@@ -23,8 +23,8 @@ from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
 from ..engines.decoding import STEPS, up_to_first_end
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
-from ..models.modes import measuring
-from ..models.parts import same_adapters
+from ..models.modes import measurement_mode
+from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
 from .measure import Case, Measure, outputs_of
@@ -146,12 +146,12 @@ def run_self_check(
     `model` is as the accelerator prepared it, and `media` holds effects of media from earlier checks.
     """
     check = _Check(policy, model, settings, media)
-    with measuring(model, check.device):
+    with measurement_mode(model, check.device):
         measurements = check.run(messages, prompts)
     with check.restoring_buffers():
-        with measuring(model, check.device, evaluation=False):
+        with measurement_mode(model, check.device, is_evaluation=False):
             training = check.training_mode()
-        with measuring(model, check.device, evaluation=False, checkpointing=True):
+        with measurement_mode(model, check.device, is_evaluation=False, keeps_checkpointing=True):
             check.backward()
     return replace(measurements, training=training)
 
@@ -193,7 +193,7 @@ def check_conversation(
     def score(packed: bool) -> torch.Tensor:
         return measure.score([prompt], ids, mask, packed)[:, n:]
 
-    with measuring(model, measure.device):
+    with measurement_mode(model, measure.device):
         truth = measure.require("its own forward of a conversation with tool media", score_by_model)
         noise = functools.cache(lambda: measure.noise(score_by_model, mask[:, n:]))
         _, padded, packed = measure.settle(score, truth, mask[:, n:], noise, label=" after tool media")
@@ -350,9 +350,9 @@ class _Check(Measure):
         if sampled is None:
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
-        if not is_exact and self.fallbacks.graph and self.device.type in STEPS:
+        if not is_exact and self.fallbacks.allows_graph and self.device.type in STEPS:
             problem = f"sampling from a graph of the device differs by {difference:.0e}"
-            self.fall_back(problem, "sampling without it", graph=False)
+            self.fall_back(problem, "sampling without it", allows_graph=False)
             return self._sample_and_recompute(target)
         if not is_exact and self.fallbacks.shared_prefill:
             problem = f"sampling from a shared prefill differs by {difference:.0e}"
@@ -448,7 +448,7 @@ class _Check(Measure):
         config.update(return_dict_in_generate=True, output_logits=True)
         results = []
         as_config = replaced(self.model, generation_config=config)
-        with self.settings.generating() as model, same_adapters(model), original_attention(self.model), as_config:
+        with self.settings.generating() as model, kept_adapter_state(model), original_attention(self.model), as_config:
             for row in ids[:, None]:
                 forced = LogitsProcessorList([_Force(row)])
                 output = model.generate(**inputs, generation_config=config, logits_processor=forced)

@@ -330,7 +330,7 @@ def encode_messages(
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
-        media=media if refs or family.blank_media else {},
+        media=media if refs or family.adds_blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
         decoded=() if decoded_prompt is None else ((slice(0, len(input_ids)), decoded_prompt),),
         modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),

@@ -115,7 +115,7 @@ class SupervisedEncoder:
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
 
     def __post_init__(self):
-        if (obstacle := family_of_processor(self.processing_class).without_answers) is not None:
+        if (obstacle := family_of_processor(self.processing_class).answer_obstacle) is not None:
             name = type(self.processing_class).__name__
             raise ValueError(
                 f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO."

@@ -24,7 +24,7 @@ from ..forward.decoding import ROOM, CompletionLayer, share_prompts
 from ..forward.features import encode_once, frozen_features, media_inputs
 from ..forward.layout import group_by_prompt, left_pad, split_samples
 from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forwarded
-from ..models.parts import same_adapters
+from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
 from .decoding import GraphedStep, TokenStep, decode, decodes, step_on, up_to_first_end
@@ -99,7 +99,9 @@ class Branches:
             n = len(previous_prompt) + len(ids)
             suffixes.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
             rows.append(row)
-        cache.layers = [layer.whole() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers]
+        cache.layers = [
+            layer.join_prompts() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers
+        ]
         index = torch.tensor(rows, device=mask.device)
         cache.reorder_cache(cast(torch.LongTensor, index))
         return cache, mask[index], suffixes
@@ -305,7 +307,7 @@ def _cache_obstacle(model: PreTrainedModel) -> str | None:
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "its layers keep windows or carry states, which have no mask for padding"
     family = family_of(model)
-    return "features of media depend on the batch" if family.isolate is not None or family.blank_media else None
+    return "features of media depend on the batch" if family.isolate is not None or family.adds_blank_media else None
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
@@ -329,9 +331,9 @@ def sample_completions(
     Samples a completion of each prompt with transformers.
 
     The `fallbacks`, by default the policy's, say whether prompts are prefilled once or for each completion, and
-    whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.graph` becomes `False`.
-    `generating` returns a context with the model ready to generate, by default TRL's context. `branches` hold the
-    cache to continue from. They aren't used if weights are sharded, or if completions are sampled in parts.
+    whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.allows_graph` becomes
+    `False`. `generating` returns a context with the model ready to generate, by default TRL's context. `branches` hold
+    the cache to continue from. They aren't used if weights are sharded, or if completions are sampled in parts.
 
     Returns completions `(B, N)`, or the result of [`generate_completions`] if a single call samples all completions.
     """
@@ -353,13 +355,13 @@ def sample_completions(
             branches.obstacle, branches = obstacle, None
         surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
         is_cast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
-        with ready as generating_model, same_adapters(generating_model):
+        with ready as generating_model, kept_adapter_state(generating_model):
             unwrapped_model = policy.unwrapped(generating_model)
             device = unwrapped_model.device if policy.accelerator is None else policy.accelerator.device
             if branches is None or branches.continuations is None:  # otherwise the cache holds the media
                 with policy.autocast():
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
-            outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
+            outputs, runs = [], step_on(device) if fallbacks.allows_graph else TokenStep()
             with without_router_logits(unwrapped_model):
                 # Repeats the last part until all ranks have equally many forwards
                 for part in [*parts, *[parts[-1]] * surplus]:
@@ -380,7 +382,7 @@ def sample_completions(
                     )
                     outputs.append(output)
                     runs.reset()
-    fallbacks.graph &= runs.obstacle is None
+    fallbacks.allows_graph &= runs.obstacle is None
     if len(parts) == 1:
         return outputs[0]
     outputs = outputs[: len(parts)]

@@ -154,7 +154,7 @@ def kernels_of_gpus() -> Iterator[None]:
     tiles = {**dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None), "_addmm_fp32": add_product}
     with (
         replaced(kernels, has_varlen_kernel=lambda query: True),
-        replaced(head, _has_kernel=lambda device: True),
+        replaced(head, _selects_labels=lambda device: True),
         replaced(chunked_logprob, **tiles),
     ):
         yield

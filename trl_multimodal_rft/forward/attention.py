@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention over a packed row, in which branches attend to themselves and to a prompt that the row holds once."""
+"""Attention over a packed row: each branch attends to itself and to its prompt, which the row holds once."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -29,9 +29,9 @@ from .states import gather_copies, install_prefix_states
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _PREFIX = "prefix_shared_"
-_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn library
+_FLASH_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn library
 
-# Names of implementations whose wrapper is registered under the same name
+# Implementations whose wrapper has the name of the original, in place of a name with the prefix
 _WRAPPED: set[str] = set()
 
 # Config of the decoder that runs a packed row. Its layers read no masks `(T, T)`, so that none are created.
@@ -54,10 +54,10 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     install_prefix_states(model)
     install_encoder_attention(model)
     decoder = model.get_decoder()
-    base = decoder.config._attn_implementation or "eager"
-    if base.startswith(_PREFIX) or base in _WRAPPED:
+    implementation = decoder.config._attn_implementation or "eager"
+    if implementation.startswith(_PREFIX) or implementation in _WRAPPED:
         return
-    original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    original = None if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
 
     @torch.compiler.disable
     def attention(
@@ -78,28 +78,28 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         with kernels.without_cudnn():
             if prefix_layout is None:
                 return base_attention(module, query, key, value, attention_mask, **options)
-            return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
+            return _prefix_attention(base_attention, implementation, module, query, key, value, prefix_layout, options)
 
-    if "flash" in base:  # the name must stay, as transformers loads these kernels by it
-        AttentionInterface.register(base, attention)
-        _WRAPPED.add(base)
+    if "flash" in implementation:  # the name must stay, as transformers loads these kernels by it
+        AttentionInterface.register(implementation, attention)
+        _WRAPPED.add(implementation)
         return
-    name = _PREFIX + base
+    name = _PREFIX + implementation
     AttentionInterface.register(name, attention)
-    create_mask = ALL_MASK_ATTENTION_FUNCTIONS[base]
+    create_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
-    def create(
+    def create_unless_packed(
         *args: torch.Tensor, config: PreTrainedConfig | None = None, **kwargs: torch.Tensor | Callable | int | None
     ) -> torch.Tensor | None:
         runs_packed = config is not None and config is _runs_packed.get()
         return None if runs_packed else create_mask(*args, config=config, **kwargs)
 
-    AttentionMaskInterface.register(name, create)
+    AttentionMaskInterface.register(name, create_unless_packed)
     decoder.set_attn_implementation(name)
 
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns a message if the attention implementation of a text decoder ignores a part of the model, or `None`."""
+    """Returns why the attention implementation of a text decoder computes wrong results, or `None` if it doesn't."""
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
     has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
@@ -150,7 +150,7 @@ def _eager_attention(module: nn.Module) -> Attention:
 
 def _prefix_attention(
     base_attention: Attention,
-    base: str,
+    implementation: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,57 +163,60 @@ def _prefix_attention(
 
     Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
-    kind = None
+    layer_type = None
     if None not in layout.blocks[0].layer_masks[0]:
-        kind = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
+        layer_type = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
-        base, base_attention = "eager", _eager_attention(module)
+        implementation, base_attention = "eager", _eager_attention(module)
     device = query.device.type
-    if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
+    # Under autocast, rotary embeddings mix float32 and half precision
+    if implementation != "eager" and torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     row_states = shared_states = key, value
     if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]
     elif layout.states is not None:
         layout.states.setdefault(module, row_states)  # the recomputation of checkpointing must not replace them
-    window, with_prompts = layout.windows.get(kind, (None, False))
-    takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
+    window, with_prompts = layout.windows.get(layer_type, (None, False))
+    uses_varlen = layer_type in layout.windows and _uses_varlen_kernel(implementation, query, value, options)
     varlen_outputs = []
-    if takes_varlen and (with_prompts or any(start != parent for start, _, parent, _ in layout.segments)):
+    if uses_varlen and (with_prompts or any(start != parent for start, _, parent, _ in layout.segments)):
         varlen_outputs = [
-            _varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)
+            _varlen_attention(implementation, query, row_states, shared_states, layout, window, with_prompts, options)
         ]
         if with_prompts:
             return varlen_outputs[0][None], None
-    if base != "eager":  # flash kernels take no custom mask; flex attention needs a mask to be causal
+    if implementation != "eager":  # flash kernels take no custom mask; flex attention needs a mask to be causal
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    if not takes_varlen:
-        key, value = _concatenate(shared_states, row_states)
-    # Query heads that share a key head become one longer sequence of queries. Otherwise, keys would be repeated, as
-    # masked kernels of sdpa require as many key heads as query heads.
-    folds = base != "eager" and options.get("position_bias") is None
-    groups = query.size(1) // key.size(1) if folds else 1
+    if not uses_varlen:
+        key, value = _with_prefix(shared_states, row_states)
+    # Query heads that share a key head become one longer sequence of queries, as masked kernels of sdpa require
+    # equally many query and key heads. Without this, the keys would have to be repeated.
+    folds_heads = implementation != "eager" and options.get("position_bias") is None
+    heads_per_key = query.size(1) // key.size(1) if folds_heads else 1
 
     # Masks are additive, as eager attention would silently add a boolean mask as numbers, and sdpa would convert a
     # boolean mask in each layer
     outputs = []
     for block in layout.blocks:
         if block.starts:
-            queries, keys, mask = layout.prompts(block, kind, query.dtype, is_causal=base != "eager")
-            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+            query_positions, key_positions, mask = layout.prompts(
+                block, layer_type, query.dtype, is_causal=implementation != "eager"
+            )
+            states = _gather(query, query_positions), _gather(key, key_positions), _gather(value, key_positions)
             output, _ = base_attention(module, *states, mask, **options)
             output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
-        if not takes_varlen and block.branch_index.numel():
-            queries, keys, mask = layout.branches(block, kind, query.dtype, groups)
-            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
-            if groups > 1:
-                output = _grouped_attention(*states, mask, groups, options)
+        if not uses_varlen and block.branch_index.numel():
+            query_positions, key_positions, mask = layout.branches(block, layer_type, query.dtype, heads_per_key)
+            states = _gather(query, query_positions), _gather(key, key_positions), _gather(value, key_positions)
+            if heads_per_key > 1:
+                output = _grouped_attention(*states, mask, heads_per_key, options)
             else:
                 output, _ = base_attention(module, *states, mask, **options)
             outputs.append(output.flatten(0, 1))
-    restore_index = layout.restore_sequences if takes_varlen else layout.restore_index
+    restore_index = layout.restore_sequences if uses_varlen else layout.restore_index
     return torch.cat(outputs + varlen_outputs).index_select(0, restore_index)[None], None
 
 
@@ -222,54 +225,58 @@ def _grouped_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    groups: int,
+    heads_per_key: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention with the query heads that share a key head as one longer sequence of queries."""
-    folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    folded = query.unflatten(1, (-1, heads_per_key)).transpose(2, 3).flatten(2, 3)
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
+    return output.unflatten(2, (-1, heads_per_key)).transpose(1, 2).flatten(2, 3)
 
 
 def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Changes the scale of queries `(B, heads, T, head_dim)` from row positions to `positions` in sequences."""
+    """Replaces the scale of queries `(B, heads, T, head_dim)` by row position with the scale by sequence position."""
     query_scale = family_of(module).query_scale
-    applied = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
-    if applied is None:
+    row_scale = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
+    if row_scale is None:
         return query
-    return query * (query_scale(module, positions) / applied).to(query.dtype)[:, None, :, None]
+    return query * (query_scale(module, positions) / row_scale).to(query.dtype)[:, None, :, None]
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathers states `(1, heads, T, head_dim)` at positions `(N, L)`, as `(N, heads, L, head_dim)`."""
-    picked = gather_copies(states.squeeze(0), index.flatten(), dim=1)
-    return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
+    gathered_states = gather_copies(states.squeeze(0), index.flatten(), dim=1)
+    return gathered_states.view(gathered_states.size(0), *index.shape, gathered_states.size(-1)).transpose(0, 1)
 
 
-def _takes_varlen(base: str, query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+def _uses_varlen_kernel(
+    implementation: str, query: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+) -> bool:
     """Returns whether a variable-length kernel computes the attention of a causal layer."""
-    if base == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
+    if implementation == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
-    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or _fits_torch(query, value, options))
+    return kernels.has_varlen_kernel(query) and (
+        implementation == _FLASH_LIBRARY or _torch_kernel_supports(query, value, options)
+    )
 
 
-def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+def _torch_kernel_supports(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
     """Returns whether torch's variable-length kernel supports these states and options, on devices that have it."""
     return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
 
 
-def _concatenate(
+def _with_prefix(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joins keys and values of a prefix and of a row after it. If both are one object, there is no prefix."""
+    """Returns keys and values of a prefix and of the row after it. Without a prefix, both arguments are one object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
 
 
 def _varlen_attention(
-    base: str,
+    implementation: str,
     query: torch.Tensor,
     row_states: tuple[torch.Tensor, torch.Tensor],
     shared_states: tuple[torch.Tensor, torch.Tensor],
@@ -279,30 +286,30 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # Torch's kernel returns the log-sum-exp, by which attention to a prompt and to a completion can be merged
-    merges = window is None and _fits_torch(query, row_states[1], options)
-    calls = layout.shared_sequences(with_prompts) if merges else None
-    if calls is None:
-        row_states = shared_states = _concatenate(shared_states, row_states)
+    # The log-sum-exp, which torch's kernel returns, merges attention to a prompt with attention to a completion
+    merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
+    call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
+    if call_arguments is None:
+        row_states = shared_states = _with_prefix(shared_states, row_states)
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
     query, *states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, *row_states, *shared_states))
-    if calls is not None:
-        rows, sequences, merged_index, keys, shared_sequences = calls
+    if call_arguments is not None:
+        query_positions, sequences, merged_index, key_positions, shared_sequences = call_arguments
         return kernels.merged_attention(
-            *(kernels.rows_at(tensor, rows) for tensor in (query, *states[:2])),
-            *(gather_copies(tensor, keys) for tensor in states[2:]),
+            *(kernels.rows_at(tensor, query_positions) for tensor in (query, *states[:2])),
+            *(gather_copies(tensor, key_positions) for tensor in states[2:]),
             index=merged_index,
             sequences=sequences,
             shared_sequences=shared_sequences,
             scaling=options.get("scaling"),
         )
-    queries, keys, sequences = layout.sequences(window, with_prompts)
+    query_positions, key_positions, sequences = layout.sequences(window, with_prompts)
     return kernels.varlen_attention(
-        kernels.rows_at(query, queries),
-        *(gather_copies(tensor, keys) for tensor in states[:2]),
+        kernels.rows_at(query, query_positions),
+        *(gather_copies(tensor, key_positions) for tensor in states[:2]),
         sequences=sequences,
         scaling=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         softcap=options.get("softcap"),
-        library=base == _LIBRARY,
+        uses_library=implementation == _FLASH_LIBRARY,
     )

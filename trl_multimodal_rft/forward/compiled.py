@@ -25,8 +25,8 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 Options = dict[str, Any]
 
 # With nested graph breaks, a break within a called function doesn't give each caller a separate graph. Floats of a
-# layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of a function. Separate graphs
-# are needed for different layers, for forwards with and without gradients, and for prompts and single tokens.
+# layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of a function: for different
+# layers, for forwards with and without gradients, and for prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 

@@ -14,7 +14,7 @@ from . import kernels
 from .kernels import AttentionOptions
 
 
-# Number of tokens by which a cache grows, and the first size of a cache with static shapes
+# Number of tokens by which a cache grows, and that a cache with static shapes holds at first
 ROOM = 128
 
 # Up to this prompt length, completions get copies of the prompt, as one attention call is faster than two merged calls
@@ -31,7 +31,7 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A KV cache layer with `n` tokens of each completion. The layer `prompts` holds the keys and values of the prompts.
+    A KV cache layer with `n` tokens of each completion. Its `prompts` is the layer with the prompts' keys and values.
 
     The next token is written at index `slot`, which wraps around at the end of an attention window. Buffers grow as
     needed. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all of them.
@@ -77,8 +77,8 @@ class CompletionLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         self.n += tokens_to_remove
 
-    def whole(self) -> DynamicLayer:
-        """Returns the layer of prompts, changed to one row per completion that holds the prompt and the completion."""
+    def join_prompts(self) -> DynamicLayer:
+        """Returns the layer `prompts`, changed in place to one row per completion with prompt and completion."""
         self.prompts.keys, self.prompts.values = (
             torch.cat([prompts.repeat_interleave(len(states) // len(prompts), 0), states[:, :, : self.n]], dim=2)
             for prompts, states in zip(_states(self.prompts), _states(self), strict=True)
@@ -118,7 +118,7 @@ class Decoding:
         """Number of shared prompts: 1, without tokens, if completions have copies of their prompts."""
         return len(_states(next(iter(self.shared.values())))[0])
 
-    def masked(self, is_masked: torch.Tensor) -> torch.Tensor:
+    def additive_mask(self, is_masked: torch.Tensor) -> torch.Tensor:
         """Converts a boolean mask, true on masked keys, to an additive mask in a dtype that no layer casts."""
         dtype = _states(next(iter(self.shared.values())))[1].dtype
         return is_masked.to(torch.promote_types(dtype, torch.float32)) * _MASKED
@@ -136,7 +136,7 @@ class Decoding:
         """Returns additive masks of prompts, and of tokens that the cache returns, in layers with a window."""
         token, padding = self.slots[None], self.padding
         index = torch.arange(self.room, device=token.device)
-        mask = self.masked((index[: min(self.room, window or self.room)] > token)[None, None, None])
+        mask = self.additive_mask((index[: min(self.room, window or self.room)] > token)[None, None, None])
         prompt_layer = next((layer for layer in self.shared.values() if _window(layer) == window), None)
         if window is None or prompt_layer is None:
             return padding, mask
@@ -144,7 +144,7 @@ class Decoding:
         padding = None if padding is None else padding[..., padding.size(-1) - size :]
         if size + self.room <= window:
             return padding, mask
-        window_mask = self.masked(
+        window_mask = self.additive_mask(
             (torch.arange(size, device=token.device) <= token + (size - window))[None, None, None]
         )
         return window_mask if padding is None else padding + window_mask, mask
@@ -179,8 +179,8 @@ class Decoding:
         if self.room:
             padding, mask = self._masks[window]
         elif window is not None:
-            first = max(prompt_key.size(2) + key.size(2) - window, 0)
-            prompt_key, prompt_value = prompt_key[:, :, first:], prompt_value[:, :, first:]
+            first_key = max(prompt_key.size(2) + key.size(2) - window, 0)
+            prompt_key, prompt_value = prompt_key[:, :, first_key:], prompt_value[:, :, first_key:]
             padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
@@ -217,8 +217,11 @@ def _window(layer: DynamicLayer) -> int | None:
 
 def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
     """Returns a view of states `(n * G, heads, 1, ...)` as `(n, heads, G, ...)`, by one operation."""
-    size, (batch, heads, _, *strides) = len(states) // n, states.stride()
-    return states.as_strided((n, states.size(1), size, *states.shape[3:]), (size * batch, heads, batch, *strides))
+    group_size, (batch_stride, head_stride, _, *other_strides) = len(states) // n, states.stride()
+    return states.as_strided(
+        (n, states.size(1), group_size, *states.shape[3:]),
+        (group_size * batch_stride, head_stride, batch_stride, *other_strides),
+    )
 
 
 def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
@@ -242,7 +245,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
             slot = decoding.slots.setdefault(_window(layer), torch.full((1,), n - 1, device=mask.device))
             decoding.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
     if not mask.all():
-        padding = decoding.masked(mask[:, None, None] == 0)
+        padding = decoding.additive_mask(mask[:, None, None] == 0)
         if copies_prompts:
             decoding.mask = padding.repeat_interleave(n_rows // len(mask), 0)
         else:

@@ -19,8 +19,8 @@ from .head import HeadRule, gather_weights
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Largest log-probability of the top tokens together, as in TRL, so that the log-probability of the rest is finite
-_ALMOST_ALL = -1e-7
+# Largest log-probability of all top tokens together, as in TRL, so that that of the other tokens is finite
+_LARGEST_TOP_LOGP = -1e-7
 
 
 class Head(NamedTuple):
@@ -197,7 +197,7 @@ class _TopKDivergence(torch.autograd.Function):
             hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             bias = None if bias is None else bias.detach().requires_grad_()
             inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-            leaves = [leaf for leaf, needed in inputs if needed and leaf is not None]
+            leaves = [leaf for leaf, needs_gradient in inputs if needs_gradient and leaf is not None]
             totals = [torch.zeros_like(leaf) for leaf in leaves]
             for chunk in _chunks(len(hidden)):
                 head = Head(weight, bias, ctx.settings.rule)
@@ -205,7 +205,12 @@ class _TopKDivergence(torch.autograd.Function):
                 for total, value in zip(totals, torch.autograd.grad(divergence, leaves, gradient[chunk]), strict=True):
                     total += value
         remaining = iter(totals)
-        return *(next(remaining) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+        return (
+            *(next(remaining) if needs_gradient else None for needs_gradient in ctx.needs_input_grad[:3]),
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(n: int) -> list[slice]:
@@ -239,7 +244,7 @@ def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.
 
 def _with_tail(logps: torch.Tensor) -> torch.Tensor:
     """Appends the log-probability of all other tokens together, so that `(N, K)` becomes `(N, K + 1)`."""
-    total = logps.logsumexp(-1, keepdim=True).clamp(max=_ALMOST_ALL)
+    total = logps.logsumexp(-1, keepdim=True).clamp(max=_LARGEST_TOP_LOGP)
     return torch.cat([logps, torch.log(-torch.expm1(total))], dim=-1)
 
 

@@ -35,7 +35,7 @@ _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
 # Arguments of encoders with the sizes of media, from which transformers can precompute arguments such as positions
-_SIZES = ("grid_thw", "feature_lens", "target_sizes")
+_SIZE_ARGUMENTS = ("grid_thw", "feature_lens", "target_sizes")
 
 # Copies in host memory of small tensors on a device
 _host_copies = WeakTensorKeyDictionary()
@@ -63,14 +63,14 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
         config = getattr(module, "config", None)
         is_attention = "Attention" in type(module).__name__ and module not in decoder
         if is_attention and isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
-            key = id(config), _VARLEN if "cu_seqlens" in _parameters(type(module)) else _WITHOUT_CUDNN
+            key = id(config), _VARLEN if "cu_seqlens" in _argument_names(type(module)) else _WITHOUT_CUDNN
             if key not in copies:
                 copies[key] = copy.copy(config)
                 copies[key]._attn_implementation = key[1]
             vars(module)["config"] = copies[key]
     hooked: set[nn.Module] = set()
     for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
-        if module not in hooked and any(name in _parameters(type(module)) for name in _SIZES):
+        if module not in hooked and any(name in _argument_names(type(module)) for name in _SIZE_ARGUMENTS):
             parts = set(module.modules())
             if decoder.isdisjoint(parts) and any(name == _VARLEN for _, name in _layer_configs(module)):
                 module.register_forward_pre_hook(_add_precomputed, with_kwargs=True)
@@ -79,7 +79,7 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def original_encoders(model: PreTrainedModel) -> Iterator[None]:
-    """Undoes [`install_encoder_attention`] within the context."""
+    """Disables the attention of [`install_encoder_attention`] within the context."""
     with ExitStack() as stack:
         for config, _ in [*_layer_configs(model)]:
             stack.enter_context(replaced(config, _attn_implementation="sdpa"))
@@ -100,7 +100,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+def _argument_names(module_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 
@@ -118,7 +118,7 @@ def _add_precomputed(
     """Pre-hook that adds the arguments that an encoder's forward would otherwise compute from sizes on the device."""
     if next(_layer_configs(tower), None) is None:  # within `original_encoders`
         return None
-    arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
+    arguments = {**dict(zip(_argument_names(type(tower)), args, strict=False)), **kwargs}
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     device = next(iter(tensors.values())).device
 
@@ -132,26 +132,26 @@ def _add_precomputed(
 
 @torch.no_grad()
 def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
-    """Computes, on the host, the arguments of an encoder's forward that follow from the sizes of media."""
+    """Computes, on the host, those arguments of an encoder's forward that depend on the sizes of media alone."""
     from transformers.exporters.utils import precompute_export_inputs
 
-    sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZES, "merge_sizes")}
+    sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZE_ARGUMENTS, "merge_sizes")}
     inputs: dict[str, torch.Tensor | int] = {**sizes}
     if "feature_lens" in sizes:
         inputs["input_features"] = tensors["input_features"]
     names = set(inputs)
     # FSDP changes the class of the encoder. This object has the original class, as transformers searches the Python
     # module of the class for functions.
-    plain = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
-    plain.__dict__ = tower.__dict__
-    precompute_export_inputs(plain, inputs)
-    added = {name: value for name, value in inputs.items() if name not in names}
+    plain_tower = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
+    plain_tower.__dict__ = tower.__dict__
+    precompute_export_inputs(plain_tower, inputs)
+    new_arguments = {name: value for name, value in inputs.items() if name not in names}
     for prefix in ("", "window_"):
-        if isinstance(starts := added.get(f"cu_{prefix}seqlens"), torch.Tensor):
-            added[f"max_{prefix}seqlen"] = int(starts.diff().max())
+        if isinstance(starts := new_arguments.get(f"cu_{prefix}seqlens"), torch.Tensor):
+            new_arguments[f"max_{prefix}seqlen"] = int(starts.diff().max())
     if "target_sizes" in sizes:
-        added["max_seqlen"] = int(sizes["target_sizes"].prod(-1).max())
-    return added
+        new_arguments["max_seqlen"] = int(sizes["target_sizes"].prod(-1).max())
+    return new_arguments
 
 
 @torch.compiler.disable
@@ -227,14 +227,14 @@ class _Call:
 
 @dataclass
 class _Scope:
-    """The modality whose features a forward computes at the moment, and the forward's calls of frozen modules."""
+    """State of a running forward: the modality whose features it computes, and its calls of frozen modules."""
 
-    kind: str  # the modality; "" outside of methods that compute features; "any" if the model has no such methods
+    modality: str  # "" outside of methods that compute features; "any" if the model has no such methods
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
     n_calls: Counter = field(default_factory=Counter)  # by modality and module
 
 
-class _Encoded(Exception):
+class _MediaEncoded(Exception):
     """Ends a forward in which media are encoded, so that the decoder doesn't run."""
 
 
@@ -243,15 +243,15 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     Returns the largest entirely frozen modules that media pass on their way to the language model. Of an encoder with
     frozen layers and other weights that are trained, the frozen children are returned.
     """
-    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    text_modules = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
     def search(module: nn.Module, is_encoder: bool) -> list[nn.Module]:
         modules = []
         for child in module.children():
-            if child in text or next(child.parameters(), None) is None:
+            if child in text_modules or next(child.parameters(), None) is None:
                 continue
             # A module that takes `input_ids` puts features between embeddings of tokens, so it isn't an encoder
-            holds_text = "input_ids" in _forward_arguments(type(child)) or not text.isdisjoint(child.modules())
+            holds_text = "input_ids" in _forward_arguments(type(child)) or not text_modules.isdisjoint(child.modules())
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 modules += search(child, is_encoder)
             elif holds_text:
@@ -269,44 +269,44 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
 def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
     """
     Keeps frozen modules out of the autograd graph within the context, and replaces their calls by the outputs that
-    [`encode_frozen`] computed. A forward must get the media of `prompts`, in order.
+    [`encode_frozen`] computed. The forward in the context must get the media of `prompts`, in order.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
-    key = _key(model, modules)
-    cached = [prompt.on_device.get(key, {}) for prompt in prompts]
-    are_cached = all(key in prompt.on_device for prompt in prompts)
+    key = _cache_key(model, modules)
+    cached_calls = [prompt.on_device.get(key, {}) for prompt in prompts]
+    all_cached = all(key in prompt.on_device for prompt in prompts)
     scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
     new_ways: dict[str, dict[nn.Module, int | None]] = {}
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        kind, index = scope.kind, scope.n_calls[scope.kind, module]
-        scope.n_calls[kind, module] += 1
+        modality, index = scope.modality, scope.n_calls[scope.modality, module]
+        scope.n_calls[modality, module] += 1
         features, prompt_calls = _first_input(args, kwargs), []
-        if features is not None and are_cached:
-            prompt_calls = [calls[kind, module] for calls in cached if (kind, module) in calls]
+        if features is not None and all_cached:
+            prompt_calls = [calls[modality, module] for calls in cached_calls if (modality, module) in calls]
             autocasts = {record.autocast for records in prompt_calls for record in records}
             prompt_calls = prompt_calls if autocasts == {_autocast_dtype(features)} else []
-        way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(kind, {}).get(module)
+        way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(modality, {}).get(module)
         if way is not None and (calls := _calls_of(prompt_calls, way, index, features)):
-            return _joined(calls, way)
+            return _join_outputs(calls, way)
         with nullcontext() if _depends_on_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
-        if len(prompt_calls) > 1 and kind not in ways:
+        if len(prompt_calls) > 1 and modality not in ways:
             matching_ways = (
-                way for way in _WAYS if _is_joined(output, _calls_of(prompt_calls, way, index, features), way)
+                way for way in _WAYS if _equals_joined(output, _calls_of(prompt_calls, way, index, features), way)
             )
-            way, ways_of_kind = next(matching_ways, None), new_ways.setdefault(kind, {})
-            ways_of_kind[module] = way if ways_of_kind.get(module, way) == way else None
+            way, ways_of_modality = next(matching_ways, None), new_ways.setdefault(modality, {})
+            ways_of_modality[module] = way if ways_of_modality.get(module, way) == way else None
         return output
 
     with _intercept(model, modules, scope, call):
         yield
-    for kind, ways_of_kind in new_ways.items():
-        learned = {module: way for module, way in ways_of_kind.items() if way is not None}
-        # A module without a way must run on outputs of earlier modules, which may have been dropped. If a modality has
-        # such a module, none of its outputs are reused.
-        ways[kind] = learned if len(learned) == len(ways_of_kind) else {}
+    for modality, ways_of_modality in new_ways.items():
+        ways_of_modules = {module: way for module, way in ways_of_modality.items() if way is not None}
+        # A module without a way must run again, on outputs of earlier modules that may have been dropped. So no
+        # outputs are reused for a modality with such a module.
+        ways[modality] = ways_of_modules if len(ways_of_modules) == len(ways_of_modality) else {}
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
@@ -315,19 +315,25 @@ def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict
     return [
         (
             [names[module] for module in modules],
-            {kind: {names[module]: way for module, way in ways.items()} for kind, ways in kinds.items()},
+            {
+                modality: {names[module]: way for module, way in ways.items()}
+                for modality, ways in ways_by_modality.items()
+            },
         )
-        for modules, kinds in _ways.get(model, {}).items()
+        for modules, ways_by_modality in _ways.get(model, {}).items()
     ]
 
 
 def restore_ways(model: PreTrainedModel, state: Iterable[tuple[list[str], dict[str, dict[str, int]]]]) -> None:
     """Restores the result of [`learned_ways`], for modules that the model still has."""
     modules = dict(model.named_modules())
-    for names, kinds in state:
+    for names, ways_by_modality in state:
         if modules.keys() >= {*names}:
-            learned = {kind: {modules[name]: way for name, way in ways.items()} for kind, ways in kinds.items()}
-            _ways.setdefault(model, {})[tuple(modules[name] for name in names)] = learned
+            ways_of_modules_by_modality = {
+                modality: {modules[name]: way for name, way in ways.items()}
+                for modality, ways in ways_by_modality.items()
+            }
+            _ways.setdefault(model, {})[tuple(modules[name] for name in names)] = ways_of_modules_by_modality
 
 
 def encode_frozen(
@@ -346,17 +352,17 @@ def encode_frozen(
     if not prompts or is_sharded(model):
         return
     modules = frozen_modules(model)
-    key = _key(model, modules)
+    key = _cache_key(model, modules)
     missing = {id(prompt.on_device): prompt for prompt in prompts if key not in prompt.on_device}
     if not missing or not all(map(_is_deterministic, modules)):
         return
-    kinds = _frozen_kinds(model, modules)
+    modalities = _frozen_modalities(model, modules)
     for prompt in missing.values():
-        if not kinds.isdisjoint(prompt.modalities):
+        if not modalities.isdisjoint(prompt.modalities):
             prompt.on_device[key] = _record_calls(model, modules, inputs_of(prompt))
 
 
-def _key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
+def _cache_key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
     """Returns the cache key of frozen modules' outputs for a prompt: the modules, and their active adapters."""
     layers = [layer for module in modules for layer in adapter_layers(module)]
     return model, *modules, *((layer.disable_adapters, *layer.active_adapters) for layer in layers)
@@ -370,55 +376,55 @@ def _record_calls(
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         features = _first_input(args, kwargs)
-        if not scope.kind or features is None or _depends_on_weights(args, kwargs):
+        if not scope.modality or features is None or _depends_on_weights(args, kwargs):
             return forward(*args, **kwargs)
         with _without_graph(module):
             output = forward(*args, **kwargs)
-        output = _map(lambda item: item.detach().requires_grad_() if _is_float(item) else item, [output])
+        output = _map_tensors(lambda item: item.detach().requires_grad_() if _is_float(item) else item, [output])
         record = _Call(features.shape, output, _autocast_dtype(features))
-        scope.calls.setdefault((scope.kind, module), []).append(record)
-        return _map(torch.clone, [output])
+        scope.calls.setdefault((scope.modality, module), []).append(record)
+        return _map_tensors(torch.clone, [output])
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
         decoder_inputs.extend(_tensors((args, kwargs)))
-        raise _Encoded
+        raise _MediaEncoded
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
     # Before transformers 5.23, encoders draw random numbers even if they drop no layers. The random state must not
     # change, since a resumed run encodes media again.
-    with torch.random.fork_rng(devices=[]), suppress(_Encoded), hook, torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), suppress(_MediaEncoded), hook, torch.enable_grad():
         with _intercept(model, modules, scope, call):
             model(**inputs, use_cache=False)
-    # Outputs of frozen modules are leaves of the graph here. If the decoder's inputs don't depend on an output, frozen
-    # modules alone have read it.
-    read = leaves_of_graph(decoder_inputs)
-    kinds_read = {
-        kind
-        for (kind, _), records in scope.calls.items()
+    # Outputs of frozen modules are leaves of the graph here. An output that the decoder's inputs don't depend on was
+    # only read by other frozen modules, and isn't needed again.
+    read_tensors = leaves_of_graph(decoder_inputs)
+    modalities_read = {
+        modality
+        for (modality, _), records in scope.calls.items()
         for record in records
-        if not read.isdisjoint(_tensors(record.output))
+        if not read_tensors.isdisjoint(_tensors(record.output))
     }
-    for (kind, _), records in scope.calls.items():
-        drop = functools.partial(_drop_unread, read=read if kind in kinds_read else None)
+    for (modality, _), records in scope.calls.items():
+        drop = functools.partial(_drop_unread, read_tensors=read_tensors if modality in modalities_read else None)
         for record in records:
-            record.output = _map(drop, [record.output])
+            record.output = _map_tensors(drop, [record.output])
     return scope.calls
 
 
-def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
+def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
     """Returns the modalities whose encoders have frozen modules."""
-    kinds = set()
-    for kind, name in find_towers(model).items():
+    modalities = set()
+    for modality, name in find_towers(model).items():
         tower = model.get_submodule(name)
         inside = {*tower.modules()}
         if any(module in inside or tower in module.modules() for module in modules):
-            kinds |= {kind, "video"} if kind == "image" else {kind}
-    return kinds
+            modalities |= {modality, "video"} if modality == "image" else {modality}
+    return modalities
 
 
-def _drop_unread(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
-    """Detaches a tensor of an output, and drops its memory if it isn't in `read`. `None` means that all are read."""
-    if not _is_float(leaf) or read is None or leaf in read:
+def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | None) -> torch.Tensor:
+    """Detaches a tensor of an output, and drops its memory unless it is in `read_tensors` (`None`: all tensors)."""
+    if not _is_float(leaf) or read_tensors is None or leaf in read_tensors:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
@@ -439,55 +445,55 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
     return calls if list(features.shape) in joined_shapes else []
 
 
-def _joined(calls: list[_Call], way: int) -> Output:
+def _join_outputs(calls: list[_Call], way: int) -> Output:
     """Returns the output for all prompts from the outputs of their calls."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
         # A copy of the cached tensor, as some models change features in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
 
-    return _map(join, [call.output for call in calls])
+    return _map_tensors(join, [call.output for call in calls])
 
 
-def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
+def _equals_joined(output: Output, calls: list[_Call], way: int) -> bool:
     """Returns whether an output equals the joined outputs of calls, up to rounding and padding."""
-    results = [bool(calls)]
+    comparisons = [bool(calls)]
 
     def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
         dim = 0 if way == _ONE_BY_ONE else way
         if whole.dim() <= dim or whole.size(dim) != sum(part.size(dim) for part in parts):
-            results.append(False)
+            comparisons.append(False)
             return
         for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
             piece = piece[tuple(map(slice, part.shape))]
             error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
             limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
-            results.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
+            comparisons.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
 
     try:
-        _map(compare, [output, *(call.output for call in calls)])
+        _map_tensors(compare, [output, *(call.output for call in calls)])
     except (ValueError, RuntimeError):  # outputs of other structures or shapes
         return False
-    return all(results)
+    return all(comparisons)
 
 
-def _map(function: Forward, values: Sequence[Output]) -> Output:
+def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:
     """Applies `function` to corresponding tensors of several outputs. The result has the structure of one output."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
+    first_value = values[0]
+    if isinstance(first_value, torch.Tensor):
         return function(*values)
-    if isinstance(first, Mapping):
+    if isinstance(first_value, Mapping):
         results = cast(Sequence[Mapping[str, Output]], values)
         # A copy, as outputs of transformers may have keys beyond their fields
-        result = cast(MutableMapping[str, Output], copy.copy(first))
-        for name in first:
-            result[name] = _map(function, [part[name] for part in results])
+        result = cast(MutableMapping[str, Output], copy.copy(first_value))
+        for name in first_value:
+            result[name] = _map_tensors(function, [part[name] for part in results])
         return result
-    if isinstance(first, (tuple, list)):
-        return type(first)(
-            _map(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
+    if isinstance(first_value, (tuple, list)):
+        return type(first_value)(
+            _map_tensors(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
         )
-    return first
+    return first_value
 
 
 def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tensor]:
@@ -498,11 +504,11 @@ def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tens
 def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
     """Runs `call` in place of the forwards of modules, and sets the modality of `scope` as features are computed."""
 
-    def set_kind(kind: str, method: Forward) -> Forward:
+    def set_modality(modality: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
             # The method for videos may call the method for images. The modality is then still video.
-            with replaced(scope, kind=scope.kind if scope.kind in MODALITIES else kind):
+            with replaced(scope, modality=scope.modality if scope.modality in MODALITIES else modality):
                 return method(*args, **kwargs)
 
         return compute
@@ -511,8 +517,8 @@ def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Sco
         return lambda *args, **kwargs: call(module, forward, args, kwargs)
 
     with ExitStack() as stack:
-        for kind, method in _methods(model).items():
-            stack.enter_context(replaced(model.base_model, **{method.__name__: set_kind(kind, method)}))
+        for modality, method in _feature_methods(model).items():
+            stack.enter_context(replaced(model.base_model, **{method.__name__: set_modality(modality, method)}))
         for module in modules:
             stack.enter_context(replaced(module, forward=replace_forward(module, module.forward)))
         yield
@@ -524,14 +530,18 @@ def _without_graph(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _methods(model: PreTrainedModel) -> dict[str, Callable]:
+def _feature_methods(model: PreTrainedModel) -> dict[str, Callable]:
     """Returns the methods by which a model's forward computes features, by modality."""
-    names = {kind: f"get_{kind}_features" for kind in MODALITIES}
-    return {kind: getattr(model.base_model, name) for kind, name in names.items() if hasattr(model.base_model, name)}
+    names = {modality: f"get_{modality}_features" for modality in MODALITIES}
+    return {
+        modality: getattr(model.base_model, name)
+        for modality, name in names.items()
+        if hasattr(model.base_model, name)
+    }
 
 
 def _scope(model: PreTrainedModel) -> _Scope:
-    return _Scope("" if _methods(model) else "any")
+    return _Scope("" if _feature_methods(model) else "any")
 
 
 @functools.cache

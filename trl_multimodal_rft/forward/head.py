@@ -26,8 +26,8 @@ from trl.trainer.utils import (
 from ..models.wrapped import replaced
 
 
-# Probes, exact in half precision: states that a norm would change, a range of logits, and a logit that no cap changes
-_STATES, _LOGITS, _SMALL = (1.0, 2.0), 125, 2.0**-20
+# Probes, exact in half precision: states that a norm would change, the largest logit, and a logit that no cap changes
+_STATES, _LOGIT_RANGE, _SMALL_LOGIT = (1.0, 2.0), 125, 2.0**-20
 
 _RTOL = 1e-5
 
@@ -65,8 +65,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
     states = torch.stack([states, 2 * states])[None]
-    logits = torch.arange(head.out_features, device=device, dtype=torch.double) % (2 * _LOGITS + 1) - _LOGITS
-    logits = torch.stack([logits, torch.full_like(logits, _SMALL)])[None]
+    logits = torch.arange(head.out_features, device=device, dtype=torch.double) % (2 * _LOGIT_RANGE + 1) - _LOGIT_RANGE
+    logits = torch.stack([logits, torch.full_like(logits, _SMALL_LOGIT)])[None]
     inputs = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
     try:
@@ -80,18 +80,18 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     if [hidden.shape for hidden in inputs] != [states.shape] or result.shape != logits.shape:
         return None
-    scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
-    is_constant = _equal(scale_before, scale_before[0]) and _equal(scale_after, scale_after[0])
+    scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
+    is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
     if (
         not is_constant
         or not scale_before[0] * scale_after[0]
-        or (head.bias is not None and not _equal(scale_before[0], 1))
+        or (head.bias is not None and not _is_close(scale_before[0], 1))
     ):
         return None
     scale = float(f"{scale_before[0].item() * scale_after[0].item():.12g}")
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     for rule in (HeadRule(scale), HeadRule(scale, softcap)):
-        if _equal(result, _apply(HeadRule(scale_after[0].item(), rule.softcap), logits)):
+        if _is_close(result, _apply_rule(HeadRule(scale_after[0].item(), rule.softcap), logits)):
             return rule
     return None
 
@@ -187,7 +187,7 @@ def _fused_scores(
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
     label_index = None
-    if _has_kernel(device):
+    if _selects_labels(device):
         label_index = mask.flatten().nonzero()[:, 0] if index is None else index
     autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
     with autocast, gather_weights(weight, bias):
@@ -224,8 +224,8 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
     return maybe_gather_lm_head_ctx(*(cast(nn.Parameter, tensor) for tensor in (weight, bias) if tensor is not None))
 
 
-def _has_kernel(device: str) -> bool:
-    """Returns whether a device scores labels alone. Others would compile a function for each number of labels."""
+def _selects_labels(device: str) -> bool:
+    """Returns whether a device scores only positions with labels. Others would compile for each number of labels."""
     return device in ("cuda", "xpu")
 
 
@@ -284,11 +284,11 @@ def _is_plain(head: nn.Module | torch.Tensor) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
-def _apply(rule: HeadRule, logits: torch.Tensor) -> torch.Tensor:
+def _apply_rule(rule: HeadRule, logits: torch.Tensor) -> torch.Tensor:
     scaled = rule.scale * logits
     return scaled if rule.softcap is None else rule.softcap * torch.tanh(scaled / rule.softcap)
 
 
-def _equal(values: torch.Tensor, expected: torch.Tensor | float) -> bool:
+def _is_close(values: torch.Tensor, expected: torch.Tensor | float) -> bool:
     expected = torch.as_tensor(expected, dtype=torch.double, device=values.device)
     return torch.allclose(values.double(), expected.expand_as(values), rtol=_RTOL, atol=0)

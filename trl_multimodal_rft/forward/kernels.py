@@ -43,17 +43,17 @@ def varlen_attention(
     scaling: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
-    library: bool = False,
+    uses_library: bool = False,
 ) -> torch.Tensor:
     """
-    Computes attention within sequences of a row, by the kernel of torch or of the flash-attn `library`.
+    Computes attention within sequences of a row, by the kernel of torch, or of flash-attn if `uses_library`.
 
     `window_size` is the number of keys that a query attends to before and after its own position, -1 for all. Shapes:
     states `(T, heads, head_dim)`; returns `(T, heads, head_dim)`.
     """
-    scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
+    scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
     query, key, value = _pad_heads(query, key, value)
-    if library:
+    if uses_library:
         from flash_attn import flash_attn_varlen_func
 
         options = {"causal": window_size[1] == 0, "window_size": window_size, "softcap": softcap or 0.0}
@@ -62,10 +62,10 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn  # the import is slow
 
         # Before 2.13, torch always permits grouped-query attention
-        gqa = {"enable_gqa": True} if "enable_gqa" in _signature(varlen_attn).parameters else {}
+        gqa_options = {"enable_gqa": True} if "enable_gqa" in _signature(varlen_attn).parameters else {}
         kernel = cast(Callable[..., torch.Tensor], varlen_attn)
-        output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa)
-    return output if output.size(-1) == size else output[..., :size]
+        output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa_options)
+    return output if output.size(-1) == head_dim else output[..., :head_dim]
 
 
 def _pad_heads(*states: torch.Tensor) -> list[torch.Tensor]:
@@ -91,12 +91,12 @@ def merged_attention(
     shared sequence. The outputs of the two calls of torch's kernel are merged by log-sum-exp as in
     [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are those of [`varlen_attention`].
     """
-    scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
+    scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
     states = _pad_heads(query, key, value, shared_key, shared_value)
-    return _Merged.apply(*states, index, sequences, shared_sequences, scaling)[..., :size]
+    return _MergedAttention.apply(*states, index, sequences, shared_sequences, scaling)[..., :head_dim]
 
 
-class _Merged(torch.autograd.Function):
+class _MergedAttention(torch.autograd.Function):
     """Autograd function of [`merged_attention`], since `varlen_attn` has no gradient through its log-sum-exp."""
 
     @staticmethod
@@ -179,9 +179,9 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of queries, keys and values. `output` and `lse` may also include attention to other keys."""
     # The random state of dropout, which isn't used
-    random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
+    random_state = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
-    return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
+    return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random_state, scale=scaling)
 
 
 @contextmanager
@@ -193,12 +193,12 @@ def without_cudnn() -> Iterator[None]:
     if torch.compiler.is_compiling():  # a change of the setting would break the graph
         yield
         return
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def attention_with_lse(
@@ -208,11 +208,11 @@ def attention_with_lse(
     mask: torch.Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    visible: int = 0,
+    visible_key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Computes attention of states `(B, heads, T, head_dim)` to all keys, and the log-sum-exp of scores `(B, heads, Q)`.
-    The additive `mask` must not mask the key at index `visible`. Queries may have more heads than keys.
+    The additive `mask` must not mask the key at index `visible_key`. Queries may have more heads than keys.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":
@@ -227,5 +227,5 @@ def attention_with_lse(
         scores, scaling = softcap * torch.tanh(scores.to(wide_dtype) * (scaling / softcap)), 1.0
     scores = scores.to(wide_dtype) * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
     logps = scores.log_softmax(-1)
-    lse = scores[..., visible] - logps[..., visible]  # in fewer operations than `logsumexp`
+    lse = scores[..., visible_key] - logps[..., visible_key]  # in fewer operations than `logsumexp`
     return (logps.exp().to(value.dtype) @ value).view(*query.shape[:3], -1), lse.view(query.shape[:3])

@@ -12,9 +12,9 @@ class Causal:
     Attention of a prompt and of text after it, in which tokens see the last `window` tokens up to themselves (`None`:
     all).
 
-    With `prompt` `(P, 2)`, tokens of the prompt see spans of the prompt instead. `prompt` holds the start of the span
-    that a token sees, and the index after the span's end. Unless `lookahead` is `None`, spans start within the window
-    and reach at most `lookahead` tokens ahead. If spans would have gaps, `prompt` is a boolean mask `(P, P)`.
+    With a `prompt` `(P, 2)`, each token of the prompt sees a span of the prompt instead. `prompt` holds the span's
+    start and the index after its end. Unless `lookahead` is `None`, spans start within the window and reach at most
+    `lookahead` tokens ahead. If spans would have gaps, `prompt` is a boolean mask `(P, P)`.
     """
 
     window: int | None = None

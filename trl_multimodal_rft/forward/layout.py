@@ -33,8 +33,8 @@ Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 # parent, and shares all tokens before the parent's last token. A prompt is its own parent and shares no tokens.
 Segment = tuple[int, int, int, int]
 
-# Prompts share an attention call only if the longest is at most this many times as long as the shortest, as shorter
-# prompts are padded
+# Prompts share an attention call only if the longest is at most this many times as long as the shortest, since the
+# shorter prompts are padded
 _LENGTH_TOLERANCE = 1.25
 
 # Prompts of unequal length in one call need a mask per branch. If these masks would have more entries than this (1 MiB
@@ -65,18 +65,18 @@ class PrefixBlock:
     key_index: torch.Tensor  # keys of a branch, `(M, P - 1 + L)`: its prompt without the last token, then the branch
     starts: list[int]  # position of each prompt's first token; empty if this block computes branches alone
     sizes: list[int]  # number of tokens of each prompt
-    owner: torch.Tensor  # prompt of each branch, `(M,)`
+    prompt_of_branch: torch.Tensor  # prompt of each branch, `(M,)`
     layer_masks: list[Mapping[str | None, LayerMask]]  # by layer type, masks of each prompt and of text after it
 
-    def unseen_keys(self, kind: str | None) -> int:
-        """Returns the number of keys before the windows of all branches, in layers of type `kind`."""
-        masks = [by_type[kind] for by_type in self.layer_masks]
+    def unseen_keys(self, layer_type: str | None) -> int:
+        """Returns the number of keys before the windows of all branches, in layers of type `layer_type`."""
+        masks = [by_type[layer_type] for by_type in self.layer_masks]
         windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
         return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
 
 
 @dataclass(eq=False)
-class Continued:
+class StateLayout:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
     token, and `M` branches. A branch starts from the state after its prompt. Indices are positions in the packed row.
@@ -86,7 +86,7 @@ class Continued:
     prompt_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
     # Of the branches, padded on the right, `(M, L)`. The last token of a prompt without branches is a branch, too.
     branch_index: torch.Tensor
-    owner: torch.Tensor  # prompt of each branch, `(M,)`
+    prompt_of_branch: torch.Tensor  # prompt of each branch, `(M,)`
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of both batches, `(T,)`
 
 
@@ -111,33 +111,33 @@ class PrefixLayout:
         return to_device(_ranges(shared, lengths)[None, self.n_cached :], self.restore_index.device)
 
     @cached_property
-    def before(self) -> dict[int, torch.Tensor]:
+    def shared_positions(self) -> dict[int, torch.Tensor]:
         """Row positions of the tokens that a segment shares with its parents, by the start of the segment."""
-        return _before(self.segments)
+        return _shared_positions(self.segments)
 
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
         Returns row positions of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the other arguments of a
         variable-length kernel. Each branch is a sequence. If `with_prompts`, each prompt is a sequence, too.
 
-        The kernel aligns the causal mask to the last key. The keys of a sequence therefore start with the first key in
-        the `window` of its first token. The result is cached for all layers.
+        The kernel aligns the causal mask to the last key. So the keys of a sequence start with the first key that its
+        first token sees in the `window`. The result is cached for all layers.
         """
         key = ("sequences", window, with_prompts)
         if key not in self._cache:
             segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
             starts, lengths, _, shared = torch.tensor(segments).T
-            seen = shared if window is None else shared.clamp(max=window - 1)
+            n_seen = shared if window is None else shared.clamp(max=window - 1)
             pieces = [
-                (self.before[start][n - m :], torch.arange(start, start + length))
-                for (start, length, _, n), m in zip(segments, seen.tolist(), strict=True)
+                (self.shared_positions[start][n - m :], torch.arange(start, start + length))
+                for (start, length, _, n), m in zip(segments, n_seen.tolist(), strict=True)
             ]
             keys = torch.cat([piece for pair in pieces for piece in pair])
-            bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
+            bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, n_seen + lengths)]
             device = self.restore_index.device
             queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
             sequences = [to_device(entry, device) for entry in bounds]
-            longest = int(lengths.max()), int((seen + lengths).max())
+            longest = int(lengths.max()), int((n_seen + lengths).max())
             self._cache[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._cache[key]
 
@@ -162,7 +162,11 @@ class PrefixLayout:
 
     def _shared_sequences(self, with_prompts: bool):
         segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
-        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
+        shared = {
+            parent: self.shared_positions[start]
+            for start, _, parent, _ in segments
+            if len(self.shared_positions[start])
+        }
         query_index: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
         offset = 0
         for _, length, parent, n in segments:
@@ -181,12 +185,12 @@ class PrefixLayout:
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
-        own_bounds, longest = bounds(lengths)
+        sequence_bounds, longest = bounds(lengths)
         query_bounds, most_queries = bounds(torch.tensor([len(entry) for entry in joined_index]))
         key_bounds, most_keys = bounds(torch.tensor([len(entry) for entry in shared.values()]))
         return (
             None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
-            (own_bounds, own_bounds, longest, longest),
+            (sequence_bounds, sequence_bounds, longest, longest),
             None if len(index) == offset and (index.diff() == 1).all() else to_device(index, device),
             to_device(torch.cat([*shared.values()]), device),
             (query_bounds, key_bounds, most_queries, most_keys),
@@ -207,20 +211,20 @@ class PrefixLayout:
         return to_device(_restore_index(spans), self.restore_index.device)
 
     @cached_property
-    def continued(self) -> Continued:
-        """The layout for layers that carry a state from token to token, computed once for all of them."""
+    def state_layout(self) -> StateLayout:
+        """The layout for layers that carry a state from token to token, computed once for all these layers."""
         prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
-        roots = {start: i for i, (start, _) in enumerate(prompts)}  # index of a segment's prompt, by start
-        inner = {parent for start, _, parent, _ in self.segments if start != parent}
+        prompt_of_segment = {start: i for i, (start, _) in enumerate(prompts)}  # index of a segment's prompt, by start
+        parents = {parent for start, _, parent, _ in self.segments if start != parent}
         # A path leads from the last token of a prompt to the end of a completion. If several completions share a
         # remainder, each path computes the remainder's states again.
-        paths, owner = [], []
+        paths, prompt_of_branch = [], []
         for start, length, parent, _ in self.segments:
-            index = roots[start] = roots[parent]
-            if start not in inner:
-                whole = torch.cat([self.before[start], torch.arange(start, start + length)])
-                paths.append(whole[prompts[index][1] - 1 :])
-                owner.append(index)
+            index = prompt_of_segment[start] = prompt_of_segment[parent]
+            if start not in parents:
+                sequence = torch.cat([self.shared_positions[start], torch.arange(start, start + length)])
+                paths.append(sequence[prompts[index][1] - 1 :])
+                prompt_of_branch.append(index)
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
         longest = max(1, int(sizes.max()) - 1)
@@ -246,11 +250,11 @@ class PrefixLayout:
                 restore[last_positions[parent]] = restore[start]
 
         device = self.restore_index.device
-        return Continued(
+        return StateLayout(
             to_device(prompt_index, device),
             None if is_prompt.all() else to_device(is_prompt, device),
             to_device(branch_index, device),
-            to_device(torch.tensor(owner), device),
+            to_device(torch.tensor(prompt_of_branch), device),
             to_device(restore, device),
         )
 
@@ -259,21 +263,23 @@ class PrefixLayout:
         return {}
 
     def prompts(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+        self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, is_causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        Returns the queries, keys and mask of a block's prompts in layers of type `kind`; cached, on the row's device.
+        Returns the queries, keys and mask of a block's prompts in layers of a type; cached, on the row's device.
 
         Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Else, `C`
         is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
         `(1 or N * C, 1, L, K)`, or `None` if attention is plain causal and the kernel `is_causal` without a mask.
         """
-        plain = all(by_type[kind] is None for by_type in block.layer_masks)
+        plain = all(by_type[layer_type] is None for by_type in block.layer_masks)
         if plain and is_causal:
             return block.prompt_index, block.prompt_index, None
-        key = ("prompts", block, kind, dtype)
+        key = ("prompts", block, layer_type, dtype)
         if key not in self._cache:
-            self._cache[key] = self._local_prompts(block, [by_type[kind] for by_type in block.layer_masks], dtype)
+            self._cache[key] = self._local_prompts(
+                block, [by_type[layer_type] for by_type in block.layer_masks], dtype
+            )
         if self._cache[key] is None:
             n, width = block.prompt_index.shape
             if plain:  # one mask for all prompts, as no token sees later padding
@@ -282,85 +288,89 @@ class PrefixLayout:
                 masks = self._full_masks(n, width, width, dtype)
                 masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
                 for mask, by_type, size in zip(masks, block.layer_masks, block.sizes, strict=True):
-                    mask[:size, :size].masked_fill_(self._boolean_mask(by_type[kind], 0, size), 0.0)
+                    mask[:size, :size].masked_fill_(self._boolean_mask(by_type[layer_type], 0, size), 0.0)
             self._cache[key] = block.prompt_index, block.prompt_index, masks[:, None]
         return self._cache[key]
 
     def branches(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, groups: int = 1
+        self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, heads_per_key: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Returns the queries, keys and mask of a block's branches in layers of type `kind`; cached, on the row's device.
+        Returns the queries, keys and mask of a block's branches in layers of a type; cached, on the row's device.
 
-        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. `groups`,
-        `G`, is the number of query heads that share a key head, and become one longer sequence of queries. The mask is
+        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. The `G`
+        query heads that share a key head (`heads_per_key`) become one longer sequence of queries. The mask is
         additive, `(1 or M, 1, L * G, K)`. All branches share one mask if their prompts are equally long and plain
         causal, or if the block has a single prompt.
         """
-        skipped = block.unseen_keys(kind)
-        positions = block.branch_index, block.key_index[:, skipped:]
-        if len(set(block.sizes)) == 1 and all(by_type[kind] is None for by_type in block.layer_masks):
-            return *positions, self._causal_mask(block, dtype, groups)
-        key = ("branches", block, kind, dtype, groups)
+        n_skipped = block.unseen_keys(layer_type)
+        positions = block.branch_index, block.key_index[:, n_skipped:]
+        if len(set(block.sizes)) == 1 and all(by_type[layer_type] is None for by_type in block.layer_masks):
+            return *positions, self._causal_mask(block, dtype, heads_per_key)
+        key = ("branches", block, layer_type, dtype, heads_per_key)
         if key not in self._cache:
-            n, longest, shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - skipped
-            masks = self._full_masks(n, longest, shared + longest, dtype)
-            masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
+            n, longest, n_shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - n_skipped
+            masks = self._full_masks(n, longest, n_shared + longest, dtype)
+            masks[:, :, n_shared:].diagonal(dim1=1, dim2=2).zero_()
             for mask, by_type, size in zip(masks, block.layer_masks, block.sizes, strict=True):
-                seen = self._boolean_mask(by_type[kind], size - 1, size - 1 + longest)
-                mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
-                mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
-            masks = masks[block.owner.to(masks.device)] if n > 1 else masks
-            self._cache[key] = self._repeat_rows(masks, groups)[:, None]
+                is_seen = self._boolean_mask(by_type[layer_type], size - 1, size - 1 + longest)
+                mask[:, : size - 1 - n_skipped].masked_fill_(is_seen[:, n_skipped : size - 1], 0.0)
+                mask[:, n_shared:].masked_fill_(is_seen[:, size - 1 :], 0.0)
+            masks = masks[block.prompt_of_branch.to(masks.device)] if n > 1 else masks
+            self._cache[key] = self._repeat_rows(masks, heads_per_key)[:, None]
         return *positions, self._cache[key]
 
-    def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
+    def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, heads_per_key: int) -> torch.Tensor:
         """Returns the mask of branches after equally long prompts: a view of one mask for all such blocks."""
 
-        def shape(block: PrefixBlock) -> tuple[int, int]:
+        def count_keys_and_queries(block: PrefixBlock) -> tuple[int, int]:
             """Returns the number of keys before the branch, and the number of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
-        shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
-        most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
-        key = ("branches", dtype, groups)
+        shapes = [count_keys_and_queries(other) for other in self.blocks if len(set(other.sizes)) == 1]
+        most_before, most_queries = (max(sizes) for sizes in zip(*shapes, strict=True))
+        key = ("branches", dtype, heads_per_key)
         if key not in self._cache:
-            spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
-            masks = self._full_masks(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
-            self._cache[key] = self._repeat_rows(masks, groups)
-        before, queries = shape(block)
+            spare_rows = max((n_before - most_before) % MASK_ALIGNMENT for n_before, _ in shapes)
+            masks = self._full_masks(
+                1, most_queries + spare_rows, most_before + most_queries + spare_rows, dtype
+            ).triu_(most_before + 1)
+            self._cache[key] = self._repeat_rows(masks, heads_per_key)
+        n_before, n_queries = count_keys_and_queries(block)
         # Moves along the diagonal to an aligned column
-        down = (before - most) % MASK_ALIGNMENT
-        right = most - before + down
-        return self._cache[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
+        down = (n_before - most_before) % MASK_ALIGNMENT
+        right = most_before - n_before + down
+        return self._cache[key][
+            :, None, down * heads_per_key : (down + n_queries) * heads_per_key, right : right + n_before + n_queries
+        ]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         """Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks."""
-        causal = [
+        causal_masks = [
             (m.window, m.lookahead, m.prompt)
             for m in masks
             if isinstance(m, Causal) and m.window and m.lookahead is not None
         ]
-        if len(causal) < len(masks):
+        if len(causal_masks) < len(masks):
             return None
-        window, lookahead = max(values[0] for values in causal), max(values[1] for values in causal)
+        window, lookahead = max(values[0] for values in causal_masks), max(values[1] for values in causal_masks)
         size, width = max(window, lookahead), block.prompt_index.size(1)
         n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:
             return None
-        firsts = torch.arange(0, width, size)[:, None]
-        queries, keys = firsts + torch.arange(size), firsts + torch.arange(n_keys) - window + 1
+        chunk_starts = torch.arange(0, width, size)[:, None]
+        queries, keys = chunk_starts + torch.arange(size), chunk_starts + torch.arange(n_keys) - window + 1
         distance = queries[:, :, None] - keys[:, None]
-        allowed = []
-        for (prompt_window, _, prompt), length in zip(causal, block.sizes, strict=True):
+        masks_of_prompts = []
+        for (prompt_window, _, prompt), length in zip(causal_masks, block.sizes, strict=True):
             rows, columns = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
-            seen = (distance >= 0) & (distance < prompt_window)
+            is_seen = (distance >= 0) & (distance < prompt_window)
             if prompt is not None:
-                seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
-            allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
+                is_seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
+            masks_of_prompts.append((is_seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
-        seen = to_device(torch.cat(allowed), device)
-        additive = self._full_masks(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
+        is_seen = to_device(torch.cat(masks_of_prompts), device)
+        additive = self._full_masks(len(is_seen), size, n_keys, dtype).masked_fill_(is_seen, 0.0)[:, None]
         starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
         queries, keys = (starts + values.clamp(min=0).minimum(lengths - 1) for values in (queries, keys))
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), additive
@@ -373,15 +383,15 @@ class PrefixLayout:
         mask = mask or Causal()
         if mask.prompt is not None and end == len(mask.prompt):
             return span_mask(mask.prompt[start:].to(device), end)
-        seen = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
-        return seen if mask.window is None else seen.triu(start - mask.window + 1)
+        is_seen = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
+        return is_seen if mask.window is None else is_seen.triu(start - mask.window + 1)
 
-    def _repeat_rows(self, masks: torch.Tensor, groups: int) -> torch.Tensor:
-        if groups == 1:
+    def _repeat_rows(self, masks: torch.Tensor, heads_per_key: int) -> torch.Tensor:
+        if heads_per_key == 1:
             return masks
         n, rows, columns = masks.shape
-        repeated = self._full_masks(n, rows * groups, columns, masks.dtype)
-        repeated.unflatten(1, (rows, groups)).copy_(masks[:, :, None])
+        repeated = self._full_masks(n, rows * heads_per_key, columns, masks.dtype)
+        repeated.unflatten(1, (rows, heads_per_key)).copy_(masks[:, :, None])
         return repeated
 
     def _full_masks(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -529,15 +539,15 @@ def pack(
     starts: dict[Node, int] = {}  # of nodes in the row
     offset = 0
     for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
-        prompt, first = node.prompt, 0 if parent is None else parent.stop - 1
-        span = slice(first, node.stop)
-        start, size = offset, node.stop - first
+        prompt, first_token = node.prompt, 0 if parent is None else parent.stop - 1
+        span = slice(first_token, node.stop)
+        start, size = offset, node.stop - first_token
         starts[node] = start
-        segments.append((start, size, start if parent is None else starts[parent], first))
+        segments.append((start, size, start if parent is None else starts[parent], first_token))
         ids.append(prompt.input_ids[span])
         labels.append(torch.full((size,), -100))
         positions.append(prompt.position_ids[..., span])
-        if first <= (prompt.media_span or (0,))[0] < node.stop:
+        if first_token <= (prompt.media_span or (0,))[0] < node.stop:
             parts.append(prompt.parts[0])
         for name in fields:
             columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
@@ -549,12 +559,12 @@ def pack(
             n_tokens = length if with_last else length - 1
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:n_tokens]]))
             labels.append(F.pad(completion, (0, n_tokens + 1 - length), value=-100))
-            whole = prompts[member]  # with the media of the completion's later turns, which the shared prompt lacks
-            positions.append(torch.cat([whole.position_ids[..., -1:], whole.positions_after(n_tokens)], dim=-1))
-            parts += whole.parts[1:]
+            sequence = prompts[member]  # with the media of the completion's later turns, which the shared prompt lacks
+            positions.append(torch.cat([sequence.position_ids[..., -1:], sequence.positions_after(n_tokens)], dim=-1))
+            parts += sequence.parts[1:]
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
-                columns[name].append(F.pad(whole.field_after(name, n_tokens, fill), (1, 0), value=fill))
+                columns[name].append(F.pad(sequence.field_after(name, n_tokens, fill), (1, 0), value=fill))
             segments.append((offset, n_tokens + 1, start, len(prompt) - 1))
             score_start[member] = offset
             offset += n_tokens + 1
@@ -585,14 +595,14 @@ def with_equal_dims(positions: list[torch.Tensor]) -> list[torch.Tensor]:
 def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
-    """Returns the layout of segments. `masks` holds the masks of a node by its start in the row."""
-    before, branches_of = _before(segments), {start: [] for start in masks}
+    """Returns the layout of segments. `masks` holds masks of prompts and of common starts, by row position."""
+    shared_positions, branches_of = _shared_positions(segments), {start: [] for start in masks}
     for start, length, parent, _ in segments:
         if start != parent:
             branches_of[parent].append((start, length))
     units = [
         _Unit(
-            torch.cat([before[start], torch.arange(start, start + length)]),
+            torch.cat([shared_positions[start], torch.arange(start, start + length)]),
             branches_of[start],
             masks[start],
             start == parent,
@@ -603,7 +613,7 @@ def _layout(
     # Clusters of prompts of similar length, so that many short prompts need few attention calls
     clusters: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: (not unit.is_root, len(unit.tokens))):
-        if clusters and _share_a_call([*clusters[-1], unit]):
+        if clusters and _should_share_call([*clusters[-1], unit]):
             clusters[-1].append(unit)
         else:
             clusters.append([unit])
@@ -618,8 +628,10 @@ def _layout(
             offset += index.numel()
         blocks.append(block)
     lengths = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
-    windows = {kind: _window([unit.masks[kind] for unit in units], lengths) for kind in units[0].masks}
-    windows = {kind: window for kind, window in windows.items() if window is not None}
+    windows = {
+        layer_type: _window([unit.masks[layer_type] for unit in units], lengths) for layer_type in units[0].masks
+    }
+    windows = {layer_type: window for layer_type, window in windows.items() if window is not None}
     return PrefixLayout(blocks, to_device(_restore_index(spans), device), segments, windows)
 
 
@@ -633,15 +645,15 @@ class _Unit:
     is_root: bool  # whether the unit is the root of its tree
 
 
-def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
+def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
     """Returns the row positions of the tokens that a segment shares with its parents, by the start of the segment."""
-    before, below = {}, {}
-    continued = {parent for start, _, parent, _ in segments if start != parent}
+    shared_positions, child_positions = {}, {}
+    parents = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
-        before[start] = torch.arange(0) if start == parent else below[parent]
-        if start in continued:
-            below[start] = torch.cat([before[start], torch.arange(start, start + length - 1)])
-    return before
+        shared_positions[start] = torch.arange(0) if start == parent else child_positions[parent]
+        if start in parents:
+            child_positions[start] = torch.cat([shared_positions[start], torch.arange(start, start + length - 1)])
+    return shared_positions
 
 
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
@@ -689,7 +701,7 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
-def _share_a_call(units: Sequence[_Unit]) -> bool:
+def _should_share_call(units: Sequence[_Unit]) -> bool:
     """Returns whether prompts, sorted from the shortest to the longest, should share an attention call."""
     shortest, longest = len(units[0].tokens), len(units[-1].tokens)
     if units[0].is_root != units[-1].is_root or longest > _LENGTH_TOLERANCE * shortest:
@@ -707,16 +719,18 @@ def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
     steps = torch.arange(max(sizes))
     prompt_index = torch.stack([unit.tokens[steps.clamp(max=len(unit.tokens) - 1)] for unit in units])
 
-    owner = torch.tensor([i for i, unit in enumerate(units) for _ in unit.branches], dtype=torch.long)
+    prompt_of_branch = torch.tensor([i for i, unit in enumerate(units) for _ in unit.branches], dtype=torch.long)
     branches = torch.tensor([branch for unit in units for branch in unit.branches], dtype=torch.long).view(-1, 2)
     longest = int(branches[:, 1].max()) if len(branches) else 0
     branch_steps = torch.arange(longest)
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
-    key_index = torch.cat([prompt_index[owner, : max(sizes) - 1], branch_index], dim=1)
+    key_index = torch.cat([prompt_index[prompt_of_branch, : max(sizes) - 1], branch_index], dim=1)
 
     starts = [int(unit.tokens[0]) for unit in units if unit.is_root]
     prompt_index = prompt_index if starts else prompt_index[:0, :0]
     prompt_index, branch_index, key_index = (
         to_device(index, device) for index in (prompt_index, branch_index, key_index)
     )
-    return PrefixBlock(prompt_index, branch_index, key_index, starts, sizes, owner, [unit.masks for unit in units])
+    return PrefixBlock(
+        prompt_index, branch_index, key_index, starts, sizes, prompt_of_branch, [unit.masks for unit in units]
+    )

@@ -28,7 +28,7 @@ from .head import run_backbone, scores_of_logits
 from .layout import PrefixLayout, States, group_by_prompt, left_pad, pack, split_samples, with_equal_dims
 from .masks import linear_masks, trees_of
 from .scores import ScoreRequest, Scores, router_statistics
-from .split_groups import behind_prompt
+from .split_groups import without_prompt
 
 
 # A model to call, or its forward
@@ -36,16 +36,17 @@ Forward = Callable[..., ModelOutput]
 
 
 @contextmanager
-def _running(
-    model: PreTrainedModel, batch: "_Batch", *, encodes: bool = True, **kwargs: bool
+def _prepare_forward(
+    model: PreTrainedModel, batch: "_Batch", *, encodes_media: bool = True, **kwargs: bool
 ) -> Iterator[list[ModelOutput]]:
     """
     Prepares an unwrapped model for the forward of a batch. Yields a list that collects the text decoder's outputs.
 
     The batch and `kwargs` override arguments of the decoder. The outer model gets ordinary inputs and merges media as
-    usual, so that this code doesn't depend on the family. If `encodes`, outputs of frozen encoders are cached first.
+    usual, so that this code doesn't depend on the family. If `encodes_media`, outputs of frozen encoders are cached
+    first.
     """
-    if encodes:
+    if encodes_media:
         encode_once(model, batch.parts, batch.labels.device)
     outputs: list[ModelOutput] = []
 
@@ -57,7 +58,7 @@ def _running(
         return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
 
     with (
-        decoder_inputs(model, **batch.injected, **kwargs),
+        decoder_inputs(model, **batch.decoder_arguments, **kwargs),
         model.get_decoder().register_forward_hook(collect),
         frozen_features(model, batch.parts),
     ):
@@ -92,17 +93,17 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
         inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if part.compute_aux_loss else {}
-        encodes = not part.whole  # whole sequences run once, so that cached features would save nothing
+        encodes_media = not part.whole  # whole sequences run once, so that cached features would save nothing
         with (
-            _running(unwrapped_model, batch, encodes=encodes, **router) as decoded,
+            _prepare_forward(unwrapped_model, batch, encodes_media=encodes_media, **router) as decoder_outputs,
             hidden_states(unwrapped_model, instead_of_logits=temperature is None) as head_inputs,
         ):
             if not part.logps:
                 model(**inputs, fused_lm_head=True)
                 outputs = FusedCausalLMOutput()
             elif temperature is None:
-                index = {} if batch.label_index is None else {"label_index": batch.label_index}
-                output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **index)
+                label_options = {} if batch.label_index is None else {"label_index": batch.label_index}
+                output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **label_options)
                 outputs = cast(FusedCausalLMOutput, output)
             else:
                 options = temperature, part.logit_bias or {}, part.extra_outputs
@@ -116,7 +117,7 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         if part.hidden:
             results["hidden"] = batch.by_completion(head_inputs[0])
         if part.compute_aux_loss:
-            results["router"] = _router(unwrapped_model, decoded[0], batch)
+            results["router"] = _batch_router_statistics(unwrapped_model, decoder_outputs[0], batch)
         if target is not None:
             head = head_of(unwrapped_model, target.student_rule)
             results["divergences"], entropies = divergences(batch.by_completion(head_inputs[0]), head, target)
@@ -138,7 +139,7 @@ def completion_values(
 
     def score(part: ScoreRequest) -> Scores:
         batch = _batch(unwrapped_model, part)
-        with _running(unwrapped_model, batch):
+        with _prepare_forward(unwrapped_model, batch):
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.select_completions(critic(ids, **batch.inputs)))
 
@@ -153,10 +154,10 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
     `model` is the model to call, with its wrappers, and `unwrapped_model` the reward model in it, as
     [`~models.reward_model.as_reward_model`] returns it. Other scores of the request aren't computed.
     """
-    scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
-    next_index = torch.arange(1, scored.size(1) + 1, device=scored.device)
-    ends = (scored * next_index).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
-    # `completion_values` reads the state before each token, so one more token adds the state after the last token
+    is_scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
+    next_index = torch.arange(1, is_scored.size(1) + 1, device=is_scored.device)
+    ends = (is_scored * next_index).amax(1, keepdim=True) if is_scored.size(1) else is_scored.sum(1, keepdim=True)
+    # `completion_values` returns values before each token, so one more token adds the value after the last token
     mask = F.pad(request.mask, (0, 1)).scatter(1, request.mask.sum(1, keepdim=True), 1)
 
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -172,27 +173,27 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
     """Computes keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
-    empty, states_of_all = torch.zeros(1, 0, dtype=torch.long, device=device), {}
+    no_ids, all_states = torch.zeros(1, 0, dtype=torch.long, device=device), {}
     for model in models:
-        batch, states = _packed_batch(model, [prompt], empty, empty), {}
-        cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
-        with _running(model, batch):
-            last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-        # By an empty sum, the result depends on the last hidden states, so that all weights get a gradient
+        batch, states = _packed_batch(model, [prompt], no_ids, no_ids), {}
+        cast(PrefixLayout, batch.decoder_arguments["prefix_layout"]).states = states
+        with _prepare_forward(model, batch):
+            last_states = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
+        # An empty sum makes the result depend on the last hidden states, so that all weights get a gradient
         layer, (key, value) = next(iter(states.items()))
-        states_of_all |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
-    return states_of_all
+        all_states |= {**states, layer: (key + last_states[..., :0].sum().to(key), value)}
+    return all_states
 
 
-def _router(model: PreTrainedModel, decoded: ModelOutput, batch: "_Batch") -> torch.Tensor:
+def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput, batch: "_Batch") -> torch.Tensor:
     """Returns router statistics of a forward, from the output of its decoder."""
-    router_logits = decoded.get("router_logits")
+    router_logits = decoder_output.get("router_logits")
     if not router_logits:
         raise ValueError(
             f"{type(model).__name__} returns no router logits, so that it has no load-balancing loss; set "
             "`router_aux_loss_coef=0`"
         )
-    return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.n_rows())
+    return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.row_counts())
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
@@ -200,13 +201,13 @@ def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) ->
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
-    surplus = max(request.min_forwards - len(parts), 0)
-    results = [score(request.select(part)) for part in parts + parts[-1:] * surplus]
+    n_surplus = max(request.min_forwards - len(parts), 0)
+    results = [score(request.select(part)) for part in parts + parts[-1:] * n_surplus]
     joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards have weight 0, but take part in the backward pass
-    name, first = next(iter(joined.tensors().items()))
+    name, tensor = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
-    setattr(joined, name, first + zero)
+    setattr(joined, name, tensor + zero)
     return joined
 
 
@@ -236,9 +237,9 @@ def _scores_from_logits(
         computed["mean_logits"] = logits.detach().mean(-1) / temperature
     if "log_sum_sq_probs" in extra_outputs:
         computed["log_sum_sq_probs"] = (2 * (logits.detach() / temperature).log_softmax(-1)).logsumexp(-1)
-    scored = labels != -100
+    is_scored = labels != -100
     return FusedCausalLMOutput(
-        **{name: batch.at_all_positions(torch.where(scored, values, 0)) for name, values in computed.items()}
+        **{name: batch.at_all_positions(torch.where(is_scored, values, 0)) for name, values in computed.items()}
     )
 
 
@@ -253,10 +254,11 @@ class _Batch:
 
     parts: Sequence[EncodedPrompt]  # prompts and later turns whose media the inputs hold, in order
     inputs: dict[str, torch.Tensor]
-    injected: Mapping[str, torch.Tensor | PrefixLayout]  # arguments that override the text decoder's inputs
-    labels: torch.Tensor  # the next token where it is scored, else -100
+    decoder_arguments: Mapping[str, torch.Tensor | PrefixLayout]  # arguments that override the text decoder's inputs
+    labels: torch.Tensor  # the next token at scored positions, else -100
     scored_positions: Callable[[], torch.Tensor]  # returns the positions with a label in any row
-    n_rows: Callable[[], torch.Tensor]  # returns, per token, how many padded rows would hold it; 0 for dummy prompts
+    # Returns the number of padded rows that would hold each token, without dummy prompts
+    row_counts: Callable[[], torch.Tensor]
     select_completions: Callable[[torch.Tensor], torch.Tensor]  # selects `(B, C, ...)` from values at all positions
     label_index: torch.Tensor | None = None  # positions of labels in a packed row, known without a host sync
 
@@ -285,23 +287,23 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
 
 def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
     """Returns a batch of whole sequences with labels, which are the next tokens at scored positions."""
-    prompts, following, mask = request.prompts, request.ids, request.mask
-    scored, device = mask.bool(), mask.device
+    prompts, next_ids, mask = request.prompts, request.ids, request.mask
+    is_scored, device = mask.bool(), mask.device
     if request.packed:
         unique = list(group_by_prompt(prompts))
         ends = dict(zip(unique, accumulate(map(len, unique)), strict=True))
-        first = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)
-        rows = torch.zeros_like(first)[:, None]
+        first_positions = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)
+        rows = torch.zeros_like(first_positions)[:, None]
     else:
-        first = torch.tensor([batch.labels.size(1) - len(prompt) for prompt in prompts], device=device)
+        first_positions = torch.tensor([batch.labels.size(1) - len(prompt) for prompt in prompts], device=device)
         rows = torch.arange(len(prompts), device=device)[:, None]
-    positions = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
-    batch.labels[rows.expand_as(positions)[scored], positions[scored]] = following[scored]
+    positions = torch.where(is_scored, first_positions[:, None] + torch.arange(mask.size(1), device=device), 0)
+    batch.labels[rows.expand_as(positions)[is_scored], positions[is_scored]] = next_ids[is_scored]
     return replace(
         batch,
         label_index=None,
         scored_positions=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        select_completions=lambda values: _masked(values[rows, positions], scored),
+        select_completions=lambda values: _masked(values[rows, positions], is_scored),
     )
 
 
@@ -328,7 +330,7 @@ def _packed_batch(
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     device = completion_ids.device
     row = pack(prompts, ids, mask, masks, fill, with_last=with_last, trees=trees, device=device)
-    row = row if states is None else behind_prompt(row, states)
+    row = row if states is None else without_prompt(row, states)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
@@ -337,15 +339,15 @@ def _packed_batch(
         **row.token_fields,
     }
 
-    def n_rows() -> torch.Tensor:
-        counts = torch.ones_like(row.input_ids)
+    def row_counts() -> torch.Tensor:
+        rows_per_token = torch.ones_like(row.input_ids)
         for start, length, parent, _ in row.layout.segments:
             if start in row.nodes:
                 sizes = (len(groups[leaf]) for leaf in row.nodes[start].leaves if not isinstance(leaf, DummyPrompt))
-                counts[0, start : start + length] = sum(sizes)
+                rows_per_token[0, start : start + length] = sum(sizes)
             if start != parent:
-                counts[0, start] = 0  # a copy of the last token of its parent
-        return counts
+                rows_per_token[0, start] = 0  # a copy of the last token of its parent
+        return rows_per_token
 
     return _Batch(
         row.parts,
@@ -357,7 +359,7 @@ def _packed_batch(
         },
         row.shift_labels,
         lambda: row.label_index,
-        n_rows,
+        row_counts,
         lambda values: _masked(values[0][row.score_index], completion_mask.bool()),
         row.label_index,
     )
@@ -373,10 +375,10 @@ def _padded_batch(
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
-    if family_of(model).pads_with_first:
-        first = torch.stack([prompt.input_ids[0] for prompt in prompts])[:, None]
-        batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first)
-    following = with_equal_dims([prompt.positions_after(n_new) for prompt in prompts])
+    if family_of(model).pads_with_first_token:
+        first_ids = torch.stack([prompt.input_ids[0] for prompt in prompts])[:, None]
+        batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first_ids)
+    completion_positions = with_equal_dims([prompt.positions_after(n_new) for prompt in prompts])
     fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
     for index, prompt in enumerate(prompts):
         for part in prompt.parts[1:]:
@@ -386,25 +388,25 @@ def _padded_batch(
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
-        "position_ids": torch.cat([batch["position_ids"], torch.cat(following, dim=-2)], dim=-1).to(device),
+        "position_ids": torch.cat([batch["position_ids"], torch.cat(completion_positions, dim=-2)], dim=-1).to(device),
         **media_inputs(parts, model, device),
         **{name: value.to(device) for name, value in fields.items()},
     }
     # Each position predicts the next token; prompts aren't scored
-    predicts = slice(-n_new - 1, -1)
+    predicting_span = slice(-n_new - 1, -1)
     labels = torch.full_like(inputs["input_ids"], -100)
-    labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
+    labels[:, predicting_span] = completion_ids.masked_fill(completion_mask == 0, -100)
     return _Batch(
         parts,
         inputs,
         _token_positions(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
-        lambda: torch.arange(labels.size(1), device=device)[predicts],
+        lambda: torch.arange(labels.size(1), device=device)[predicting_span],
         lambda: (
             inputs["attention_mask"]
             * torch.tensor([[not isinstance(prompt, DummyPrompt)] for prompt in prompts], device=device)
         ),
-        lambda values: _masked(values[:, predicts], completion_mask.bool()),
+        lambda values: _masked(values[:, predicting_span], completion_mask.bool()),
     )
 
 
@@ -414,5 +416,5 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the argument with tokens' positions in sequences, for families that scale queries by position."""
+    """Returns the argument `token_positions` of families that scale queries by position, or nothing."""
     return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -49,23 +49,23 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least `P + n_new`
     tokens, see [`~forward.layer_masks.LayerMask`].
     """
-    n_cached, cached = prompt.mask_cache.get("linear", (-1, {}))
+    n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
-        return cached
+        return cached_masks
     fill, masks = family_of(model).token_field_fill, None
 
     def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
         fields_of_prompt = prompt.token_fields.items()
-        after = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
-        return {name: torch.cat([value[:size], after[name]])[None] for name, value in fields_of_prompt}
+        text_fields = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
+        return {name: torch.cat([value[:size], text_fields[name]])[None] for name, value in fields_of_prompt}
 
     if not any(value.any() for value in prompt.token_fields.values()):
-        # Masks of text depend on distances alone, so a shorter prompt than this one already shows the windows
+        # Masks of text depend on distances alone, so that a prompt of twice the longest window shows all rules
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
-            short = _model_masks(model, size, 1, fields(size, 1))
-            masks = short if _is_causal(short) else None
+            short_masks = _model_masks(model, size, 1, fields(size, 1))
+            masks = short_masks if _is_causal(short_masks) else None
     if masks is None:
         masks = _model_masks(model, len(prompt), n_new, fields(len(prompt), n_new))
     prompt.mask_cache["linear"] = (n_new, masks)
@@ -77,8 +77,8 @@ def _model_masks(
 ) -> dict[str | None, LayerMask]:
     """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens after it."""
     total = size + n_new
-    default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
-    create = getattr(model, "create_masks_for_generate", default)
+    default_create: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
+    create = getattr(model, "create_masks_for_generate", default_create)
     # For sdpa, transformers creates a boolean mask (here, its spans), or `None` if attention is plain causal
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
@@ -90,14 +90,16 @@ def _model_masks(
             **{KV_CACHE: None, **fields},
         )
     masks = masks if isinstance(masks, dict) else {None: masks}
-    masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}
-    for kind, mask in masks.items():
+    masks = {
+        layer_type: mask for layer_type, mask in masks.items() if layer_type is None or layer_type in ATTENTION_LAYERS
+    }
+    for layer_type, mask in masks.items():
         if mask is not None and mask.dim() != 2 and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
-                f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
-                "can't be shared."
+                f"{type(model).__name__} creates no 4D boolean mask for its layers of type {layer_type!r}, so its "
+                "prompts can't be shared."
             )
-    return {kind: None if mask is None else _compress(mask, size) for kind, mask in masks.items()}
+    return {layer_type: None if mask is None else _compress(mask, size) for layer_type, mask in masks.items()}
 
 
 def _spans(mask: torch.Tensor) -> torch.Tensor | None:
@@ -113,7 +115,7 @@ def _masks_by_rows() -> Iterator[None]:
     Makes transformers create masks for sdpa as spans `(T, 2)` within the context: start and end of the tokens that
     a token sees. A mask with gaps in its rows stays a boolean mask. Large masks are created a few rows at a time.
     """
-    make = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
+    create_mask = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
     def by_rows(
         q_length: int,
@@ -128,9 +130,9 @@ def _masks_by_rows() -> Iterator[None]:
         options |= {"kv_length": kv_length, "local_size": local_size, "allow_is_causal_skip": False}
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
-            mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **options)
+            mask = create_mask(q_length=len(rows), q_offset=q_offset + int(rows[0]), **options)
             if (spans_of_rows := _spans(mask[0, 0])) is None:
-                return make(q_length=q_length, q_offset=q_offset, **options)
+                return create_mask(q_length=q_length, q_offset=q_offset, **options)
             spans.append(spans_of_rows)
         return torch.cat(spans)
 
@@ -144,30 +146,30 @@ def _masks_by_rows() -> Iterator[None]:
 
 def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     """Compresses the mask of a prompt and of text after it. Returns [`Causal`] if the text is causal in a window."""
-    whole = mask[0, 0] if mask.dim() == 4 else None
-    spans = mask if whole is None else _spans(whole[size - 1 :])
+    full_mask = mask[0, 0] if mask.dim() == 4 else None
+    spans = mask if full_mask is None else _spans(full_mask[size - 1 :])
     if spans is None:
-        return whole
-    (first, end), total = spans.unbind(1), int(spans[-1, 1])
-    index = torch.arange(total - len(spans), total)
-    window = None if first[-1] == 0 else total - int(first[-1])
-    is_causal = (end == index + 1) & (first == (index - (window or total) + 1).clamp(min=0))
+        return full_mask
+    (starts, ends), total = spans.unbind(1), int(spans[-1, 1])
+    positions = torch.arange(total - len(spans), total)
+    window = None if starts[-1] == 0 else total - int(starts[-1])
+    is_causal = (ends == positions + 1) & (starts == (positions - (window or total) + 1).clamp(min=0))
     if not is_causal[size - 1 - total :].all():
-        return mask if whole is None else whole
-    if whole is not None:
-        return Causal(window, whole[:size, :size].clone(), None)
+        return mask if full_mask is None else full_mask
+    if full_mask is not None:
+        return Causal(window, full_mask[:size, :size].clone(), None)
     if is_causal.all():
         return Causal(window)
-    lookback, lookahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
+    lookback, lookahead = int((positions - starts)[:size].max()), int((ends - positions - 1)[:size].max())
     return Causal(window, spans[:size], lookahead if lookback < (window or size) else None)
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
     """Returns the prefix trees of the prompts in a packed row. `lengths` are the lengths of the completions."""
     groups = group_by_prompt(prompts)
-    n_behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
-    return prompt_trees(n_behind, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
+    return prompt_trees(n_completion_tokens, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
@@ -208,8 +210,8 @@ def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
     """Returns the reason why completions of a model can't share their prompt in one row, or `None` if they can."""
     family = family_of(model)
-    if family.padded is not None:
-        return family.padded
+    if family.sharing_obstacle is not None:
+        return family.sharing_obstacle
     if family.token_masks:
         return f"its layers look at media through a mask for each token ({', '.join(family.token_masks)})"
     config = model.config.get_text_config(decoder=True)

@@ -18,8 +18,8 @@ def micro_batch_order(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, generator: torch.Generator | None = None
 ) -> list[int]:
     """
-    Returns the batch indices of completions, sorted into equally large micro-batches with balanced packed lengths. The
-    order of the micro-batches is random.
+    Returns the batch indices of completions in the order of micro-batches, which hold equally many completions and
+    have balanced packed lengths. The order of the micro-batches is random.
 
     Groups, and prompts that start alike, stay together. A group that fits into no micro-batch is split over as few
     micro-batches as possible. The order depends on the data alone, so that updates are the same with packed and with
@@ -27,27 +27,27 @@ def micro_batch_order(
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
-    n_behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     bundles: list[tuple[int, list[int]]] = []
-    for tree in prompt_trees(n_behind, groups):
-        shared = tree.stop if tree.children else 0
-        load, members = shared, []
+    for tree in prompt_trees(n_completion_tokens, groups):
+        n_shared = tree.stop if tree.children else 0
+        load, members = n_shared, []
         for prompt in tree.leaves:
             if members and len(members) + len(groups[prompt]) > size:
                 bundles.append((load, members))
-                load, members = shared, []
-            load += len(prompt) - shared + sum(lengths[i] for i in groups[prompt])
+                load, members = n_shared, []
+            load += len(prompt) - n_shared + sum(lengths[i] for i in groups[prompt])
             members = members + groups[prompt]
         bundles.append((load, members))
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
     for load, members in sorted(bundles, key=lambda bundle: -bundle[0]):
         while members:
-            room = [size - len(batch) for batch in batches]
-            fitting = [b for b in range(n_batches) if room[b] >= len(members)]
+            n_free = [size - len(batch) for batch in batches]
+            fitting = [b for b in range(n_batches) if n_free[b] >= len(members)]
             # The lightest micro-batch with room for the whole bundle, or else the micro-batch with the most room
-            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
-            chosen, members = members[: room[b]], members[room[b] :]
+            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: n_free[b])
+            chosen, members = members[: n_free[b]], members[n_free[b] :]
             batches[b] += chosen
             loads[b] += load
     if generator is not None:
@@ -61,8 +61,9 @@ def split_by_tokens(
     """
     Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
 
-    Groups of at most `max_tokens` stay together. Larger groups are split into chunks, which come last, one group after
-    the other. The prompt counts in each chunk. A packed chunk has at least one completion with tokens.
+    Groups of at most `max_tokens` stay together. Larger groups are split into chunks. Chunks come after the other
+    parts, one group after the other. The prompt counts in each chunk. A packed chunk has at least one completion with
+    tokens.
     """
 
     def size(part: list[list[int]]) -> int:

@@ -36,49 +36,53 @@ class Processes:
         self._dummies: dict[str | None, EncodedPrompt] = {}
         # A wrapped model, its trained encoders, and whether its language model or critic is trained
         self._trained: tuple[nn.Module, set[str], bool] | None = None
-        self._used: set[str] = set()  # modalities whose encoders got a gradient on any rank
+        self._used_encoders: set[str] = set()  # modalities whose encoders got a gradient on any rank
 
     def dummies(
-        self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_others: bool = False
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_other_batch: bool = False
     ) -> list[EncodedPrompt]:
         """
         Returns dummy prompts of modalities that this rank's prompts lack and that collectives need.
 
-        All ranks must gather sharded weights, and reduce gradients, of the same encoders. `with_others` means that
-        another batch of the same forward has these modalities already. If the language model is frozen, text-only
-        prompts get dummy prompts, too, since text alone would have no gradient.
+        All ranks must gather sharded weights, and reduce gradients, of the same encoders. With `with_other_batch`,
+        another batch of the same forward has these modalities already. If the language model is frozen, a batch of
+        text alone gets dummy prompts, too, since it would have no gradient.
         """
         if self.accelerator is None:
             return []
-        present, needed = kinds_of(prompts), set()
+        present, needed = modalities_of(prompts), set()
         if self.accelerator.num_processes == 1:
             pass
         elif not is_unsharded(self.accelerator):
-            presence = torch.tensor([[kind in present for kind in MODALITIES]], device=self.accelerator.device)
+            presence = torch.tensor([[modality in present for modality in MODALITIES]], device=self.accelerator.device)
             on_any_rank = self.accelerator.gather(presence).any(0).tolist()
-            needed = {kind for kind, is_present in zip(MODALITIES, on_any_rank, strict=True) if is_present}
+            needed = {modality for modality, is_present in zip(MODALITIES, on_any_rank, strict=True) if is_present}
             if torch.is_grad_enabled() and is_deepspeed_zero3_enabled():
                 # ZeRO-3 reuses a stale gradient where an encoder gets none
                 encoders = _encoders(needed)
-                self._used |= encoders
-                needed |= (self._used - encoders) & self._encoders_to_train(model)
-        elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_others:
+                self._used_encoders |= encoders
+                needed |= (self._used_encoders - encoders) & self._encoders_to_train(model)
+        elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_other_batch:
             # With `find_unused_parameters`, DDP also reduces weights that only an earlier forward has used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
-        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trained_parts(model)[2]:
+        if (
+            torch.is_grad_enabled()
+            and not (present | needed or with_other_batch)
+            and not self._trained_parts(model)[2]
+        ):
             needed = self._encoders_to_train(model)
-        return [self._dummy(kind, model) for kind in sorted(needed - present)]
+        return [self._dummy(modality, model) for modality in sorted(needed - present)]
 
-    def dummies_for_rest(
-        self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
+    def dummies_for_unselected(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], selected: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that `prompts` have and the `chosen` prompts lack. Returns a dummy
+        Returns dummy prompts of the modalities that `prompts` have and the `selected` prompts lack. Returns a dummy
         prompt of text if no prompt is chosen and no prompt has media.
         """
-        kinds: list[str | None] = [*sorted(kinds_of(prompts) - kinds_of(chosen))]
-        return [self._dummy(kind, model) for kind in kinds or ([] if chosen else [None])]
+        modalities: list[str | None] = [*sorted(modalities_of(prompts) - modalities_of(selected))]
+        return [self._dummy(modality, model) for modality in modalities or ([] if selected else [None])]
 
     def n_forwards(
         self,
@@ -87,8 +91,8 @@ class Processes:
         dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
         """
-        Returns the largest number of forwards on any rank. Raises a `ValueError` if sharded encoders would run only on
-        some ranks.
+        Returns the number of forwards that all ranks must run, the largest of any rank. Raises a `ValueError` if
+        sharded encoders would run only on some ranks.
         """
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
@@ -98,9 +102,11 @@ class Processes:
         device = self.accelerator.device
         count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
         if not is_unsharded(self.accelerator):
-            kinds = [kinds_of([*(prompts[i] for i in part), *dummies]) for part in parts]
-            kinds += kinds[-1:] * (count - len(kinds))
-            forwards = torch.tensor([[[kind in present for kind in MODALITIES] for present in kinds]], device=device)
+            modalities = [modalities_of([*(prompts[i] for i in part), *dummies]) for part in parts]
+            modalities += modalities[-1:] * (count - len(modalities))
+            forwards = torch.tensor(
+                [[[modality in present for modality in MODALITIES] for present in modalities]], device=device
+            )
             gathered = self.accelerator.gather(forwards)
             if (gathered != gathered[0]).any():
                 raise ValueError(
@@ -109,11 +115,11 @@ class Processes:
                 )
         return count
 
-    def _dummy(self, kind: str | None, model: nn.Module) -> EncodedPrompt:
-        if kind not in self._dummies:
+    def _dummy(self, modality: str | None, model: nn.Module) -> EncodedPrompt:
+        if modality not in self._dummies:
             processor = cast(ProcessorMixin, self.processor)  # needed for media or a frozen language model
-            self._dummies[kind] = dummy_prompt(kind, processor, unwrapped(self.accelerator, model))
-        return self._dummies[kind]
+            self._dummies[modality] = dummy_prompt(modality, processor, unwrapped(self.accelerator, model))
+        return self._dummies[modality]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
         """Returns [`trained_encoders`] of a wrapped model at the first call, as wrappers ignore later changes."""
@@ -139,24 +145,26 @@ def check_one_run(num_processes: int, consequence: str) -> None:
         )
 
 
-def kinds_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
+def modalities_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
     """Returns the modalities of prompts."""
     return set().union(*(prompt.modalities for prompt in prompts))
 
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
     """Returns the modalities whose media pass trained weights before the language model."""
-    kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
+    modalities = {modality for modality in ("image", "audio") if modality in policy.input_modalities}
     trained = set()
     for model in module.modules():
         if type(model) is not type(policy):
             continue
-        encoders = {kind: model.get_submodule(name) for kind, name in find_towers(model).items()}
-        inner = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
+        encoders = {modality: model.get_submodule(name) for modality, name in find_towers(model).items()}
+        inner_parameters = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
         # Weights between encoders and decoder may belong to any modality
-        if any(p.requires_grad and p not in inner for p in model.base_model.parameters()):
-            return kinds
-        trained |= {kind for kind, encoder in encoders.items() if any(p.requires_grad for p in encoder.parameters())}
+        if any(p.requires_grad and p not in inner_parameters for p in model.base_model.parameters()):
+            return modalities
+        trained |= {
+            modality for modality, encoder in encoders.items() if any(p.requires_grad for p in encoder.parameters())
+        }
     return trained
 
 
@@ -169,6 +177,6 @@ def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> 
     return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]
 
 
-def _encoders(kinds: set[str]) -> set[str]:
+def _encoders(modalities: set[str]) -> set[str]:
     """Returns the encoders of modalities: images and videos share one, `image`."""
-    return {"image" if kind == "video" else kind for kind in kinds}
+    return {"image" if modality == "video" else modality for modality in modalities}

@@ -24,7 +24,7 @@ from .masks import linear_masks
 class ContextRows:
     """
     `N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context. A completion
-    has several contexts if other contexts replaced its prompt between turns.
+    has several contexts if its prompt was rewritten between turns.
     """
 
     prompts: list[EncodedPrompt]  # the context of each row
@@ -33,10 +33,13 @@ class ContextRows:
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
         """Splits values of the completions' tokens `(N, C, ...)` into rows `(M, L, ...)`, 0 on padding."""
-        parts = [row[: sum(split)].split(split) for row, split in zip(values, self.lengths, strict=True)]
-        return pad_sequence([part for split in parts for part in split], batch_first=True)
+        parts = [
+            row[: sum(context_lengths)].split(context_lengths)
+            for row, context_lengths in zip(values, self.lengths, strict=True)
+        ]
+        return pad_sequence([part for context_lengths in parts for part in context_lengths], batch_first=True)
 
-    def joined(self, values: torch.Tensor) -> torch.Tensor:
+    def join(self, values: torch.Tensor) -> torch.Tensor:
         """Joins values of rows `(M, L, ...)` to values of completions `(N, C, ...)`, the reverse of [`cut`]."""
         parts = [row[:n] for row, n in zip(values, chain.from_iterable(self.lengths), strict=True)]
         rows = pad_sequence([*torch.cat(parts).split([*map(sum, self.lengths)])], batch_first=True)
@@ -51,8 +54,8 @@ class ContextRows:
 def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | None:
     """Returns the rows of completions padded to a `width`, or `None` if each completion has one context."""
     contexts = [context for prompt in prompts for context in prompt.contexts]
-    behind = [prompt.lengths_behind(width) for prompt in prompts]
-    return None if len(contexts) == len(prompts) else ContextRows(contexts, behind, width)
+    lengths = [prompt.lengths_behind(width) for prompt in prompts]
+    return None if len(contexts) == len(prompts) else ContextRows(contexts, lengths, width)
 
 
 def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
@@ -62,16 +65,16 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
 
 
 def with_media(
-    model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
+    model: PreTrainedModel, prompt: EncodedPrompt, media_turns: Sequence[EncodedPrompt], whole: EncodedPrompt
 ) -> EncodedPrompt:
-    """Returns the prompt for scoring a completion whose turns `shown` hold media, from the `whole` sequence."""
-    if not shown:
+    """Returns the prompt for scoring a completion with media in `media_turns`, from the `whole` sequence."""
+    if not media_turns:
         return prompt
     # Media after the prompt may change its positions and masks
     positions = whole.position_ids[..., : len(prompt)]
     is_same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     is_causal = is_same and all(mask is None for mask in linear_masks(model, whole, 0).values())
-    return conversation(prompt, shown, whole, is_causal)
+    return conversation(prompt, media_turns, whole, is_causal)
 
 
 def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
@@ -234,7 +237,7 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
-        """Returns tensors by field: all, or with `per_completion`, tensors that have a row per completion or don't."""
+        """Returns tensors by field: all, with `True` those that have a row per completion, with `False` the others."""
         names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
         rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
         if per_completion is not None:
@@ -250,16 +253,16 @@ class Scores:
         chosen = {name: rows_of(value, index) for name, value in self.tensors(per_completion=True).items()}
         return Scores(**chosen, **self.tensors(per_completion=False))
 
-    def spread(self, indices: Sequence[int], n: int) -> "Scores":
+    def scatter_rows(self, indices: Sequence[int], n: int) -> "Scores":
         """Returns scores of `n` completions: the first rows of these scores at `indices`, and 0 elsewhere."""
 
         def scatter(values: torch.Tensor) -> torch.Tensor:
             index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
             return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(indices)])
 
-        return self.rearranged(scatter)
+        return self.map_rows(scatter)
 
-    def rearranged(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Scores":
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Scores":
         """Returns scores with a differentiable function applied to each tensor with a row per completion."""
         results = {name: function(value) for name, value in self.tensors(per_completion=True).items()}
         scores = Scores(**results, **self.tensors(per_completion=False))
@@ -326,11 +329,13 @@ class DeferredParts:
         self.score = score
         self.parts = parts + parts[-1:] * (n_parts - len(parts))
         self.n_local = len(parts)
-        self._random = None if device.type == "cpu" else torch.get_device_module(device)
-        self._states = []
+        self._device_random = None if device.type == "cpu" else torch.get_device_module(device)
+        self._random_states = []
         self.outputs: list[Scores] = []
         for index, part in enumerate(self.parts):
-            self._states.append((torch.get_rng_state(), self._random and self._random.get_rng_state()))
+            self._random_states.append(
+                (torch.get_rng_state(), self._device_random and self._device_random.get_rng_state())
+            )
             with torch.no_grad():
                 scores = score(index, part)
             self.outputs.append(scores.map(_leaf))
@@ -342,12 +347,12 @@ class DeferredParts:
         scores.deferred = self
         return scores
 
-    def again(self, index: int) -> Scores:
-        """Recomputes a part, with a gradient and the same random numbers."""
-        cpu, device = self._states[index]
+    def recompute(self, index: int) -> Scores:
+        """Computes a part once more, with a gradient and the same random numbers."""
+        cpu, device = self._random_states[index]
         torch.set_rng_state(cpu)
-        if self._random is not None:
-            self._random.set_rng_state(device)
+        if self._device_random is not None:
+            self._device_random.set_rng_state(device)
         return self.score(index, self.parts[index])
 
 
@@ -355,14 +360,14 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
     """Detaches a score for the loss. A `backward()` that reaches it raises an error, instead of silently ending."""
 
     def raise_error(leaf: torch.Tensor) -> None:
-        raise lost_gradient("a score")
+        raise lost_gradient_error("a score")
 
     leaf = value.detach().requires_grad_()
     leaf.register_post_accumulate_grad_hook(raise_error)  # `torch.autograd.grad` doesn't call it
     return leaf
 
 
-def lost_gradient(name: str) -> RuntimeError:
+def lost_gradient_error(name: str) -> RuntimeError:
     """Returns the error for a loss whose gradient of a tensor would be lost under a token budget."""
     return RuntimeError(
         f"The gradient of {name} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "

@@ -17,9 +17,9 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    In training, all chunks but the last attend to detached keys and values, whose gradients are summed in float32. The
-    last chunk attends to the keys and values with their graph. Its backward pass adds the sums and continues through
-    the prompt.
+    In training, all chunks but the last attend to detached keys and values, and their gradients are summed in float32.
+    The last chunk attends to the keys and values with their graph. Its backward pass adds the sums and continues
+    through the prompt.
 
     Args:
         forward (`Callable`):
@@ -50,15 +50,15 @@ class KeptPrompt:
 def _detach_and_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
     """Returns a detached state, with a hook that adds its gradient to the sum at `key`."""
 
-    def add(leaf: torch.Tensor) -> None:
+    def add_gradient(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
-            sums[key] = wide if key not in sums else sums[key].add_(wide)
+            gradient_sum = gradient.float() if gradient.dtype.itemsize < 4 else gradient
+            sums[key] = gradient_sum if key not in sums else sums[key].add_(gradient_sum)
 
     leaf = state.detach()
     if state.requires_grad:
-        leaf.requires_grad_().register_post_accumulate_grad_hook(add)
+        leaf.requires_grad_().register_post_accumulate_grad_hook(add_gradient)
     return leaf
 
 
@@ -71,7 +71,7 @@ def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -
     return state
 
 
-def behind_prompt(row: PackedRow, states: States) -> PackedRow:
+def without_prompt(row: PackedRow, states: States) -> PackedRow:
     """Returns a row without its single prompt. The completions attend to the prompt's `states`."""
     [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
     layout = replace(
@@ -99,13 +99,15 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
 
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
     """Returns `(is_first, is_last)` by the index of a part, for the parts that are chunks of a split group."""
-    owners = [{prompts[i].shared for i in part} for part in parts]
-    counts, seen = Counter(prompt for members in owners for prompt in members), Counter()
+    prompts_of_parts = [{prompts[i].shared for i in part} for part in parts]
+    n_chunks, n_seen = Counter(prompt for part_prompts in prompts_of_parts for prompt in part_prompts), Counter()
     ends = {}
-    for index, members in enumerate(owners):
-        for prompt in [prompt for prompt in members if counts[prompt] > 1]:  # such a prompt is alone in its part
-            seen[prompt] += 1
-            ends[index] = seen[prompt] == 1, seen[prompt] == counts[prompt]
+    for index, part_prompts in enumerate(prompts_of_parts):
+        for prompt in [
+            prompt for prompt in part_prompts if n_chunks[prompt] > 1
+        ]:  # such a prompt is alone in its part
+            n_seen[prompt] += 1
+            ends[index] = n_seen[prompt] == 1, n_seen[prompt] == n_chunks[prompt]
     return ends
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Layers with a recurrent or convolutional state: completions start from the state that their prompt leaves."""
+"""Layers with a recurrent or convolutional state: completions start from the state after their prompt."""
 
 import functools
 import inspect
@@ -105,7 +105,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     """Returns the reason why completions can't start from their prompt's state, or `None` if they can."""
     mixers = _mixers(model)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    n_layers = sum(kind in STATE_LAYERS for kind in layer_types)
+    n_layers = sum(layer_type in STATE_LAYERS for layer_type in layer_types)
     if n_layers and not hasattr(Cache, "get_conv_state"):
         return "before transformers 5.21, layers of type linear_attention or conv start from no given state"
     if len(mixers) != n_layers:
@@ -137,7 +137,7 @@ def _prefix_forward(
     forward = type(mixer).forward
     if not isinstance(prefix_layout, PrefixLayout):
         return forward(mixer, hidden_states, *args, **kwargs)
-    layout = prefix_layout.continued
+    layout = prefix_layout.state_layout
 
     def run_mixer(index: torch.Tensor, mask: torch.Tensor | None, states: _GraphCache) -> torch.Tensor:
         rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
@@ -145,7 +145,7 @@ def _prefix_forward(
 
     states = _GraphCache({}, {})
     prompt_outputs = run_mixer(layout.prompt_index, layout.prompt_mask, states)
-    branch_outputs = run_mixer(layout.branch_index, None, states.select_rows(layout.owner))
+    branch_outputs = run_mixer(layout.branch_index, None, states.select_rows(layout.prompt_of_branch))
     outputs = torch.cat([prompt_outputs.flatten(0, 1), branch_outputs.flatten(0, 1)])
     return outputs.index_select(0, layout.restore_index)[None]
 

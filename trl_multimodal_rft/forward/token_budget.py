@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from .features import leaves_of_graph
-from .scores import DeferredParts, lost_gradient
+from .scores import DeferredParts, lost_gradient_error
 
 
 def backward_by_parts(
@@ -24,18 +24,18 @@ def backward_by_parts(
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     if other_leaves := leaves_of_graph([loss]) - {*leaves}:
-        raise lost_gradient(f"{len(other_leaves)} tensors besides the last scores")
+        raise lost_gradient_error(f"{len(other_leaves)} tensors besides the last scores")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
+    gradient_of_leaf = dict(zip(map(id, leaves), gradients, strict=True))
     surrogate = loss.new_zeros(())
     for index, outputs in enumerate(deferred.outputs):
         is_last = index == len(deferred.outputs) - 1
-        with _accumulating(accelerator, model, not is_last):
+        with _accumulate(accelerator, model, not is_last):
             surrogate = loss.new_zeros(())
-            scores = deferred.again(index).tensors()
+            scores = deferred.recompute(index).tensors()
             for name, leaf in outputs.tensors().items():
                 if scores[name].requires_grad:
-                    gradient = by_leaf[id(leaf)]
+                    gradient = gradient_of_leaf[id(leaf)]
                     # Surplus parts have no gradient, but must run the collectives of a backward pass
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not is_last:
@@ -45,9 +45,9 @@ def backward_by_parts(
 
 
 @contextmanager
-def _accumulating(accelerator: Accelerator, model: nn.Module, active: bool):
-    """Disables the reduction of gradients and the optimizer step if `active`, unless they are disabled already."""
-    if not (active and accelerator.sync_gradients):
+def _accumulate(accelerator: Accelerator, model: nn.Module, accumulates: bool):
+    """If `accumulates`, disables the reduction of gradients and the optimizer step within the context."""
+    if not (accumulates and accelerator.sync_gradients):
         yield
         return
     accelerator.gradient_state._set_sync_gradients(False)

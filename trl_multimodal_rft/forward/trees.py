@@ -10,8 +10,8 @@ import torch
 from ..encoding.prompts import EncodedPrompt
 
 
-# A common start becomes a node only if that saves at least this fraction of the tokens after the parent node. Smaller
-# savings make no measurable difference.
+# A common start becomes a node only if sharing it saves at least this fraction of the tokens after the parent node.
+# Smaller savings make no measurable difference.
 _WORTH_SHARING = 0.1
 
 
@@ -19,7 +19,7 @@ _WORTH_SHARING = 0.1
 class Node:
     """Tokens that several prompts share after the parent node, or, in a leaf, the last tokens of one prompt."""
 
-    prompt: EncodedPrompt  # the longest of the prompts; its mask holds for all of them
+    prompt: EncodedPrompt  # the longest of the prompts; its masks hold for all of them
     stop: int  # number of the prompt's tokens up to the end of the node
     children: list["Node"] = field(default_factory=list)
 
@@ -46,44 +46,48 @@ def count_tokens(trees: Sequence[Node]) -> int:
     return sum(node.stop - (0 if parent is None else parent.stop - 1) for node, parent in walk(trees))
 
 
-def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[EncodedPrompt]) -> list[Node]:
+def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal_prompts: Collection[EncodedPrompt]) -> list[Node]:
     """
     Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens after it.
 
-    Only the `causal` prompts share tokens. Shared tokens have equal ids, token fields and positions. Media are shared
-    if they are equal and lie wholly within the shared tokens.
+    Only `causal_prompts` share tokens. Shared tokens have equal ids, token fields and positions. Media are shared if
+    they are equal and lie wholly within the shared tokens.
     """
-    shareable = [prompt for prompt in prompts if prompt in causal]
-    trees = _grow(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
+    shareable = [prompt for prompt in prompts if prompt in causal_prompts]
+    trees = _nodes_after(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
     order = {prompt: i for i, prompt in enumerate(prompts)}
-    leaves = [leaf(prompt) for prompt in prompts if prompt not in causal]
+    leaves = [leaf(prompt) for prompt in prompts if prompt not in causal_prompts]
     return sorted([*trees, *leaves], key=lambda node: min(order[prompt] for prompt in node.leaves))
 
 
-def _grow(
+def _nodes_after(
     prompts: Sequence[EncodedPrompt],
     depth: int,
     symbols: Mapping[EncodedPrompt, torch.Tensor],
-    n_behind: Mapping[EncodedPrompt, int],
+    n_completion_tokens: Mapping[EncodedPrompt, int],
 ) -> list[Node]:
     """Returns the nodes of prompts after their first `depth` tokens, which a parent node holds."""
     if len(prompts) == 1:
         return [leaf(prompts[0])]
     first = prompts[0]
-    equal = common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
+    n_equal = n_common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
     # The last token of a node must not belong to media, as children repeat this token
-    starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
-    if min(starts) < equal <= max(ends):
-        common = min(starts)
-    saved = (common - depth) * (len(prompts) - 1) - len(prompts)
-    is_worthwhile = saved >= _WORTH_SHARING * sum(len(prompt) - depth + n_behind[prompt] for prompt in prompts)
+    starts, ends = zip(*(prompt.media_span or (n_equal, 0) for prompt in prompts), strict=True)
+    if min(starts) < n_equal <= max(ends):
+        n_common = min(starts)
+    n_saved = (n_common - depth) * (len(prompts) - 1) - len(prompts)
+    is_worthwhile = n_saved >= _WORTH_SHARING * sum(
+        len(prompt) - depth + n_completion_tokens[prompt] for prompt in prompts
+    )
     groups: dict[tuple, list[EncodedPrompt]] = {}
     for i, prompt in enumerate(prompts):
-        following = symbols[prompt][equal : equal + 1].flatten().tolist()
-        groups.setdefault((*following,) or (None, i), []).append(prompt)
-    child_depth = common if is_worthwhile and common else depth
-    children = [node for group in groups.values() for node in _grow(group, child_depth, symbols, n_behind)]
-    return [Node(max(prompts, key=len), common, children)] if is_worthwhile and common else children
+        next_symbol = symbols[prompt][n_equal : n_equal + 1].flatten().tolist()
+        groups.setdefault((*next_symbol,) or (None, i), []).append(prompt)
+    child_depth = n_common if is_worthwhile and n_common else depth
+    children = [
+        node for group in groups.values() for node in _nodes_after(group, child_depth, symbols, n_completion_tokens)
+    ]
+    return [Node(max(prompts, key=len), n_common, children)] if is_worthwhile and n_common else children
 
 
 def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -104,7 +108,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
         if prompt.media_span is not None:
             media[prompt.media_span[0]] = media_numbers.setdefault(id(prompt.on_device), len(media_numbers) + 1)
         elif prompt.media:
-            media[0] = -1 - i
+            media[0] = -1 - i  # differs for each prompt, as media without a span can't be shared
         fields = [prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)) for name in names]
         positions = prompt.position_ids.flatten(0, -2).expand(axes, -1)
         symbols[prompt] = torch.stack([prompt.input_ids, media, *fields, *positions], dim=1)

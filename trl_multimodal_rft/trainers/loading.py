@@ -40,7 +40,7 @@ from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..models.modes import fix_encoders
 from ..models.parts import check_adapter, freeze_as_built
-from ..models.pretrained import is_adapter, load_model, policy_class, trained_part, whole_weights
+from ..models.pretrained import is_adapter, load_model, policy_class, require_all_weights, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
@@ -79,7 +79,7 @@ def loading_in_trl(by_name: bool):
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
-        with whole_weights():
+        with require_all_weights():
             yield
     finally:
         for trl_logger in loggers:
@@ -214,8 +214,10 @@ def first_fallbacks(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are computed from the model's logits, which needs more memory."
         )
-    graph = not mapping(args.generation_kwargs).get("disable_compile")
-    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=graph)
+    allows_graph = not mapping(args.generation_kwargs).get("disable_compile")
+    return Fallbacks(
+        packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, allows_graph=allows_graph
+    )
 
 
 def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:

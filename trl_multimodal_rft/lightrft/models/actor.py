@@ -370,7 +370,7 @@ class Actor(nn.Module):
         fallbacks = replace(
             self.policy_forward.fallbacks,
             shared_prefill=not is_deepspeed_zero3_enabled(),
-            graph=not effective.disable_compile,
+            allows_graph=not effective.disable_compile,
         )
         with evaluation_mode(self):
             ids = sample_completions(self.policy_forward, self.model, prompts, effective, pad_id, fallbacks=fallbacks)
