@@ -20,7 +20,7 @@ def contrast_bonus(
     Args:
         rewards (`torch.Tensor`):
             Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
-        contrast (`torch.Tensor`):
+        contrast_rewards (`torch.Tensor`):
             Rewards of completions from the view, at the batch indices of their group, `NaN` elsewhere, shape `(N,)`.
         group_size (`int`):
             Completions per prompt.
