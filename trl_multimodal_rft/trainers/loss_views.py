@@ -85,17 +85,17 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     if settings.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         statistics = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
-        weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
-        run.metrics.add({"view/weight_max": weights.max().item()})
-        local_weights = local_rows(run.accelerator, weights, len(rollout))
+        completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
+        run.metrics.add({"view/weight_max": completion_weights.max().item()})
+        local_weights = local_rows(run.accelerator, completion_weights, len(rollout))
         rollout.advantages = advantages * (local_weights if advantages.dim() == 1 else local_weights[:, None])
-    weights = None
+    token_weights = None
     if settings.temperature is not None:
-        weights = relevance_weights(dependency, mask, settings.temperature)
+        token_weights = relevance_weights(dependency, mask, settings.temperature)
     elif settings.token_quantile < 1:
-        weights = high_entropy_mask(dependency, mask, settings.token_quantile, scope="sequence")
-    if weights is not None:
-        rollout.tokens.weights = torch.where(replaces[:, None], weights, 1.0)
+        token_weights = high_entropy_mask(dependency, mask, settings.token_quantile, scope="sequence")
+    if token_weights is not None:
+        rollout.tokens.weights = torch.where(replaces[:, None], token_weights, 1.0)
 
 
 def with_view_term(

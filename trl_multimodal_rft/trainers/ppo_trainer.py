@@ -207,7 +207,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 # PEFT switches gradient checkpointing on in the model that it wraps, which lacks the critic
                 checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
         self._ptx_dataset = ptx_dataset
-        self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
+        self._supervised_rows = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         for callback in [
             handler for handler in self.callback_handler.callbacks if type(handler) is SyncRefModelCallback
         ]:
@@ -351,7 +351,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Supervised rows
 
     def _supervised_batch(self) -> ScoreRequest | None:
-        if self._supervised is None:
+        if self._supervised_rows is None:
             return None
         n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
@@ -364,7 +364,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
-        prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
+        prompts, ids, mask = encoder.encode_pairs(self._supervised_rows.at(start, n), self.eos_token_ids)
         device = self.accelerator.device
         return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
 

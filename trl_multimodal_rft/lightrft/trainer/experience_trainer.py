@@ -100,7 +100,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         # Not every dataset can read several rows at once, but `Subset` can
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
-        self._supervised = EndlessRows(rows, args.seed)
+        self._supervised_rows = EndlessRows(rows, args.seed)
         args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:

@@ -248,7 +248,7 @@ class CheckpointMixin(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
-        return self._eval_loader(dataset, is_new=dataset is eval_dataset)
+        return self._eval_loader(dataset, is_argument=dataset is eval_dataset)
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
