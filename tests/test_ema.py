@@ -109,7 +109,7 @@ def test_weights_in_bf16_are_averaged_in_float32():
     assert value.dtype == torch.float32
     assert value.tolist() == pytest.approx([1 + 2**-7 * (1 - 0.999**50)] * 3, rel=1e-6)
     assert in_bf16.tolist() == [1, 1, 1]
-    with average.applied():
+    with average.averaged_weights():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.data, value.bfloat16())
     assert torch.equal(parameter.data, torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16))

@@ -28,7 +28,7 @@ from trl import KTOTrainer, unpair_preference_dataset
 
 from trl_multimodal_rft import MultimodalKTOConfig, MultimodalKTOTrainer
 from trl_multimodal_rft.encoding import supervised
-from trl_multimodal_rft.trainers.kto_data import unpaired
+from trl_multimodal_rft.trainers.kto_data import unpair_dataset
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
@@ -116,13 +116,13 @@ def test_larger_batches_of_an_evaluation_equal_trl(precompute):
 
 def test_pairs_are_unpaired_as_by_trl():
     rows = concatenate_datasets([text_pairs(8)] * 150)  # more than TRL reads at once
-    assert unpaired(rows, set(rows.column_names)).to_list() == unpair_preference_dataset(rows).to_list()
+    assert unpair_dataset(rows, set(rows.column_names)).to_list() == unpair_preference_dataset(rows).to_list()
     named = rows.select(range(3)).add_column("label", ["a", "b", "c"])
-    assert unpaired(named, set(named.column_names))["label"][:] == [True] * 3 + [False] * 3
+    assert unpair_dataset(named, set(named.column_names))["label"][:] == [True] * 3 + [False] * 3
     whole = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in text_pairs(2)]
-    implicit = unpaired(Dataset.from_list(whole), {"chosen", "rejected"})
-    assert implicit.to_list() == unpaired(text_pairs(2), {*rows.column_names}).to_list()
-    pictures = unpaired(image_pairs(2), {"prompt", "chosen", "rejected", "image"})
+    implicit = unpair_dataset(Dataset.from_list(whole), {"chosen", "rejected"})
+    assert implicit.to_list() == unpair_dataset(text_pairs(2), {*rows.column_names}).to_list()
+    pictures = unpair_dataset(image_pairs(2), {"prompt", "chosen", "rejected", "image"})
     assert [row["label"] for row in pictures] == [True, True, False, False]
     assert pictures[0]["image"] == pictures[2]["image"] != pictures[1]["image"]
 

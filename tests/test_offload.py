@@ -197,7 +197,7 @@ def test_what_sampling_may_use_stays(tmp_path):
     reference[0].data = next(trainer.model.parameters()).data
     assert idle_storages(*given).keys() == storages(reference[1:]).keys()
     freed = []
-    trainer.host_memory = SimpleNamespace(holding=freed.append)
+    trainer.host_memory = SimpleNamespace(offloading=freed.append)
     trainer.offloading()
     trainer.rollout_func = print
     trainer.offloading()
@@ -250,11 +250,11 @@ def test_tensors_keep_their_identity_and_slabs_are_used_again():
     other = torch.randn(7, 5, generator=generator).bfloat16().t()
     tensors = [parameter, tied, other, whole, torch.ones(()), torch.empty(0)]
     expected = [tensor.detach().clone() for tensor in tensors]
-    memory = HostMemory(torch.device("cpu"), slab=1024)
+    memory = HostMemory(torch.device("cpu"), slab_size=1024)
     for _ in range(3):
-        with memory.holding(storages(tensors)):
+        with memory.offloading(storages(tensors)):
             assert n_bytes(tensors) == 0 and [tensor.shape for tensor in tensors] == [e.shape for e in expected]
-            with memory.holding(storages(tensors[:2])):  # already held
+            with memory.offloading(storages(tensors[:2])):  # already held
                 pass
             assert n_bytes(tensors) == 0
         assert n_bytes(tensors) == 4000 + 70 + 4
@@ -263,13 +263,13 @@ def test_tensors_keep_their_identity_and_slabs_are_used_again():
     slabs = [slab.data_ptr() for slab in memory.slabs]
     inner = torch.randn(100, generator=generator)
     expected_inner = inner.clone()
-    with memory.holding(storages(tensors)), memory.holding(storages([inner])):
+    with memory.offloading(storages(tensors)), memory.offloading(storages([inner])):
         assert n_bytes([inner, *tensors]) == 0
     assert torch.equal(inner, expected_inner) and torch.equal(whole, expected[3])
     assert [slab.data_ptr() for slab in memory.slabs][:4] == slabs and len(memory.slabs) == 5
     optimizer = AdamW([parameter], lr=0.1)
     parameter.grad = torch.ones_like(parameter)
-    with memory.holding(storages([parameter, parameter.grad])):
+    with memory.offloading(storages([parameter, parameter.grad])):
         pass
     optimizer.step()
     assert not torch.equal(parameter, expected[0]) and torch.equal(whole[:600], parameter.detach().flatten())
@@ -281,7 +281,7 @@ def test_what_is_elsewhere_stays(tmp_path):
     torch.arange(10.0).numpy().tofile(path)
     mapped = torch.from_file(str(path), size=10)
     elsewhere, own = torch.empty(10, device="meta"), torch.arange(10.0)
-    with HostMemory(torch.device("cpu")).holding(storages([mapped, elsewhere, own])):
+    with HostMemory(torch.device("cpu")).offloading(storages([mapped, elsewhere, own])):
         assert n_bytes([own]) == 0 and torch.equal(mapped, torch.arange(10.0)) and n_bytes([elsewhere]) == 40
     assert torch.equal(own, torch.arange(10.0))
 

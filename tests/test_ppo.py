@@ -644,7 +644,7 @@ class BrokenReference(Ours):
     broken = True
 
     def _compute_loss(self, model, inputs):
-        if self.broken and not self._trains("policy"):
+        if self.broken and not self._is_updated("policy"):
             inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] * torch.nan
         return super()._compute_loss(model, inputs)
 

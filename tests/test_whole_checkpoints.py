@@ -29,8 +29,8 @@ from transformers import TrainerCallback
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.checkpoints import mixin
 from trl_multimodal_rft.trainers.checkpoints.files import replace_folder
-from trl_multimodal_rft.trainers.checkpoints.manifest import measure_together, verify_checkpoint, write_manifest
-from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, other_layout
+from trl_multimodal_rft.trainers.checkpoints.manifest import measure_folder, verify_checkpoint, write_manifest
+from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, layout_mismatch
 from trl_multimodal_rft.trainers.setup import resolve_config
 
 
@@ -241,16 +241,16 @@ def test_every_shard_counts(tmp_path):
     (tmp_path / "trainer_state.json").write_text("{}")
     check_shards(tmp_path)
     names = {f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp", "trainer_state.json"}
-    found = measure_together(tmp_path, 0, 1)
+    found = measure_folder(tmp_path, 0, 1)
     assert found.keys() == names
     # Two processes read each file once
-    assert {**measure_together(tmp_path, 0, 2), **measure_together(tmp_path, 1, 2)} == found
+    assert {**measure_folder(tmp_path, 0, 2), **measure_folder(tmp_path, 1, 2)} == found
     (shards / "__0_0.distcp").unlink()
     with pytest.raises(
         FileNotFoundError, match=rf"^{SHARDS}/__0_0.distcp isn't there. Shards need an `output_dir` on"
     ):
         check_shards(tmp_path)
-    write_manifest(tmp_path, model_only=False, measured=found)
+    write_manifest(tmp_path, model_only=False, measurements=found)
     assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is missing"]
 
 
@@ -263,7 +263,7 @@ def test_layouts_are_not_confused(own, saved, tmp_path):
     plugin = own and FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     (tmp_path / LAYOUTS[saved]).touch()
-    message = other_layout(accelerator, tmp_path)
+    message = layout_mismatch(accelerator, tmp_path)
     if own == saved:
         assert message is None
         return

@@ -422,8 +422,8 @@ class ExchangingTrainer(RecordingTrainer):
         self.batches.append([int(dead), int(tokens), int(output.num_items_in_batch)])
         return output
 
-    def _draw_extra(self, n):
-        rollout = super()._draw_extra(n)
+    def _roll_out_extra(self, n):
+        rollout = super()._roll_out_extra(n)
         self.drawn.append(
             [len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.source.rows[::GROUP]]
         )

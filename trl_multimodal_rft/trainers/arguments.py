@@ -22,7 +22,7 @@ from ..spelling import check_value, did_you_mean
 
 
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
-_IN_INTERVALS = {
+_NAMES_BY_INTERVAL = {
     "[0, inf]": (
         "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
         "vllm_importance_sampling_clip_min weight_decay"
@@ -40,7 +40,7 @@ _IN_INTERVALS = {
     "[0, 1)": "adam_beta1 adam_beta2",
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
-_INTERVALS = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
+_INTERVALS = {name: interval for interval, names in _NAMES_BY_INTERVAL.items() for name in names.split()}
 _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
 
 # Remedies in error messages. For all other arguments, the remedy is the default value
@@ -142,15 +142,15 @@ class Needs:
 
 def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
-    Checks the types and ranges of a config's values, or of `values` for some of its fields. Also raises an
-    error if a field has no effect without other options, see [`Needs`].
+    Checks the types and ranges of a config's fields, or of `values`, which are other values for some of the fields.
+    Also raises an error if a field has no effect without other options, see [`Needs`].
     """
     values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         annotation, remedy = annotations[option.name], f"the default is {option.default}"
-        # A config may annotate a narrower interval, which the remedy may not fit
+        # If a config annotates another interval, the remedy could be outside of it
         if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
         check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
@@ -163,12 +163,17 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 def _annotations(config_class: type) -> dict[str, Any]:
     """Returns the annotations of a config's fields, with the intervals of TRL's and transformers' arguments."""
     hints = typing.get_type_hints(config_class, include_extras=True)
-    missing = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
-    return {name: Annotated[hint, _INTERVALS[name]] if name in missing else hint for name, hint in hints.items()}
+    names_without_interval = {
+        name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated
+    }
+    return {
+        name: Annotated[hint, _INTERVALS[name]] if name in names_without_interval else hint
+        for name, hint in hints.items()
+    }
 
 
 def check_generation_kwargs(config, names: set[str] | None) -> None:
-    """Raises a `ValueError` if `generation_kwargs` has a name outside `names` or an invalid value."""
+    """Raises a `ValueError` if `generation_kwargs` has a name outside `names` (unless `None`) or an invalid value."""
     options = config.generation_kwargs or {}
     for name in options:
         if names is not None and name not in names:
@@ -187,10 +192,10 @@ def check_instances(**arguments: Any) -> None:
             raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{call}`.")
 
 
-def check_unsplit(args: Any, model: Any) -> None:
+def check_parallelism(args: Any, model: Any) -> None:
     """
-    Raises a `ValueError` for tensor, context or sequence parallelism. Their ranks must share rows, and these trainers
-    draw different rows on each rank.
+    Raises a `ValueError` for tensor, context or sequence parallelism, in which several ranks must read the same rows.
+    These trainers read different rows on each rank.
     """
     parallelism = args.parallelism_config or ParallelismConfig()  # defaults to `accelerate launch`'s settings
     sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
@@ -213,7 +218,7 @@ def check_unsplit(args: Any, model: Any) -> None:
 
 
 def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any) -> None:
-    """Checks the types of a trainer's arguments, and that they fit its config."""
+    """Raises an error if a trainer's arguments have wrong types, or contradict its config."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
     if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):

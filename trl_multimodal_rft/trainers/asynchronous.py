@@ -23,21 +23,23 @@ from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import Flight, Rollout
 from ..rollout.turns import without_tools
-from .rollout_views import take_views, under_views
+from .rollout_views import prompts_under_views, record_views
 from .run import Run
 
 
-# Number of completions that each rank samples to check the engine, and the maximum length of a completion
-_PROBES, _PROBE_LENGTH = 4, 16
+# Number of completions that each rank samples to check the engine, and their maximum length in tokens
+_N_PROBES, _PROBE_LENGTH = 4, 16
 
 
-def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> Callable[..., EncodedPrompt | None]:
+def row_encoder(
+    prompt_encoder: PromptEncoder, engine_prompts: Callable[[], EnginePrompts]
+) -> Callable[..., EncodedPrompt | None]:
     """Returns a function that encodes a row, and renders its media for servers, in the process that reads the row."""
 
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
-        encoded = prompts.encode_row(row, prompt)
+        encoded = prompt_encoder.encode_row(row, prompt)
         if encoded is not None:
-            encoded.decoded = server_features(engine().take(encoded, None, row.row_index))
+            encoded.decoded = server_features(engine_prompts().take(encoded, None, row.row_index))
         return encoded
 
     return encode
@@ -53,8 +55,8 @@ class AsynchronousSampling:
 
     def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
         """
-        Returns the samples of the batch with this index in the run. First sends the weights to the servers, and the
-        requests for the batches that these weights may sample. All ranks must call this.
+        Returns the samples of the batch with this index in the run. First sends the current weights to the servers,
+        and requests all batches up to `max_staleness` ahead. All ranks must call this.
         """
         run, flight, n = self.run, self.flight, len(rollout)
         accelerator = run.accelerator
@@ -64,13 +66,13 @@ class AsynchronousSampling:
         flight.version = batch_index
         for index in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
             if index not in flight:
-                self._ask(index)
+                self._request_batch(index)
         with sampler.explain(), sampler.profile("vLLM.generate"):
-            pending, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
+            pending, responses, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_starts()
-        completions = [item for answer in answers for item in answer.completions]
+        completions = [item for response in responses for item in response.completions]
         ids, logps = ([*item] for item in zip(*completions, strict=True))
-        versions = [[item.first, item.last] for item in answers for _ in item.completions]
+        versions = [[item.first, item.last] for item in responses for _ in item.completions]
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:
             rewards = on_all_ranks(accelerator, lambda: [item.result() for item in pending.rewards.values()])
@@ -86,9 +88,9 @@ class AsynchronousSampling:
                 "wait/trainer": waits[:, 1].mean().item(),
             }
         )
-        return take_views(run, rollout, pending.views, ids, logps)
+        return record_views(run, rollout, pending.views, ids, logps)
 
-    def _ask(self, batch_index: int) -> None:
+    def _request_batch(self, batch_index: int) -> None:
         """Requests the completions of this rank's part of a batch from the servers. All ranks must call this."""
         run, accelerator = self.run, self.run.accelerator
         batch, step = run.stream.batch(batch_index)
@@ -97,24 +99,26 @@ class AsynchronousSampling:
         rollout.group_ids = rollout.group_ids.cpu()  # threads that reward completions read the ids
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
-        views = under_views(run, rollout, step)
-        n, first = len(rollout), accelerator.process_index * len(rollout)
-        origins, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Seeds depend on these indices. Indices under the contrast view follow the completions of all ranks
-        indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(origins)]
-        rows_of_prompts = [rollout.source.row_indices[i] for i in origins]
-        keys = request_keys(prompts, rows_of_prompts, indices, batch_index, run.args.seed)
+        views = prompts_under_views(run, rollout, step)
+        n, offset = len(rollout), accelerator.process_index * len(rollout)
+        batch_indices, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+        # Seeds depend on the indices over all ranks. Completions under the contrast view come after all other ones
+        global_indices = [
+            offset + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(batch_indices)
+        ]
+        rows_of_prompts = [rollout.source.row_indices[i] for i in batch_indices]
+        keys = request_keys(prompts, rows_of_prompts, global_indices, batch_index, run.args.seed)
         requests = self.engine.server_requests(prompts)
         if not run.toolbox.tools:
             for prompt in prompts:
                 prompt.decoded = ()
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
-        is_due = check is not None and check.engine_updated is None
+        needs_probes = check is not None and check.engine_updated is None
         # Index of the first completion of each request
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
-        probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
-        # Requests from `n` on are under the contrast view, and aren't rewarded early
+        probes = [(prompts[i], requests[key]) for key, i in starts.items()] if needs_probes else []
+        # Requests whose completions start at `n` or later are under the contrast view, and aren't rewarded early
         rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(rollouts)
         self.flight.ask(
@@ -123,13 +127,13 @@ class AsynchronousSampling:
 
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """
-        Returns one function per request that rewards its completions on arrival. Threads call it, so it uses only
-        reward functions that wait for other processes, see [`only_waits`].
+        Returns one function per request, which rewards the request's completions on arrival. Threads call it, so it
+        uses only reward functions that wait for other processes, see [`only_waits`].
         """
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
-        # With tools, completions continue after arrival, and with `rollout_view` two requests share a group
+        # With tools, an arriving completion isn't final yet, and with `rollout_view` two requests share a group
         if not triples or run.toolbox.tools or run.args.rollout_view is not None:
             return {}
         names, funcs, processors = zip(*triples, strict=True)
@@ -151,7 +155,7 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     Samples a few tokens after at most `n` prompts of the last batch with the engine's current weights, and returns
     their rollout. All ranks must call this.
     """
-    size, accelerator = min(n, _PROBES), run.accelerator
+    size, accelerator = min(n, _N_PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
     short_requests = [item._replace(count=1, most=min(item.most, _PROBE_LENGTH)) for item in requests]
     ids, logps = (

@@ -48,11 +48,11 @@ from .configs import stops_of
 from .engine import (
     check_prompts,
     check_sampler,
-    check_settings,
     continue_after_tools,
     logit_bias,
     requests_in_flight,
     sample_prompts,
+    self_check_settings,
     transformers_sampler,
     vllm_sampler,
 )
@@ -70,7 +70,7 @@ from .loading import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
-from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
+from .rollout_logs import ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
 from .setup import (
@@ -171,8 +171,8 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.checks = Checks(self._policy, self.accelerator)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        self._shuffles = rollout_func is not None or args.packing_settings.shuffle
-        self._set_tools(sources.of_environments)
+        self._shuffles_completions = rollout_func is not None or args.packing_settings.shuffle
+        self._set_tools(sources.environment_funcs)
         self.prompts = PromptEncoder(
             self._unwrapped(self.model),
             self.processing_class,
@@ -220,16 +220,16 @@ class MultimodalTrainer(CheckpointMixin):
         self._make_samplers(sampler, placeholders, loaded.revision)
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
         compile_models(self.accelerator, args, self.model, self.ref_model)
-        self._complete_parts()
+        self._finish_setup()
         self._add_log_callbacks()
 
     def _make_run(self, unread_datasets: set[str]) -> Run:
-        names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
+        log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
         rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
-        rewards.logs = {argument: getattr(self, name, None) for argument, name in names.items()}
+        rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
         sizes = self.args.num_generations, self.num_generations_eval
-        ends = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
+        end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
         return Run(
             self.args,
             self._policy,
@@ -241,7 +241,7 @@ class MultimodalTrainer(CheckpointMixin):
             rewards,
             self.card_notes,
             self._live,
-            CompletionSettings(ends, stops[1], sizes, encodes_text=self.rollout_func is None),
+            CompletionSettings(end_ids, stops[1], sizes, encodes_text=self.rollout_func is None),
             Notices(unread_datasets),
         )
 
@@ -255,8 +255,8 @@ class MultimodalTrainer(CheckpointMixin):
             self.reward_func_names[:] = distinct_names(self.reward_func_names)
         for name, reward_func in reward_funcs.items():
             self._add_reward(name, reward_func)
-        is_async = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
-        if is_async and getattr(self, "async_loop", None) is None:
+        needs_loop = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
+        if needs_loop and getattr(self, "async_loop", None) is None:
             self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
 
     def _add_reward(self, name: str, reward_func: Callable) -> None:
@@ -281,11 +281,11 @@ class MultimodalTrainer(CheckpointMixin):
         self.in_flight = requests_in_flight(args, engine.engine)
 
     def _add_log_callbacks(self) -> None:
-        extra, pending = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
+        extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
-        printer = handler if self.is_world_process_zero() else None
+        main_handler = handler if self.is_world_process_zero() else None
         self._unread_metrics = PendingMetrics()
-        self._rollout_log = RolloutLog(self._run, self._logs, extra, pending, printer)
+        self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler)
         for callback in (ReadMetrics(self._unread_metrics), *self._rollout_log.callbacks(handler, scheduler)):
             self.add_callback(callback)
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
@@ -296,11 +296,11 @@ class MultimodalTrainer(CheckpointMixin):
             return nullcontext()
         # A `rollout_func` may use these models
         models: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
-        return self.host_memory.holding(idle_storages(self.model, self.optimizer, *models))
+        return self.host_memory.offloading(idle_storages(self.model, self.optimizer, *models))
 
     def _check_sampler(self, rollout: Rollout) -> None:
-        options: Any = {"corrects": self._corrects(rollout), "logit_bias": self._logit_bias, "flight": self.in_flight}
-        check_sampler(self._run, self.sampler, rollout, **options)
+        options: Any = {"corrects_for_engine": self._corrects_for_engine(rollout), "flight": self.in_flight}
+        check_sampler(self._run, self.sampler, rollout, logit_bias=self._logit_bias, **options)
 
     # Rows and prompts
 
@@ -315,7 +315,7 @@ class MultimodalTrainer(CheckpointMixin):
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
-    def _eval_loader(self, dataset: Any, is_new: bool) -> DataLoader:
+    def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property
@@ -329,18 +329,18 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns a rollout of rows with advantages, and exchanges groups without signal if the config says so."""
-        rollout = self._draw(inputs)
+        """Returns the rollout of a batch of rows, whose groups without signal are exchanged if the config says so."""
+        rollout = self._run_stages(inputs)
         if self._groups is not None and self.model.training:
-            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
             if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
-                # The reference may have moved since it scored the older groups
+                # `sync_ref_model` could have moved the reference since it scored the older groups
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns a rollout of rows with advantages, by the stages below in their order."""
+    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
+        """Returns the rollout of a batch of rows after all stages: sampled, scored, rewarded, with advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -349,7 +349,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
+        log_media_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     def _check_policy(self) -> None:
@@ -358,15 +358,15 @@ class MultimodalTrainer(CheckpointMixin):
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
 
-    def _draw_extra(self, n: int) -> Rollout:
-        return self._draw(self._stream.draw(n))
+    def _roll_out_extra(self, n: int) -> Rollout:
+        return self._run_stages(self._stream.draw(n))
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
-        rollout = self._run.begin(inputs)
+        rollout = self._run.begin_rollout(inputs)
         self.environments, prompts = rollout.source.environments, rollout.prompts
         if self.args.self_check and self.model.training and prompts:
             arguments = self._run, self.sampler, self._transformers_sampler, self._load_processor
-            check_prompts(self._run, rollout, functools.partial(check_settings, *arguments))
+            check_prompts(self._run, rollout, functools.partial(self_check_settings, *arguments))
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
@@ -380,11 +380,11 @@ class MultimodalTrainer(CheckpointMixin):
             placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
             ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
         elif self.in_flight is None or rollout.source.batch_index is None:
-            samples = sample_with_views if run.samples_views else sample_prompts
-            ids, logps = samples(run, self.sampler, rollout, branches)
+            sample_completions = sample_with_views if run.samples_views else sample_prompts
+            ids, logps = sample_completions(run, self.sampler, rollout, branches)
         else:
-            sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
-            ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
+            sample_asynchronously = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
+            ids, logps = sample_asynchronously(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
             arguments = self.sampler, rollout, (ids, logps), branches, self.tool_loop
             ids, logps, tool_mask = continue_after_tools(run, *arguments)
@@ -394,8 +394,8 @@ class MultimodalTrainer(CheckpointMixin):
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed the media
 
-        multiple, masks = self.pad_to_multiple_of, self.mask_truncated_completions
-        run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=masks)
+        multiple, mask_truncated = self.pad_to_multiple_of, self.mask_truncated_completions
+        run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
         run.metrics.add(self.sampler.metrics())
 
     def tool_loop(self, **options) -> ToolLoop:
@@ -412,7 +412,7 @@ class MultimodalTrainer(CheckpointMixin):
         group_ids = self.accelerator.gather(rollout.group_ids)
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
-        estimates = self._compare(rollout, rewards, shaped, group_ids)
+        estimates = self._compare_rewards(rollout, rewards, shaped, group_ids)
         keep_estimates(rollout, estimates, self.accelerator)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
         self._rollout_log.add(rollout, rewards, estimates)
@@ -421,7 +421,7 @@ class MultimodalTrainer(CheckpointMixin):
         """Returns the rewards of all ranks' completions, `(N,)`, after scaling and clipping, with the same shape."""
         raise NotImplementedError
 
-    def _compare(
+    def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
         """Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping."""
@@ -478,7 +478,7 @@ class MultimodalTrainer(CheckpointMixin):
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns the next micro-batch, from a new rollout if the last is used up. Evaluation gets a whole rollout."""
+        """Returns the next micro-batch, from a new rollout if the last is used up. In evaluation, a whole rollout."""
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
@@ -489,7 +489,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles)
+            self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles_completions)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, index)
         return self._buffered_inputs[self._step % steps]
@@ -501,14 +501,15 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         """Scores the micro-batches of a new rollout that will be off-policy when they are trained on."""
-        for part in micro_batches[self._n_on_policy :]:
+        for part in micro_batches[self._n_on_policy_batches :]:
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._run.score(self.model, part).logps
-        if self._corrects(micro_batches[0]) and self._n_on_policy == 0:
-            self._log_engine(micro_batches)
+        if self._corrects_for_engine(micro_batches[0]) and self._n_on_policy_batches == 0:
+            self._log_engine_metrics(micro_batches)
 
     @property
-    def _n_on_policy(self) -> int:
+    def _n_on_policy_batches(self) -> int:
+        """Number of a rollout's micro-batches before the first update, which are on-policy."""
         return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
@@ -526,7 +527,7 @@ class MultimodalTrainer(CheckpointMixin):
             self._micro_batch = self._scores = None
         if deferred is None:
             return loss
-        # `training_step` divides only the last part's loss by this number
+        # `training_step` divides the loss of the last part by this number, and the earlier parts need the same divisor
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return self._backward_by_parts(model, loss, deferred, divisor)
 
@@ -538,7 +539,7 @@ class MultimodalTrainer(CheckpointMixin):
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
-        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.now)
+        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.current)
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
@@ -550,22 +551,23 @@ class MultimodalTrainer(CheckpointMixin):
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
-        if self._corrects(rollout) and rollout.importance_sampling_ratio is None:
+        if self._corrects_for_engine(rollout) and rollout.importance_sampling_ratio is None:
             rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
             if not self.model.training:
-                self._log_engine([rollout])
-            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # the last on-policy micro-batch
-                self._log_engine(self._buffered_inputs or ())
+                self._log_engine_metrics([rollout])
+            # The last on-policy micro-batch
+            elif self._step % self._steps_per_rollout == self._n_on_policy_batches - 1:
+                self._log_engine_metrics(self._buffered_inputs or ())
         return self._scores
 
-    def _corrects(self, rollout: Rollout) -> bool:
+    def _corrects_for_engine(self, rollout: Rollout) -> bool:
         """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
         uses_logps = self.rollout_func is None or not self.sampler.samples_policy
         has_logps = rollout.sampling_per_token_logps is not None
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
 
-    def _log_engine(self, parts: Sequence[Rollout]) -> None:
-        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)
+    def _log_engine_metrics(self, parts: Sequence[Rollout]) -> None:
+        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.current)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""

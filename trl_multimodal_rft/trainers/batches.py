@@ -36,39 +36,43 @@ def check_batches(config, names: list[str]) -> None:
     Raises a `ValueError` if the size of a batch isn't a multiple of `num_generations`. The error names the arguments
     whose product is the size, while TRL's error names only the size.
     """
-    size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
+    size, group_size, n_processes = config.generation_batch_size, config.num_generations, config.world_size
     if config.do_eval and config.eval_strategy != "no":
-        name, group_eval = "per_device_eval_batch_size", config.num_generations_eval or group
-        rows = getattr(config, name) * processes
-        if rows % group_eval != 0:
+        name, eval_group_size = "per_device_eval_batch_size", config.num_generations_eval or group_size
+        n_rows = getattr(config, name) * n_processes
+        if n_rows % eval_group_size != 0:
             raise ValueError(
-                f"{_product(config, [name], processes)} must be a multiple of `num_generations"
-                f"{'_eval' if config.num_generations_eval else ''}={group_eval}`, so that prompts keep all their "
-                f"completions. Set `{name}={_multiple(getattr(config, name), group_eval, processes)}`."
+                f"{_product(config, [name], n_processes)} must be a multiple of `num_generations"
+                f"{'_eval' if config.num_generations_eval else ''}={eval_group_size}`, so that prompts keep all their "
+                f"completions. Set `{name}={_multiple(getattr(config, name), eval_group_size, n_processes)}`."
             ) from None
-    if size is None or size % group == 0:
+    if size is None or size % group_size == 0:
         return
     if len(names) == 1:
-        unit = math.lcm(group, config.per_device_train_batch_size * processes)
+        unit = math.lcm(group_size, config.per_device_train_batch_size * n_processes)
         raise ValueError(
-            f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
-            f"all their completions. Set `generation_batch_size={_multiple(size, unit, 1)}`."
+            f"`generation_batch_size={size}` must be a multiple of `num_generations={group_size}`, so that prompts "
+            f"keep all their completions. Set `generation_batch_size={_multiple(size, unit, 1)}`."
         ) from None
-    sizes = [f"`{name}={_multiple(getattr(config, name), group, size // getattr(config, name))}`" for name in names]
-    smaller = max(divisor for divisor in range(1, min(size, group) + 1) if size % divisor == 0)
-    sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
+    remedies = [
+        f"`{name}={_multiple(getattr(config, name), group_size, size // getattr(config, name))}`" for name in names
+    ]
+    smaller_group_size = max(divisor for divisor in range(1, min(size, group_size) + 1) if size % divisor == 0)
+    remedies += [f"`num_generations={smaller_group_size}`"] if smaller_group_size > 1 else []
     raise ValueError(
-        f"{_product(config, names, processes)} must be a multiple of "
-        f"`num_generations={group}`, so that prompts keep all their completions. Set {' or '.join(sizes)}."
+        f"{_product(config, names, n_processes)} must be a multiple of "
+        f"`num_generations={group_size}`, so that prompts keep all their completions. Set {' or '.join(remedies)}."
     ) from None
 
 
-def _product(config, names: list[str], processes: int) -> str:
-    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{processes} processes"] * (processes > 1)
+def _product(config, names: list[str], n_processes: int) -> str:
+    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{n_processes} processes"] * (
+        n_processes > 1
+    )
     return " x ".join(factors)
 
 
-def _multiple(value: int, group: int, others: int) -> int:
-    """Returns the smallest number, at least `value`, whose product with `others` is a multiple of `group`."""
-    step = group // math.gcd(group, others)
+def _multiple(value: int, divisor: int, factor: int) -> int:
+    """Returns the smallest number, at least `value`, whose product with `factor` is a multiple of `divisor`."""
+    step = divisor // math.gcd(divisor, factor)
     return -(-value // step) * step

@@ -148,17 +148,17 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
 
     def _set_batches(self) -> None:
         """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""
-        per_step = self.per_device_train_batch_size * self.world_size
+        micro_batch_size = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is None:
             names, self.generation_batch_size = batch_options(self), batch_size(self)
             self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
             check_batches(self, names)
             return
-        steps, remainder = divmod(self.generation_batch_size, per_step)
+        steps, remainder = divmod(self.generation_batch_size, micro_batch_size)
         if remainder != 0 or self.steps_per_generation not in (None, steps):
             raise ValueError(
                 f"`generation_batch_size` ({self.generation_batch_size}) must be `steps_per_generation` times the "
-                f"{per_step} completions of a micro-batch over all processes; set one of both."
+                f"{micro_batch_size} completions of a micro-batch over all processes; set one of both."
             )
         self.steps_per_generation = steps
         check_batches(self, ["generation_batch_size"])

@@ -22,16 +22,16 @@ from ..rollout.stream import EncodedRow
 from .base import MultimodalTrainer
 from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
-from .rollout_logs import log_contribution
+from .rollout_logs import log_media_contribution
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .teacher import (
     Teacher,
     check_teacher,
-    keep_prompts,
+    divergence_head_rule,
+    keep_teacher_prompts,
     load_teacher,
-    prompts_under,
-    rule_of,
+    prompts_under_view,
     score_on_server,
     server_teacher,
     teacher_prompts,
@@ -134,13 +134,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             raise ValueError(
                 f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
             )
-        rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
+        rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
-        student_rule = rule_of(student, "student")
+        student_rule = divergence_head_rule(student, "student")
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
         elif (
@@ -159,7 +159,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Rollout
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
         """Samples completions of rows, and returns their rollout with the teacher's prompts or scores."""
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
@@ -167,16 +167,16 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         rollout, server = self._collect(rows), self.teacher_server
         prompts = teacher_prompts(self._run, rollout, rows)
         requests = None if server is None else server.read(prompts)
-        rollout.prompts = prompts_under(self._run, rollout, self.args.student_view)
+        rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)
         if server is not None and requests is not None:
             score_on_server(self._run, server, rollout, requests)
-        keep_prompts(rollout, prompts, scored=server is not None)
+        keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         self._check_sampler(rollout)
         self._run.leave_out_failed(rollout)
         self._rollout_log.add_completions(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
+        log_media_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
@@ -216,9 +216,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _training_lines(self) -> list[tuple[str, str]]:
         args = self.args
-        kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, "generalized Jensen-Shannon divergence")
+        divergence = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, "generalized Jensen-Shannon divergence")
         support = f" over the teacher's {args.loss_top_k} most likely tokens" if args.loss_top_k else ""
-        lines = [("Teacher", self._teacher_in_words()), ("Loss", f"{kind}{support}, `beta={self.beta}`")]
+        lines = [("Teacher", self._teacher_in_words()), ("Loss", f"{divergence}{support}, `beta={self.beta}`")]
         lines += [(f"`{name}`", f"`{getattr(args, name)}`") for name in ("temperature", "learning_rate")]
         return [*lines, *common_lines(args.to_dict())]
 

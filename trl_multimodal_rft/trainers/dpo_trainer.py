@@ -18,9 +18,9 @@ from ..models.parts import kept_requires_grad
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
-from .preference_data import COLUMNS, REFERENCE, PreferenceCollator
+from .preference_data import COLUMNS, REFERENCE_COLUMNS, PreferenceCollator
 from .preferences import PreferenceTrainer
-from .reading import Batch, NumItems, load_for_reading
+from .reading import Batch, NumItems, load_for_scoring
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
@@ -92,27 +92,27 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         args = resolve_config(MultimodalDPOConfig, args, model)
         arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        loaded = load_for_reading(arguments, datasets)
+        loaded = load_for_scoring(arguments, datasets)
         self._view_settings = args.rejected_view_settings
         collator = PreferenceCollator(
             unwrapped(None, loaded.model), loaded.processing_class, args, view=self._view_settings.view
         )
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
-        stand_in = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
-        self._construct(super().__init__, arguments | {"data_collator": collator}, loaded, stand_in)
-        self._start_reading(
+        stand_in_columns = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
+        self._call_trl_constructor(super().__init__, arguments | {"data_collator": collator}, loaded, stand_in_columns)
+        self._set_up_scoring(
             datasets,
             columns=COLUMNS if args.remove_unused_columns else None,
             packs=args.packing == "prefix",
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
             load_processor=loaded.load_processor,
         )
-        self._reference = REFERENCE[: 2 if self._view_settings.view is None else 3]
+        self._reference_columns = REFERENCE_COLUMNS[: 2 if self._view_settings.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
             self._precompute_reference(args.per_device_eval_batch_size)
-        self._complete_parts()
+        self._finish_setup()
 
     # Reference
 
@@ -140,25 +140,25 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             return SimpleNamespace(log_probs=logps[:n])
 
         with kept_requires_grad(self._unwrapped(self.model)):
-            chosen, rejected = super().compute_ref_log_probs(score, _as_rows(inputs))
-        if len(self._reference) == 2:
+            chosen, rejected = super().compute_ref_log_probs(score, _as_trl_batch(inputs))
+        if len(self._reference_columns) == 2:
             return chosen, rejected
-        view = torch.full_like(chosen, torch.nan)
-        view[inputs["viewed"]] = view_logps[0]
-        return chosen, rejected, view
+        under_view = torch.full_like(chosen, torch.nan)
+        under_view[inputs["viewed"]] = view_logps[0]
+        return chosen, rejected, under_view
 
     # Update
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Returns scores of all completions. Tokens that aren't learned score 0, as TRL's loss sums without a mask."""
+        """Returns scores of all completions. Tokens that aren't learned score 0, since TRL's loss has no mask."""
         learned = inputs["learned"].bool()
         return (
             super()._score(model, inputs, compute_aux_loss).map_rows(lambda values: torch.where(learned, values, 0.0))
         )
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
-        self._measure_contribution(model, inputs)
-        inputs = self._with_logps_of_reference(inputs)
+        self._log_media_contribution(model, inputs)
+        inputs = self._with_reference_logps(inputs)
         scores = self._score(model, inputs, self.aux_loss_enabled)
         pair_scores = scores.rows(slice(2 * len(inputs["sequences"])))
         outputs = SimpleNamespace(
@@ -169,7 +169,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             log_sum_sq_probs=pair_scores.log_sum_sq_probs,
             aux_loss=pair_scores.aux_loss,
         )
-        loss = self._loss_of_trl(_as_rows(inputs), outputs)
+        loss = self._loss_of_trl(_as_trl_batch(inputs), outputs)
         if self._view_settings.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
@@ -180,9 +180,9 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         `logps`, `(2 * B + V,)`, are of the chosen, the rejected, and the `V` chosen completions under the view.
         """
         settings, n, viewed = self._view_settings, len(inputs["sequences"]), inputs["viewed"]
-        chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
-        view = logps[2 * n :] - inputs["ref_view_logps"][viewed]
-        rewards = self.beta * chosen.detach(), self.beta * view.detach()
+        chosen_logratios = logps[viewed] - inputs["ref_chosen_logps"][viewed]
+        view_logratios = logps[2 * n :] - inputs["ref_view_logps"][viewed]
+        rewards = self.beta * chosen_logratios.detach(), self.beta * view_logratios.detach()
         values = {
             "rewards/view": rewards[1],
             "rewards/view_accuracies": (rewards[0] > rewards[1]).float(),
@@ -192,8 +192,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         }
         metrics = {name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()}
         log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
-        conditional = settings.conditional_coef * conditional_preference(chosen, view, self.beta)
-        anchored = settings.anchor_coef * anchored_preference(chosen, self.beta, settings.anchor)
+        conditional = settings.conditional_coef * conditional_preference(chosen_logratios, view_logratios, self.beta)
+        anchored = settings.anchor_coef * anchored_preference(chosen_logratios, self.beta, settings.anchor)
         return (conditional + anchored).sum() / n
 
     # Card
@@ -208,14 +208,14 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         return [*lines, *common_lines(self.args.to_dict())]
 
 
-def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
+def _as_trl_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns a micro-batch in the format of TRL's loss. A token for padding stands before each completion, as the loss
-    doesn't score the first token. The mask marks learned tokens.
+    Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
+    loss doesn't score the first token. The mask marks learned tokens.
     """
     n = 2 * len(inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
         "completion_mask": pad(inputs["learned"][:n], (1, 0)),
-        **{name: inputs[name] for name in ("attention_mask", *REFERENCE[:2]) if name in inputs},
+        **{name: inputs[name] for name in ("attention_mask", *REFERENCE_COLUMNS[:2]) if name in inputs},
     }

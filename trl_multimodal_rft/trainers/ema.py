@@ -41,9 +41,9 @@ class MovingAverage(TrainerCallback):
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, option: str = "ema_decay"):
         self.option = option
-        self._move = get_ema_multi_avg_fn(decay)
+        self._update_average = get_ema_multi_avg_fn(decay)
         self._parameters = parameters
-        self._sharded: list[FSDPModule] = []
+        self._fsdp_modules: list[FSDPModule] = []
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
     def on_step_end(
@@ -60,10 +60,10 @@ class MovingAverage(TrainerCallback):
 
     def follow(self, model: nn.Module) -> None:
         """
-        Averages the weights of the same names in `model` from now on. FSDP, for example, may have moved, replaced or
-        sharded the weights since the last call. All processes have to call this.
+        Makes later updates average the weights of `model`, found by their names, since FSDP, for example, moves,
+        replaces or shards weights. All processes have to call this.
         """
-        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         parameters = fsdp2_canonicalize_names(dict(extract_model_from_parallel(model).named_parameters()))
         for name, average in self._average.items():
@@ -72,26 +72,26 @@ class MovingAverage(TrainerCallback):
 
     def update(self) -> None:
         for name, parameter in self._parameters.items():  # serially, so that one weight at a time is copied to float32
-            self._move([self._average[name]], [parameter.detach().float()], None)
+            self._update_average([self._average[name]], [parameter.detach().float()], None)
 
     @contextmanager
-    def applied(self):
+    def averaged_weights(self):
         """Gives the weights the values of the average within the context."""
         saved = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        self._write(self._average)
+        self._set_weights(self._average)
         try:
             yield
         finally:
             self._reshard()
-            self._write(saved)
+            self._set_weights(saved)
 
     def _reshard(self) -> None:
-        """Makes the next forward gather all weights again, as FSDP2 may have kept some from the last forward."""
-        for module in self._sharded:
+        """Makes the next forward gather all weights again, because FSDP2 keeps some gathered after a forward."""
+        for module in self._fsdp_modules:
             module.reshard()
 
     @torch.no_grad()
-    def _write(self, values: dict[str, torch.Tensor]) -> None:
+    def _set_weights(self, values: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
 
@@ -104,10 +104,10 @@ class MovingAverage(TrainerCallback):
         if writes_shards(accelerator):
             dcp.save(self._average, checkpoint_id=checkpoint / _NAME)
             return
-        whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
+        whole_average = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
         if writes:
             file = checkpoint / f"{_NAME}.safetensors"
-            save_file({name: value.contiguous().cpu() for name, value in whole.items()}, file)
+            save_file({name: value.contiguous().cpu() for name, value in whole_average.items()}, file)
 
     def load(self, checkpoint: Path, accelerator: Accelerator) -> None:
         """Reads the average from a checkpoint. Raises `ValueError` if the checkpoint has none."""
@@ -125,9 +125,9 @@ class MovingAverage(TrainerCallback):
             self._average[name].copy_(_shard_like(value, self._average[name]))
 
 
-def _shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Moves a tensor to the device of `like`, and shards it like `like`, unless it is sharded already."""
-    value = value.to(like.device)
-    if isinstance(like, DTensor) and not isinstance(value, DTensor):
-        value = distribute_tensor(value, like.device_mesh, like.placements)
+def _shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Moves a tensor to the device of `target`, and shards it like `target`, unless it is sharded already."""
+    value = value.to(target.device)
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value, target.device_mesh, target.placements)
     return value

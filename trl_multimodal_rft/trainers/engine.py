@@ -65,7 +65,7 @@ def make_engine(
     media_limits: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
-    """Makes the vLLM engine with TRL's arguments. `media_limits` per prompt apply unless the user sets others."""
+    """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `media_limits`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
@@ -96,7 +96,7 @@ def make_engine(
 
     def without_weights() -> AbstractContextManager[None]:
         memory = host_memory()
-        return nullcontext() if memory is None else memory.holding(storages(weights(model)))
+        return nullcontext() if memory is None else memory.offloading(storages(weights(model)))
 
     return MultimodalVLLMGeneration(
         model=model,
@@ -174,25 +174,25 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
     run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
 
 
-def check_settings(
-    run: Run, sampler: Sampler, transformers: TransformersSampler, load_processor: Callable[[], Processor]
+def self_check_settings(
+    run: Run, sampler: Sampler, local_sampler: TransformersSampler, load_processor: Callable[[], Processor]
 ) -> RunSettings:
     """Returns the run's settings for the self-check. `load_processor` loads the processor as transformers does."""
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
-        options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
+        options: dict[str, Any] = {"fallbacks": fallbacks, "generating": local_sampler.generating}
         return sample_completions(
-            run.policy, run.live.model_wrapped, prompts, config, transformers.pad_token_id, **options
+            run.policy, run.live.model_wrapped, prompts, config, local_sampler.pad_token_id, **options
         )
 
     return RunSettings(
         load_processor=load_processor,
         template_kwargs=run.prompts.template_kwargs,
-        generation_config=transformers.config,
+        generation_config=local_sampler.config,
         eos_token_ids=run.completions.ends,
-        sample=sample if sampler.samples_policy and transformers.continuous_batching is None else None,
+        sample=sample if sampler.samples_policy and local_sampler.continuous_batching is None else None,
         samples_rollouts=sampler.samples_policy,
-        generating=transformers.generating,
+        generating=local_sampler.generating,
         changes=sampling_changes(run.args),
         audio_overlong=run.args.audio_overlong,
         engine_positions=sampler.is_engine,
@@ -204,22 +204,22 @@ def check_sampler(
     sampler: Sampler,
     rollout: Rollout,
     *,
-    corrects: bool,
+    corrects_for_engine: bool,
     logit_bias: dict[int, float],
     flight: InFlight | None,
 ) -> None:
     """
     Compares the log-probabilities of an engine with the policy's, if a check is due. Raises `RuntimeError` if
-    completions continue after an end of text, or lack log-probabilities although the trainer `corrects` for the
-    engine. `logit_bias` are the engine's biases, and `flight` holds requests for later batches.
+    completions continue after an end of text, or lack log-probabilities although `corrects_for_engine`
+    is set. `logit_bias` are the engine's biases, and `flight` holds requests for later batches.
     """
     if sampler.samples_policy or not run.is_training:
         return
-    _check_logps(run, rollout, corrects)
+    _check_logps(run, rollout, corrects_for_engine)
     check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
     if check is not None and run.completions.encodes_text and not has_tools:
-        tail = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
-        if any_rank(run.accelerator, bool(tail.any())):
+        after_end = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
+        if any_rank(run.accelerator, bool(after_end.any())):
             ends = run.tokenizer.convert_ids_to_tokens([*run.completions.ends])
             raise RuntimeError(
                 f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
@@ -229,29 +229,29 @@ def check_sampler(
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
         policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
-        dtype, is_old = sampler.dtype or policy_dtype, rollout.source.flight is not None
-        if flight is not None and is_old and flight.probes:  # the rollout is older than the policy
+        dtype, is_asynchronous = sampler.dtype or policy_dtype, rollout.source.flight is not None
+        if flight is not None and is_asynchronous and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        if not is_old or has_tools:  # the newest weights sample turns after results of tools
+        if not is_asynchronous or has_tools:  # the newest weights sample turns after results of tools
             run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
 
 
-def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
+def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     """
     Logs the share of tokens without a log-probability of the sampler, and warns once. Raises `RuntimeError` if
-    no token of the first batch has a log-probability although the trainer `corrects` for the engine.
+    no token of the first batch has a log-probability although `corrects_for_engine` is set.
     """
-    checks, sampled, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
-    if sampled is None:
+    checks, sampling_logps, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
+    if sampling_logps is None:
         return
     if rollout.source.from_view is not None:  # these completions have no log-probabilities on purpose
         mask = mask & ~rollout.source.from_view[:, None]
-    n_missing, n = sum_over_ranks(run.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
+    n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_looked = not checks.has_looked, True
-    if is_first and n_missing == n > 0 and corrects:
+    if is_first and n_missing == n > 0 and corrects_for_engine:
         raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
     if n_missing and not checks.has_warned:
         checks.has_warned = True
@@ -279,31 +279,31 @@ def continue_after_tools(
     trajectories = run_turns(rollout, *samples, loop)
     for part in (
         part
-        for completion in trajectories
-        for prompt in (completion.prompt, *completion.closed)
+        for trajectory in trajectories
+        for prompt in (trajectory.prompt, *trajectory.closed)
         for part in prompt.parts
     ):
         part.decoded = ()  # no later turn needs decoded media
     rollout.prompts = with_results(loop.encoder.model, trajectories)
-    rollout.source.completions = [completion.messages for completion in trajectories]
-    rollout.source.turns = [completion.sampled for completion in trajectories]
-    rollout.source.contexts = [[messages for messages, _ in completion.contexts[1:]] for completion in trajectories]
-    ids, mask = [completion.ids for completion in trajectories], [completion.mask for completion in trajectories]
-    logps = None if samples[1] is None else [completion.logps or [] for completion in trajectories]
-    if sampler.samples_policy and any(len(completion.sampled) > 1 for completion in trajectories):
+    rollout.source.completions = [trajectory.messages for trajectory in trajectories]
+    rollout.source.turns = [trajectory.sampled for trajectory in trajectories]
+    rollout.source.contexts = [[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories]
+    ids, mask = [trajectory.ids for trajectory in trajectories], [trajectory.mask for trajectory in trajectories]
+    logps = None if samples[1] is None else [trajectory.logps or [] for trajectory in trajectories]
+    if sampler.samples_policy and any(len(trajectory.sampled) > 1 for trajectory in trajectories):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.notices.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
             run.notices.mode_after_tools = mode
     if (flight := rollout.source.flight) is not None:  # the newest weights sample after results
-        has_results = torch.tensor([0 in completion for completion in mask], device=run.accelerator.device)
+        has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
         flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
         contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    counts = sum((completion.counts for completion in trajectories), Counter())
+    counts = sum((trajectory.counts for trajectory in trajectories), Counter())
     local_counts = [*(counts[name] for name in (*ENDS, "calls", "failures", "unparsed")), len(ids)]
     *ends, calls, failures, unparsed, n = sum_over_ranks(run.accelerator, local_counts)
     run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ends, strict=True)})
@@ -321,7 +321,7 @@ def vllm_sampler(
     host_memory: Callable[[], HostMemory | None],
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
-    """Returns the vLLM sampler. It reserves memory for the most media of a prompt, with media of tools."""
+    """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
     limits = {}
     if not run.toolbox and n_tool_media is not None:  # environments and unlimited tools add any number of media

@@ -18,14 +18,14 @@ from ..rollout.ranks import any_rank
 @torch.no_grad()
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
     """Raises `FloatingPointError` if trained weights aren't finite. All processes have to call this."""
-    trained = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
-    trained = {name: value for name, value in trained.items() if value.numel() > 0}
+    trained_weights = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
+    trained_weights = {name: value for name, value in trained_weights.items() if value.numel() > 0}
     # The largest absolute weight isn't finite if any weight isn't
-    largest = nn.utils.get_total_norm(trained.values(), math.inf)
-    if any_rank(accelerator, not largest.isfinite().item()):
-        broken = [f", such as {name!r}" for name, value in trained.items() if not value.isfinite().all()]
+    largest_weight = nn.utils.get_total_norm(trained_weights.values(), math.inf)
+    if any_rank(accelerator, not largest_weight.isfinite().item()):
+        examples = [f", such as {name!r}" for name, value in trained_weights.items() if not value.isfinite().all()]
         raise FloatingPointError(
-            f"Weights aren't finite after step {step}{''.join(broken[:1])}, so {consequence}. "
+            f"Weights aren't finite after step {step}{''.join(examples[:1])}, so {consequence}. "
             "Resume from an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
         )
 
@@ -41,10 +41,10 @@ def skip_broken_update(
     """
     Skips an update whose gradient isn't finite.
 
-    Returns whether the update is skipped, and the number of skipped updates in a row, which was `n_skipped` before.
+    Returns whether the update is skipped, and the number of skipped updates in a row, which before was `n_skipped`.
     Raises `FloatingPointError` if that number exceeds `limit`, or if DeepSpeed has made the update already.
     """
-    # All processes decide alike, as they hold the same gradient. DeepSpeed may have no norm, or -1.
+    # All processes decide alike, because they hold the same gradient. DeepSpeed's norm can be `None` or -1
     if norm is None or (math.isfinite(norm) and norm >= 0):
         return False, 0
     scaler = accelerator.scaler

@@ -164,8 +164,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self._check_kl()
         self._check_loss()
         self._check_view()
-        whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
-        if self.top_entropy_quantile < 1 and self.entropy_settings.scope == "batch" and not whole_steps:
+        holds_whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
+        if self.top_entropy_quantile < 1 and self.entropy_settings.scope == "batch" and not holds_whole_steps:
             raise ValueError(
                 "The scope 'batch' of `entropy_source` needs the whole batch of an optimizer step at once, so "
                 f"`steps_per_generation` ({self.steps_per_generation}) must be a multiple of "
@@ -186,8 +186,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return as_loss(self.loss_type)
 
     def _post_init_trl(self) -> None:
-        group = self.num_generations or 0
-        if group > 1:
+        group_size = self.num_generations or 0
+        if group_size > 1:
             super().__post_init__()
             return
         if self.estimator.needs == "group":
@@ -195,7 +195,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`num_generations` must be at least 2, got {self.num_generations}. Raise it, or use 'reinforce'."
             )
-        if group < 1:
+        if group_size < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
         # TRL requires two completions per prompt for any estimator. So TRL's checks get one group of all completions
         # of a process. If the other checks pass for such a group, they would pass for one completion per prompt, too.
@@ -276,11 +276,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 + (", or `kl_estimator='k3'`." if condition else ".")
             )
         # TRL checks the mode only when its constructor starts the engine
-        level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
-        if self._corrects and not self.vllm_importance_sampling_mode.startswith(level):
+        required_level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
+        if self._corrects_for_vllm and not self.vllm_importance_sampling_mode.startswith(required_level):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
-                f"'{level}_mask' or '{level}_truncate', got {self.vllm_importance_sampling_mode!r}."
+                f"'{required_level}_mask' or '{required_level}_truncate', got {self.vllm_importance_sampling_mode!r}."
             )
         if sequence_level and not loss.sequence_level:
             raise ValueError(
@@ -303,10 +303,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if loss.name == "dual_clip":
             self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
-            upper = 1 + self.loss_options().epsilon_high
-            if self.delta <= upper:
+            clip_bound = 1 + self.loss_options().epsilon_high
+            if self.delta <= clip_bound:
                 raise ValueError(
-                    f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {upper}."
+                    f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {clip_bound}."
                 )
         elif self.delta is not None and not loss.sequence_level:  # TRL's losses ignore it
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
@@ -375,7 +375,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return self.kl_estimator == "k1"
 
     @property
-    def _corrects(self) -> bool:
+    def _corrects_for_vllm(self) -> bool:
         return self.use_vllm and self.vllm_importance_sampling_correction
 
     def loss_options(self) -> LossOptions:

@@ -31,7 +31,7 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
-from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
+from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
 from .rollout_logs import reward_index
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -151,7 +151,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         gather = functools.partial(gather_rows, self.accelerator)
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         self._head_rule = (
-            dependency_head(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
+            dependency_head_rule(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
         )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # raises if there is no such name
@@ -183,22 +183,22 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Scores parts of a rollout under the sampling policy, and keeps entropies that select tokens."""
         args, needs_dependency = self.args, self._measures_dependency
         trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
-            map(self._corrects, parts)
+            map(self._corrects_for_engine, parts)
         )
         score = functools.partial(self._run.score, self.model)
         for part in parts:
-            measures = needs_dependency and part.view.prompts and part.view.dependency is None
-            with nullcontext() if trl_scores_too else self._extra_time():
-                if measures:
-                    old = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
+            measures_dependency = needs_dependency and part.view.prompts and part.view.dependency is None
+            with nullcontext() if trl_scores_too else self._timing_extra_scoring():
+                if measures_dependency:
+                    old_scores = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
                 else:
-                    old = score(part)
-            part.old_per_token_logps = old.logps
-            if self._filters_by_rollout and self.model.training:
-                part.tokens.entropies = old.entropies
+                    old_scores = score(part)
+            part.old_per_token_logps = old_scores.logps
+            if self._filters_by_rollout_entropy and self.model.training:
+                part.tokens.entropies = old_scores.entropies
 
     @property
-    def _filters_by_rollout(self) -> bool:
+    def _filters_by_rollout_entropy(self) -> bool:
         return self.args.top_entropy_quantile < 1 and self.args.entropy_settings.policy == "rollout"
 
     @property
@@ -217,7 +217,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self._kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
-            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
+            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.current)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         args, shaped = self.args, rewards
@@ -231,7 +231,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._run.metrics.add({"shaped_reward": shaped.nanmean().item()})
         return shaped
 
-    def _compare(
+    def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
         args, size = self.args, self._run.group_size
@@ -245,7 +245,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
         args = self.args
-        need_logps = callable(args.advantage_estimator) or self._kl_in_reward
+        needs_logps = callable(args.advantage_estimator) or self._kl_in_reward
         ref_logps = rollout.ref_per_token_logps
         advantages = estimate_advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
@@ -253,11 +253,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rewards_per_func=require(rollout.rewards.per_func),
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
-            old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if need_logps else None,
-            ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
+            old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if needs_logps else None,
+            ref_logps=gather_rows(self.accelerator, ref_logps) if needs_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if self._kl_in_reward else 0.0,
             scale=args.scale_rewards,
-            steps=self._steps(rollout),
+            steps=self._gather_steps(rollout),
         )
         per_completion = self._policy_loss.per_completion or args.importance_sampling_level == "sequence"
         if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
@@ -268,7 +268,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             )
         return advantages
 
-    def _steps(self, rollout: Rollout) -> Steps | None:
+    def _gather_steps(self, rollout: Rollout) -> Steps | None:
         """Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them."""
         step_input, rewards = self._estimator.step_input, rollout.rewards
         if step_input is None:
@@ -289,8 +289,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
-    def _extra_time(self):
-        """Adds the seconds of its block, whose scores TRL doesn't compute, to the metric `extra_scoring_time`."""
+    def _timing_extra_scoring(self):
+        """Adds the seconds in its context, which computes scores that TRL doesn't, to `extra_scoring_time`."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():
@@ -300,14 +300,17 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # High-entropy tokens
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        if self._filters_by_rollout:
+        if self._filters_by_rollout_entropy:
             window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
-            # If tokens of several micro-batches compete, entropies from the update's forward come too late
-            first = 0 if window > 1 else self._n_on_policy
-            self._score_with_entropies([part for part in micro_batches[first:] if part.tokens.entropies is None])
+            # If tokens of several micro-batches compete, all must be scored now. Otherwise, the on-policy ones get
+            # their entropies from the forward of their update
+            first_to_score = 0 if window > 1 else self._n_on_policy_batches
+            self._score_with_entropies(
+                [part for part in micro_batches[first_to_score:] if part.tokens.entropies is None]
+            )
             for start in range(0, len(micro_batches), window):
                 parts = micro_batches[start : start + window]
-                if start >= first or parts[0].tokens.entropies is not None:
+                if start >= first_to_score or parts[0].tokens.entropies is not None:
                     self._token_filter.mark(parts, [part.tokens.entropies for part in parts])
         super()._on_rollout(micro_batches)
 
@@ -316,11 +319,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             return
         args, window = self.args, self._token_filter.window
         source = args.entropy_settings
-        scores_window = (source.policy, source.scope) == ("current", "batch")
-        if scores_window and self._step % window == 0:
+        needs_window_entropies = (source.policy, source.scope) == ("current", "batch")
+        if needs_window_entropies and self._step % window == 0:
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
-            with self._extra_time():
+            with self._timing_extra_scoring():
                 entropies = [self._run.score(self.model, part).entropies for part in parts]
             self._token_filter.mark(parts, entropies)
 
@@ -331,7 +334,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self._token_filter.is_trls:
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
-        if self._filters_by_rollout:
+        if self._filters_by_rollout_entropy:
             rollout.tokens.weights = weights  # further iterations use the same weights
         return weights
 
@@ -380,12 +383,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
-        tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
         if self.model.training:  # these are tokens of a generation batch, which may hold several optimizer steps
-            tokens = tokens * self._accumulation() / self.args.steps_per_generation
-        return Normalizer(self._accumulation(), self.max_completion_length, tokens)
+            n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
+        return Normalizer(self._n_accumulation_steps(), self.max_completion_length, n_tokens)
 
-    def _accumulation(self) -> int:
+    def _n_accumulation_steps(self) -> int:
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
     def _active_entropy_coef(self) -> float | None:
@@ -397,10 +400,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _adapt_entropy(self, tensors: LossInputs) -> None:
         """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints store."""
-        args, is_last = self.args, self.accelerator.sync_gradients
+        args, ends_step = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
             self._entropy_sums.add(*entropy_sums(tensors))
-            if is_last:
+            if ends_step:
                 total, count = self._entropy_sums.close(self.accelerator.reduce)
                 self._last_world_entropy = total / max(count, 1.0)
                 self.entropy_coef = adapted_entropy_coef(
@@ -411,7 +414,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     min_coef=args.entropy_coef_min,
                     max_coef=args.entropy_coef_max,
                 )
-        if self._entropy_bonus_enabled and is_last:
+        if self._entropy_bonus_enabled and ends_step:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
@@ -430,7 +433,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether this micro-batch counts for the KL controller, as it is in a rollout's first iteration."""
+        """Returns whether the KL controller counts this micro-batch, which it does in a rollout's first iteration."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints

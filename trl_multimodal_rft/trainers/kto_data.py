@@ -19,17 +19,26 @@ from ..encoding.join import padded
 from ..encoding.prompts import check_ids
 from ..encoding.supervised import PreferencePair
 from .preference_data import PreferenceCollator
-from .sft_data import lacking
+from .sft_data import missing_columns_error
 
 
 logger = get_logger(__name__)
 
 # Columns of the reference's log-probabilities
-REFERENCE = ("ref_logps", "ref_KL_logps")
+REFERENCE_COLUMNS = ("ref_logps", "ref_KL_logps")
 # Column with the index of the row whose completion `ref_KL_logps` scores
 KL_ROW = "KL_row"
-COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)
-_UNPAIRED_AT_ONCE = 1000  # pairs per block, in which all chosen completions come first, as in TRL
+COLUMNS = (
+    "prompt",
+    "completion",
+    "label",
+    "tools",
+    "chat_template_kwargs",
+    *MEDIA_COLUMNS,
+    *REFERENCE_COLUMNS,
+    KL_ROW,
+)
+_PAIRS_PER_BLOCK = 1000  # pairs per block, in which all chosen completions come first, as in TRL
 
 
 def label_of(cell: Cell, row: int) -> bool:
@@ -69,13 +78,13 @@ class LabelledCollator(PreferenceCollator):
             `completion_mask`, `(2 * B, C)`, and `lengths` hold the rows' own completions, then the completions of the
             KL estimate. If the loss has no KL estimate, they are `(B, C)`. `KL_row`, `(B,)`, has the row indices of
             the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, has an entry for
-            each token of the prompts and their own completions. If rows have log-probabilities of the reference, they
-            follow, `(B,)`. `plain` and `encode_view` are described in
+            each token of the prompts and their own completions. The reference's log-probabilities, `(B,)`, are
+            included if rows have them. `plain` and `encode_view` are described in
             [`~trainers.preference_data.PreferenceCollator`].
         """
-        encoded, stored = self._encoded(rows), self._stored(rows)
-        others = zip(encoded, self._estimate_indices(len(encoded)), strict=True)
-        pairs = [replace(pair, rejected=self._cut(pair, encoded[i].rejected)) for pair, i in others]
+        encoded, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
+        pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]
         completions = [pair.chosen for pair in pairs]
         completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
         ids, mask = padded([torch.tensor(tokens, dtype=torch.long) for tokens in completions])
@@ -87,34 +96,34 @@ class LabelledCollator(PreferenceCollator):
             "completion_mask": mask,
             "lengths": list(map(len, completions)),
             "attention_mask": mask.new_ones(1, n_tokens),
-            "plain": lambda load, i: self._plain(stored[i], load()),
+            "plain": lambda load, i: self._plain_outputs(stored[i], load()),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
-            **self._columns(stored),
+            **self._column_tensors(stored),
         }
 
-    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """
-        Returns labels, and log-probabilities of the reference if rows have them. Raises `ValueError` if those are of
-        another micro-batch.
+        Returns labels, and log-probabilities of the reference if rows have them. Raises `ValueError` if the reference
+        scored the rows in other micro-batches.
         """
         labels = [label_of(row.get("label"), row.row_index) for row in rows]
-        others = torch.tensor([rows[i].row_index for i in self._estimate_indices(len(rows))])
-        columns = {"label": torch.tensor(labels), KL_ROW: others}
-        for name in REFERENCE[: 2 if self.calculate_kl else 1]:
+        kl_rows = torch.tensor([rows[i].row_index for i in self._kl_indices(len(rows))])
+        columns = {"label": torch.tensor(labels), KL_ROW: kl_rows}
+        for name in REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]:
             values = [finite_number(row.get(name), name, row.row_index) for row in rows]
             if None not in values:
                 columns[name] = torch.tensor(values)
-        if REFERENCE[1] in columns:
-            for row, other in zip(rows, others.tolist(), strict=True):
-                if row.get(KL_ROW) != other:
+        if REFERENCE_COLUMNS[1] in columns:
+            for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
+                if row.get(KL_ROW) != kl_row:
                     raise ValueError(
                         f"row {row.row_index} has `ref_KL_logps` of the completion of row {row.get(KL_ROW)}, and is "
-                        f"in a micro-batch with that of row {other}; score the reference with the same batch size and "
-                        "order, or drop the column."
+                        f"in a micro-batch with that of row {kl_row}; score the reference with the same batch size "
+                        "and order, or drop the column."
                     )
         return columns
 
-    def _estimate_indices(self, n: int) -> list[int]:
+    def _kl_indices(self, n: int) -> list[int]:
         """Returns, for each of `n` rows of a batch, the index of the row whose completion is in its KL estimate."""
         size = self.args.per_device_train_batch_size
         starts = [i - i % size for i in range(n)]
@@ -128,22 +137,24 @@ class LabelledCollator(PreferenceCollator):
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
         self._check_room(prompt, row)
-        return LabelledCompletion(**vars(prompt), chosen=self._cut(prompt, tokens), rejected=tokens)
+        return LabelledCompletion(**vars(prompt), chosen=self._cut_completion(prompt, tokens), rejected=tokens)
 
     def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
             return dataset  # the dataset's transform may return other columns
         columns, _ = self._columns_of(dataset, name)
         if {"chosen", "rejected"} <= columns and "completion" not in columns:
-            dataset = unpaired(dataset, columns)
+            dataset = unpair_dataset(dataset, columns)
             columns = columns - {"chosen", "rejected"} | {"prompt", "completion", "label"}
         if not {"prompt", "completion", "label"} <= columns:
             needed = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
-            raise lacking(name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns)))
+            raise missing_columns_error(
+                name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns))
+            )
         return dataset
 
 
-def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset | IterableDataset:
+def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset | IterableDataset:
     """
     Returns a dataset of pairs as labelled completions, in TRL's order, without decoding media.
 
@@ -168,8 +179,8 @@ def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset |
         dataset.remove_columns(other).rename_column(name, "completion").add_column("label", [name == "chosen"] * n)
         for name, other in (names, names[::-1])
     ]
-    starts = range(0, n, _UNPAIRED_AT_ONCE)
-    blocks = [np.arange(start, min(start + _UNPAIRED_AT_ONCE, n)) for start in starts]
+    starts = range(0, n, _PAIRS_PER_BLOCK)
+    blocks = [np.arange(start, min(start + _PAIRS_PER_BLOCK, n)) for start in starts]
     order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
     return concatenate_datasets(sides).select(order)
 
@@ -179,13 +190,16 @@ def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable
     Warns if weights don't make up for unequal numbers of labels, by equation 8 of
     [KTO](https://huggingface.co/papers/2402.01306).
     """
-    n_good = max(sum(labels), 1)
-    n_bad = max(len(labels) - n_good, 1)
-    if n_good == n_bad or 1 <= desirable_weight * n_good / (undesirable_weight * n_bad) <= 1.33:
+    n_desirable = max(sum(labels), 1)
+    n_undesirable = max(len(labels) - n_desirable, 1)
+    if (
+        n_desirable == n_undesirable
+        or 1 <= desirable_weight * n_desirable / (undesirable_weight * n_undesirable) <= 1.33
+    ):
         return
-    good = [round(factor * n_bad * undesirable_weight / n_good, 2) for factor in (1, 1.33)]
-    bad = [round(n_good * desirable_weight / n_bad / factor, 2) for factor in (1.33, 1)]
+    desirable_range = [round(factor * n_undesirable * undesirable_weight / n_desirable, 2) for factor in (1, 1.33)]
+    undesirable_range = [round(n_desirable * desirable_weight / n_undesirable / factor, 2) for factor in (1.33, 1)]
     logger.warning(
-        f"{n_good} completions are desirable and {n_bad} aren't, which the weights of their losses don't make up for: "
-        f"set `desirable_weight` in {good}, or `undesirable_weight` in {bad}."
+        f"{n_desirable} completions are desirable and {n_undesirable} aren't, which the weights of their losses don't "
+        f"make up for: set `desirable_weight` in {desirable_range}, or `undesirable_weight` in {undesirable_range}."
     )

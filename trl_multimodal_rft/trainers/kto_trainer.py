@@ -19,9 +19,9 @@ from ..models.parts import kept_requires_grad
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .kto_config import MultimodalKTOConfig
-from .kto_data import COLUMNS, KL_ROW, REFERENCE, LabelledCollator, label_of, warn_of_balance
+from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator, label_of, warn_of_balance
 from .preferences import PreferenceTrainer
-from .reading import Batch, NumItems, load_for_reading
+from .reading import Batch, NumItems, load_for_scoring
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
@@ -87,7 +87,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
     ):
         args = resolve_config(MultimodalKTOConfig, args, model)
         arguments = arguments_of(locals())
-        loaded = load_for_reading(arguments, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        loaded = load_for_scoring(arguments, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         calculate_kl = args.loss_type == "kto"
         collator = LabelledCollator(
             unwrapped(None, loaded.model), loaded.processing_class, args, calculate_kl=calculate_kl
@@ -98,21 +98,21 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         }
         self._check_labels(datasets["train_dataset"], args)
         arguments |= {**datasets, "data_collator": collator}
-        row = {"prompt": ["-"] * 2, "completion": ["-"] * 2, "label": [True, False]}
-        self._construct(super().__init__, arguments, loaded, row)
-        self._start_reading(
+        stand_in_columns = {"prompt": ["-"] * 2, "completion": ["-"] * 2, "label": [True, False]}
+        self._call_trl_constructor(super().__init__, arguments, loaded, stand_in_columns)
+        self._set_up_scoring(
             datasets,
             columns=COLUMNS if args.remove_unused_columns else None,
             packs=args.packing == "prefix",
             outputs=("log_probs", "entropy", "mean_logits"),
             load_processor=loaded.load_processor,
         )
-        self._reference = REFERENCE if calculate_kl else REFERENCE[:1]
+        self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
         self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
             # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of the training
             self._precompute_reference(args.per_device_train_batch_size)
-        self._complete_parts()
+        self._finish_setup()
 
     def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
         """Raises `ValueError` for a label that isn't true or false. Warns of unequal numbers of both labels."""
@@ -137,29 +137,34 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         n, logps = len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
-            # TRL asks for the rows' completions, then for the completions of the KL estimate
+            # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
+            # first call scores both, and the second call returns the rest
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 
         with kept_requires_grad(self._unwrapped(self.model)):
-            return super().compute_ref_log_probs(score, _as_rows(inputs))
+            return super().compute_ref_log_probs(score, _as_trl_batch(inputs))
 
-    def _reference_of(self, inputs: Batch) -> dict[str, torch.Tensor]:
-        columns = super()._reference_of(inputs)
+    def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        columns = super()._score_reference(inputs)
         return {**columns, KL_ROW: inputs[KL_ROW]} if self.calculate_KL else columns
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
-        self._measure_contribution(model, inputs)
-        inputs, n = self._with_logps_of_reference(inputs), len(inputs["sequences"])
+        self._log_media_contribution(model, inputs)
+        inputs, n = self._with_reference_logps(inputs), len(inputs["sequences"])
         scores = self._score(model, inputs, self.aux_loss_enabled)
-        rows = scores.rows(slice(n))
+        row_scores = scores.rows(slice(n))
         outputs = SimpleNamespace(
-            log_probs=rows.logps, entropy=rows.entropies, mean_logits=rows.mean_logits, aux_loss=rows.aux_loss
+            log_probs=row_scores.logps,
+            entropy=row_scores.entropies,
+            mean_logits=row_scores.mean_logits,
+            aux_loss=row_scores.aux_loss,
         )
         kl_outputs = [SimpleNamespace(log_probs=scores.logps[n:].detach())] if self.calculate_KL else []
-        return self._loss_of_trl(_as_rows(inputs), *kl_outputs, outputs), scores
+        return self._loss_of_trl(_as_trl_batch(inputs), *kl_outputs, outputs), scores
 
     def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """Returns the row with its own completion only, since the pair's second completion is of another row."""
         return super()._sequences(pair, model)[:1]
 
     # Card
@@ -170,14 +175,14 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
 
 
-def _as_rows(inputs: Batch) -> Batch:
+def _as_trl_batch(inputs: Batch) -> Batch:
     """
-    Returns a micro-batch in the format of TRL's loss. A token for padding stands before each completion, as the loss
-    doesn't score the first token.
+    Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
+    loss doesn't score the first token.
     """
     ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
     n = len(inputs["sequences"])
     rows = {"input_ids": ids[:n], "completion_mask": mask[:n]}
     if len(ids) > n:
         rows |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
-    return rows | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE) if name in inputs}
+    return rows | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE_COLUMNS) if name in inputs}

@@ -49,7 +49,7 @@ from ..rollout.environments import Environments
 from ..views.options import LossView
 from .configs import SamplingConfig, TrainerConfig, mapping
 from .setup import (
-    LACKS,
+    NO_NAME,
     check_engine_format,
     check_head_cast,
     check_name,
@@ -72,22 +72,22 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 def loading_in_trl(by_name: bool):
     """Raises if TRL loads incomplete weights. With `by_name`, hides TRL's warning of unused `model_init_kwargs`."""
 
-    def keep(record: logging.LogRecord):
+    def is_shown(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
 
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("trl.trainer.")]
     for trl_logger in loggers:
-        trl_logger.addFilter(keep)
+        trl_logger.addFilter(is_shown)
     try:
         with require_all_weights():
             yield
     finally:
         for trl_logger in loggers:
-            trl_logger.removeFilter(keep)
+            trl_logger.removeFilter(is_shown)
 
 
 @dataclass
-class Loaded:
+class LoadedParts:
     """Parts of a trainer, checked and loaded before TRL's constructor."""
 
     model: Any
@@ -110,7 +110,7 @@ def load_parts(
     quantization_config: Any,
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
-) -> Loaded:
+) -> LoadedParts:
     """Loads a model by its name, and a missing processor. Raises `ValueError` if the model can't be trained."""
     if hasattr(model, "model_for"):  # an actor of `lightrft`; the trainer takes its model
         model = model.model_for(args)
@@ -127,7 +127,7 @@ def load_parts(
     if processing_class is None:
         name = get_config_model_id(model.config)
         if not name:
-            raise ValueError(f"{LACKS} its processor would be loaded; pass `processing_class`.")
+            raise ValueError(f"{NO_NAME} its processor would be loaded; pass `processing_class`.")
         processing_class = load_processor(name, revision, args.trust_remote_code)
         source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         source["pretrained_model_name_or_path"] = name
@@ -136,7 +136,7 @@ def load_parts(
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
     check_processor(processing_class)
-    return Loaded(model, processing_class, source, revision, by_name)
+    return LoadedParts(model, processing_class, source, revision, by_name)
 
 
 def load_for_sampling(
@@ -150,7 +150,7 @@ def load_for_sampling(
     peft_config: Any,
     datasets: list[Any],
     uses_tools: bool,
-) -> Loaded:
+) -> LoadedParts:
     """Loads the parts of [`load_parts`] and the reference, if any, and checks that they can sample as configured."""
     if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
         raise ValueError(
@@ -168,7 +168,7 @@ def load_for_sampling(
         check_engine_format(processing_class)
     if args.disable_dropout is None:
         fix_encoders(unwrapped(None, model))
-    if any(kind in model.input_modalities for kind in MODALITIES):
+    if any(modality in model.input_modalities for modality in MODALITIES):
         check_takes_media(processing_class, args.ignored_media_columns, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config) if needs_reference(args) else None
@@ -179,15 +179,15 @@ def load_for_sampling(
     return loaded
 
 
-# Options that are off in TRL's constructor, as the trainers here handle signals and compile layers themselves
-IN_CONSTRUCTOR: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
+# Options that are off in TRL's constructor, because the trainers here handle signals and compile layers themselves
+CONSTRUCTOR_OPTIONS: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
 
 
 @contextmanager
-def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
+def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholders: set[int]):
     """Replaces options and config entries that TRL's constructor reads, within the context."""
     # The trainer starts the engine itself. With a loaded reference, TRL mustn't load another or add a callback for it
-    options = {**IN_CONSTRUCTOR, "use_vllm": False}
+    options = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
     if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):  # TRL sets this option itself
@@ -241,20 +241,20 @@ def enable_packing(
         return False
     for model in models:
         install_prefix_attention(model)
-    per_device, group = args.per_device_train_batch_size, args.num_generations or 1
-    if per_device % group != 0:
+    batch_size, group_size = args.per_device_train_batch_size, args.num_generations or 1
+    if batch_size % group_size != 0:
         logger.warning(
-            f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
+            f"`per_device_train_batch_size` ({batch_size}) holds no whole groups of `num_generations` ({group_size}), "
             "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
-            f"multiple of {group}."
+            f"multiple of {group_size}."
         )
     return True
 
 
 def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
     """
-    Returns arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None`
-    without a backend.
+    Returns arguments of `torch.compile` for a backend and a mode, or `None` without a backend. Backend and mode
+    default to the options of `accelerate launch`.
     """
     plugin = TorchDynamoPlugin(backend=backend, mode=mode)
     return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
@@ -270,7 +270,7 @@ def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Mo
             "`torch_compile=True` compiles whole layers, but ZeRO-3 gathers weights inside of them; use "
             "`fsdp2.yaml`, which gathers weights before a layer, or ZeRO-2."
         )
-    from ..forward.compiled import compile_layers  # imported here, as few runs need it
+    from ..forward.compiled import compile_layers  # imported here, because few runs need it
 
     for model in models:
         if model is not None:
@@ -305,8 +305,8 @@ class RewardSources:
 
     reward_funcs: list[Any]
     processors: list[Any]
-    by_name: list[bool]  # whether a reward model is loaded by its name
-    of_environments: dict[str, Callable]
+    by_name: list[bool]  # for each reward function, whether it is a model that is loaded by its name
+    environment_funcs: dict[str, Callable]
 
     def for_trl(self) -> dict[str, Any]:
         """Returns arguments of TRL's constructor; none for a trainer without rewards."""
@@ -320,9 +320,9 @@ def reward_sources(
     reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
 ) -> RewardSources:
     """Returns the sources of rewards. Raises `ValueError` if there is none and the config needs rewards."""
-    of_environments = toolbox.reward_funcs()
+    environment_funcs = toolbox.reward_funcs()
     if not reward_funcs:
-        reward_funcs, of_environments = [*of_environments.values()], {}
+        reward_funcs, environment_funcs = [*environment_funcs.values()], {}
     if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
@@ -337,7 +337,9 @@ def reward_sources(
             processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
         elif isinstance(entry, str):  # TRL loads the model
             register_reward_model(entry, revision, trust_remote_code)
-    return RewardSources(reward_funcs, processors, [isinstance(entry, str) for entry in reward_funcs], of_environments)
+    return RewardSources(
+        reward_funcs, processors, [isinstance(entry, str) for entry in reward_funcs], environment_funcs
+    )
 
 
 def with_media_reader(
@@ -357,7 +359,9 @@ def with_media_reader(
         else:
             reward_func = accelerator.prepare_model(reward_func, device_placement=True, evaluation_mode=True)
     model = unwrapped(accelerator, reward_func)
-    takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
+    takes_media = isinstance(model, PreTrainedModel) and any(
+        modality in model.input_modalities for modality in MODALITIES
+    )
     if processor is None and takes_media:
         processor = load_processor(
             get_config_model_id(model.config),
@@ -400,7 +404,7 @@ def load_by_name(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    """Loads a model as TRL does. Several processes get no `device_map`, as each one places its own copy."""
+    """Loads a model as TRL does. Several processes get no `device_map`, because each one places its own copy."""
     options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config

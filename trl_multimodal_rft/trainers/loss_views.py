@@ -21,7 +21,7 @@ from ..rollout.score import score_dependency
 from .run import Run
 
 
-def dependency_head(model: PreTrainedModel) -> HeadRule:
+def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
     """
     Returns the scale and soft cap of a model's LM head, from which divergences are computed. Raises `ValueError` if
     the model applies anything else to its logits.
@@ -37,7 +37,7 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
-    """Sets the prompts of a rollout under `loss_view`, and the mask of completions whose prompts the view changes."""
+    """Sets a rollout's prompts under `loss_view`, and the mask of completions with a prompt that the view changes."""
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
@@ -61,52 +61,52 @@ def measure_dependency(
     With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
     and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy.
     """
-    args, viewed = run.args, require(rollout.view.replaces)[:, None]
+    args, is_replaced = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
-        old = score(rollout)
-        without_media = score_reference(replace(rollout, prompts=rollout.view.prompts))
-        rollout.view.dependency = torch.where(viewed, without_media.entropies - old.entropies, 0)
+        old_scores = score(rollout)
+        view_scores = score_reference(replace(rollout, prompts=rollout.view.prompts))
+        rollout.view.dependency = torch.where(is_replaced, view_scores.entropies - old_scores.entropies, 0)
     else:
-        size: int = args.per_device_train_batch_size
+        batch_size: int = args.per_device_train_batch_size
         model: Any = run.model
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
-            old, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, size)
+            old_scores, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, batch_size)
     if not args.loss_view_settings.has_gradient:  # updates don't forward the view
         rollout.view.prompts = []
-    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * viewed)}
-    log_metrics(metrics, run.accelerator.gather, run.metrics.now)
-    return old
+    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * is_replaced)}
+    log_metrics(metrics, run.accelerator.gather, run.metrics.current)
+    return old_scores
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """Weighs advantages and tokens by their dependency on media. Weights are 1 if the view replaces no media."""
-    view, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
+    settings, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
-    if view.advantage_min is not None:
+    if settings.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         statistics = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
-        weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, view.advantage_min)
-        run.metrics.add({"view/weight_max": weights.max().item()})
-        local_weights = local_rows(run.accelerator, weights, len(rollout))
+        completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
+        run.metrics.add({"view/weight_max": completion_weights.max().item()})
+        local_weights = local_rows(run.accelerator, completion_weights, len(rollout))
         rollout.advantages = advantages * (local_weights if advantages.dim() == 1 else local_weights[:, None])
-    weights = None
-    if view.temperature is not None:
-        weights = relevance_weights(dependency, mask, view.temperature)
-    elif view.token_quantile < 1:
-        weights = high_entropy_mask(dependency, mask, view.token_quantile, scope="sequence")
-    if weights is not None:
-        rollout.tokens.weights = torch.where(replaces[:, None], weights, 1.0)
+    token_weights = None
+    if settings.temperature is not None:
+        token_weights = relevance_weights(dependency, mask, settings.temperature)
+    elif settings.token_quantile < 1:
+        token_weights = high_entropy_mask(dependency, mask, settings.token_quantile, scope="sequence")
+    if token_weights is not None:
+        rollout.tokens.weights = torch.where(replaces[:, None], token_weights, 1.0)
 
 
 def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
-    """Returns the loss of a micro-batch plus the terms of the view, averaged like the policy loss."""
+    """Adds the terms of the view, averaged like the policy loss, to the loss of a micro-batch, and their metrics."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    view = scores if scores.view is None else scores.view  # without a view, the coefficients of its terms are 0
+    view_scores = scores if scores.view is None else scores.view  # without a view, the coefficients of its terms are 0
     losses, kl = view_term(
         scores.logps,
-        view.logps,
+        view_scores.logps,
         mask,
         kl_coef=settings.kl_coef,
         kl_clip=settings.kl_clip,
@@ -115,5 +115,8 @@ def with_view_term(
     metrics = dict(output.metrics)
     if scores.view is not None:
         view_mask = mask * require(inputs.view.replaces)[:, None]
-        metrics |= {"view/kl": scored_mean(kl, view_mask), "view/entropy": scored_mean(view.entropies, view_mask)}
+        metrics |= {
+            "view/kl": scored_mean(kl, view_mask),
+            "view/entropy": scored_mean(view_scores.entropies, view_mask),
+        }
     return LossOutput(output.loss + loss_type.average(losses, mask, normalizer), metrics)

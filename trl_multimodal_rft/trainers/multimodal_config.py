@@ -297,22 +297,22 @@ class SamplingArguments(MediaArguments):
     reads_steps = False  # whether advantages depend on the positions of rewards in a completion, not only on their sum
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
-    keeps_decoded = False  # whether decoded media are kept for readers besides the sampler
-    max_staleness = 0  # generation batches that are sampled ahead
+    keeps_decoded = False  # whether decoded media are kept after sampling, for a teacher on a server
+    max_staleness = 0  # number of generation batches that are sampled before they are due
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be JSON, too
-        names = batch_options(self)  # before TRL fills in options
+        batch_names = batch_options(self)  # before TRL fills in options
         try:
             super().__post_init__()
         except ValueError:
             if hasattr(self, "distributed_state"):  # else TRL hasn't checked batches yet
-                check_batches(self, names)
+                check_batches(self, batch_names)
             raise
         # vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
         _ = self.packing_settings  # raises if they are invalid
-        engine = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
+        engine_kwargs = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:
             return
         if self.vllm_mode == "server" and self.offload_during_generation:
@@ -320,22 +320,22 @@ class SamplingArguments(MediaArguments):
                 "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
                 "GPUs; remove one of them."
             )
-        if self.vllm_mode == "server" and (engine_names := [name for name in engine if name != "enable_lora"]):
+        if self.vllm_mode == "server" and (engine_names := [name for name in engine_kwargs if name != "enable_lora"]):
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(engine_names)}) are for the trainer's own engine; start the server "
                 "with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
             )
-        if engine.get("speculative_config"):
+        if engine_kwargs.get("speculative_config"):
             for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
                 if name in ("logit_bias", "min_p") and value:
                     raise ValueError(
                         f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one "
                         "of them."
                     )
-        if self.vllm_max_model_length and "max_model_len" in engine:
+        if self.vllm_max_model_length and "max_model_len" in engine_kwargs:
             raise ValueError(
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
-                f"({engine['max_model_len']}) both set the engine's length; remove one of them."
+                f"({engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
 
     @property
@@ -445,8 +445,8 @@ class MultimodalArguments(SamplingArguments):
                 "`use_vllm=True` and `vllm_mode='server'`, or remove it."
             )
         if self.vllm_importance_sampling_mode is None:
-            stale = "sequence_truncate" if self._weighs_completions else "token_truncate"
-            self.vllm_importance_sampling_mode = stale if self.max_staleness > 0 else "sequence_mask"
+            stale_mode = "sequence_truncate" if self._weighs_completions else "token_truncate"
+            self.vllm_importance_sampling_mode = stale_mode if self.max_staleness > 0 else "sequence_mask"
 
     @property
     def rollout_view_settings(self) -> RolloutView:
@@ -478,16 +478,16 @@ def check_range(config, name: str) -> None:
 
 def check_views(config) -> None:
     """Checks the views in sampling."""
-    rollouts, contrasts = config.rollout_view_settings, config.contrast_view_settings
-    for option, settings in (("rollout_view", rollouts), ("contrast_view", contrasts)):
+    rollout_settings, contrast_settings = config.rollout_view_settings, config.contrast_view_settings
+    for option, settings in (("rollout_view", rollout_settings), ("contrast_view", contrast_settings)):
         if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
             raise ValueError(
                 f"`fraction` ({settings.fraction}) of `{option}` of `num_generations` ({config.num_generations}) is "
                 "no completion; raise one of them."
             )
-    as_schedule(rollouts.schedule)(0.0)
-    if rollouts.schedule != "constant":
-        rollouts.view.scaled(1.0)
+    as_schedule(rollout_settings.schedule)(0.0)
+    if rollout_settings.schedule != "constant":
+        rollout_settings.view.scaled(1.0)
 
 
 def check_sampling(config) -> None:
@@ -502,11 +502,11 @@ def check_sampling(config) -> None:
                 "2."
             )
     for name in [*exchanges, *(["balance_ranks"] if config.balance_ranks else [])]:
-        completions = config.per_device_train_batch_size * config.steps_per_generation
-        if completions % config.num_generations != 0:
+        n_completions = config.per_device_train_batch_size * config.steps_per_generation
+        if n_completions % config.num_generations != 0:
             raise ValueError(
                 f"`{name}` exchanges whole groups of each process, so `per_device_train_batch_size` times "
-                f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
+                f"`steps_per_generation` ({n_completions}) must be a multiple of `num_generations` "
                 f"({config.num_generations})."
             )
     if config.balance_ranks and config.packing_settings.shuffle:

@@ -22,20 +22,20 @@ Storages = dict[int, torch.UntypedStorage]
 class HostMemory:
     """
     Host memory for the contents of storages while their device memory is freed. The host memory is allocated once, in
-    slabs of `slab` bytes.
+    slabs of `slab_size` bytes.
 
-    A storage is resized to 0 and back, as FSDP does with gathered weights. So everything that refers to the storage
-    stays valid, such as parameters, optimizer states, DDP's buckets and DeepSpeed's flat buffers.
+    A storage is resized to 0 and back, as FSDP does with gathered weights. So all tensors on the storage stay valid,
+    such as parameters, optimizer states, DDP's buckets and DeepSpeed's flat buffers.
     """
 
-    def __init__(self, device: torch.device, slab: int = 2**26):
-        self.device, self.slab = device, slab  # torch rounds pinned memory up to a power of two
+    def __init__(self, device: torch.device, slab_size: int = 2**26):
+        self.device, self.slab_size = device, slab_size  # torch rounds pinned memory up to a power of two
         self.slabs: list[torch.Tensor] = []
         self._used = 0  # bytes that open contexts use
 
     @contextmanager
     @torch.no_grad()
-    def holding(self, storages: Storages) -> Iterator[None]:
+    def offloading(self, storages: Storages) -> Iterator[None]:
         """
         Frees the device memory of storages within the context. Skips storages on other devices, and storages that
         can't be resized, such as memory-mapped files.
@@ -43,7 +43,7 @@ class HostMemory:
         on_device = [
             storage for storage in storages.values() if storage.device.type == self.device.type and storage.resizable()
         ]
-        sizes, start = [storage.nbytes() for storage in on_device], self._used
+        sizes, used_before = [storage.nbytes() for storage in on_device], self._used
         try:
             copies = [pair for storage in on_device for pair in self._host_copies(storage)]
             _copy([(host, part) for part, host in copies])
@@ -57,16 +57,18 @@ class HostMemory:
                     storage.resize_(size)
                 _copy(copies)
         finally:
-            self._used = start
+            self._used = used_before
 
     def _host_copies(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Splits the bytes of a storage into parts, and yields each part with as many free bytes of a slab."""
         remaining = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         while len(remaining):
-            index, first = divmod(self._used, self.slab)
+            index, offset = divmod(self._used, self.slab_size)
             if index == len(self.slabs):
-                self.slabs.append(torch.empty(self.slab, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
-            host = self.slabs[index][first : first + len(remaining)]
+                self.slabs.append(
+                    torch.empty(self.slab_size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                )
+            host = self.slabs[index][offset : offset + len(remaining)]
             yield remaining[: len(host)], host
             remaining = remaining[len(host) :]
             self._used += len(host)
@@ -121,9 +123,9 @@ def idle_storages(
     of the weights and the critic.
     """
     critic_weights = [] if critic is None else [*weights(critic)]
-    ids = set(map(id, critic_weights))
-    # The critic may be a part of the model
-    policy_storages = storages(weight for weight in weights(model) if id(weight) not in ids)
+    critic_ids = set(map(id, critic_weights))
+    # Without the critic, which can be a submodule of the policy
+    policy_storages = storages(weight for weight in weights(model) if id(weight) not in critic_ids)
     reference_weights = [] if reference is None else [*weights(reference)]
     average_weights = [] if average is None else average.state_dict().values()
     idle = storages([*update_states(model, optimizer), *reference_weights, *average_weights, *critic_weights])

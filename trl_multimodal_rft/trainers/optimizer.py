@@ -46,15 +46,15 @@ def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, 
     if optimizer is not None:
         raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
     chosen = match_keys(model, [*args.learning_rates], "learning_rates")
-    trained = {key for parameter, key in chosen.items() if parameter.requires_grad}
-    if idle := mapping(args.learning_rates).keys() - trained:
+    trained_keys = {key for parameter, key in chosen.items() if parameter.requires_grad}
+    if idle_keys := mapping(args.learning_rates).keys() - trained_keys:
         raise ValueError(
-            f"`learning_rates` has a rate for {min(idle)!r}, in which nothing is trained that no other key chooses; "
-            "remove it, or train it (see `freeze`, and the `target_modules` of an adapter)."
+            f"`learning_rates` has a rate for {min(idle_keys)!r}, in which nothing is trained that no other key "
+            "chooses; remove it, or train it (see `freeze`, and the `target_modules` of an adapter)."
         )
 
 
-def split_by_rate(
+def split_groups_by_rate(
     model: nn.Module,
     optimizer: Optimizer,
     args: TrainerConfig,
@@ -100,7 +100,7 @@ def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
 
 
-def other_parts(checkpoint: str | Path, args: TrainerConfig) -> str | None:
+def parts_mismatch(checkpoint: str | Path, args: TrainerConfig) -> str | None:
     """Returns an error message if a checkpoint was saved with other `freeze` or `learning_rates` than this run has."""
     path = Path(checkpoint, _PARTS)
     saved = json.loads(path.read_text()) if path.exists() else dict.fromkeys(_options_of_parts(args))
@@ -121,7 +121,7 @@ def _options_of_parts(args: TrainerConfig) -> dict[str, list[str] | dict[str, fl
 # Policy and critic
 
 
-def split_groups(
+def mark_group_parts(
     model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
@@ -138,7 +138,9 @@ def split_groups(
         )
     ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
-        split_by_rate(model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(ids, "critic"))
+        split_groups_by_rate(
+            model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(ids, "critic")
+        )
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
@@ -151,22 +153,24 @@ def split_groups(
     return critic_groups
 
 
-def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]) -> None:
+def freeze_parts(
+    optimizer: Optimizer, trainable: Callable[[], Collection[str]], is_updated: Callable[[str], bool]
+) -> None:
     """
     Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
     calls the optimizer's step, even with one group at a time.
 
-    A part that isn't in `trained()` keeps its weights and states. A part for which `trains(part)` is false keeps its
-    weights in this update, but gets states, which checkpoints need.
+    A part that isn't in `trainable()` keeps its weights and states. A part for which `is_updated(part)` is false keeps
+    its weights in this update, but gets states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
-            if group["part"] not in trained():
+            if group["part"] not in trainable():
                 # Without a gradient, not even momentum or weight decay change a weight
                 for parameter in group["params"]:
                     parameter.grad = None
-            elif not trains(group["part"]):
+            elif not is_updated(group["part"]):
                 group["thawed_lr"], group["lr"] = group["lr"], 0.0
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -192,14 +196,18 @@ def two_schedules(
 ) -> LambdaLR:
     """Returns a scheduler of policy and critic. The policy's schedule starts after its frozen steps."""
     n_frozen = args.freezing_actor_steps
-    policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
-    value = args.value_schedule
-    critic = _schedule(args, value.lr_scheduler_type, value.warmup_steps, n_steps, value.rate)
+    policy_schedule = _schedule(
+        args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate
+    )
+    value_schedule = args.value_schedule
+    critic_schedule = _schedule(
+        args, value_schedule.lr_scheduler_type, value_schedule.warmup_steps, n_steps, value_schedule.rate
+    )
 
     def policy_factor(step: int) -> float:
-        return 0.0 if step < n_frozen else policy(step - n_frozen)
+        return 0.0 if step < n_frozen else policy_schedule(step - n_frozen)
 
-    return LambdaLR(optimizer, [critic if is_critic else policy_factor for is_critic in critic_groups])
+    return LambdaLR(optimizer, [critic_schedule if is_critic else policy_factor for is_critic in critic_groups])
 
 
 def _schedule(

@@ -45,7 +45,7 @@ from .checkpoints.files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
 from .loading import compile_models
-from .optimizer import freeze_parts, split_groups, two_schedules
+from .optimizer import freeze_parts, mark_group_parts, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -145,7 +145,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     }
     _folders_of_model = (_CRITIC,)
     _critic_groups: tuple[bool, ...] = ()  # whether each parameter group of the optimizer is the critic's
-    _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # parts that updates may change
+    _trainable_parts: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # parts that updates can change
 
     def __init__(
         self,
@@ -198,8 +198,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             if self.place_model_on_device:
                 self.critic.to(args.device)
             # The critic isn't idle if FSDP or ZeRO-3 gathers it with the policy, or if continuous batching casts it
-            casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
-            self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
+            casts_critic = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
+            self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts_critic else None
             add_critic(self.model, self.critic)  # after TRL's constructor, which would adapt the critic, too
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
@@ -207,12 +207,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 # PEFT switches gradient checkpointing on in the model that it wraps, which lacks the critic
                 checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
         self._ptx_dataset = ptx_dataset
-        self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
+        self._supervised_rows = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         for callback in [
             handler for handler in self.callback_handler.callbacks if type(handler) is SyncRefModelCallback
         ]:
             self.remove_callback(callback)
-            self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
+            self.add_callback(_SyncWithoutCritic(self.ref_model, self.accelerator))
         if self.ema is not None:
             self.add_callback(self.ema)
 
@@ -235,34 +235,42 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 "`value_model`."
             )
         else:
-            copied = copy.deepcopy(self.model)
-            if is_peft_model(copied):
-                copied = copied.unload().requires_grad_()
-                freeze_as_built(copied)
-            critic = Critic(copied)
+            policy_copy = copy.deepcopy(self.model)
+            if is_peft_model(policy_copy):
+                policy_copy = policy_copy.unload().requires_grad_()
+                freeze_as_built(policy_copy)
+            critic = Critic(policy_copy)
         freeze_backbone(critic.model, self.args.freeze)
         if not sharing_obstacle(critic.model):
             install_prefix_attention(critic.model)
         compile_models(self.accelerator, self.args, critic.model)
-        critic_tokens, policy_tokens = (model.config.get_text_config().vocab_size for model in (critic.model, policy))
-        if type(critic.model) is not type(policy) or critic_tokens != policy_tokens:
+        critic_vocab_size, policy_vocab_size = (
+            model.config.get_text_config().vocab_size for model in (critic.model, policy)
+        )
+        if type(critic.model) is not type(policy) or critic_vocab_size != policy_vocab_size:
             names = (type(critic.model).__name__, type(policy).__name__)
-            raise other_family_error(f"{names[0]} with {critic_tokens} tokens", f"{names[1]} with {policy_tokens}")
+            raise other_family_error(
+                f"{names[0]} with {critic_vocab_size} tokens", f"{names[1]} with {policy_vocab_size}"
+            )
         return critic
 
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Computes advantages of all ranks' completions. Sets values and returns of this rank's completions."""
+        """Computes the advantages of all ranks' completions. Sets this rank's values and returns."""
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
         values, bootstrap = self._score_values(rollout)
-        local = local_rows(self.accelerator, rewards, len(rollout))
-        per_token = self._token_rewards(rollout, local)
+        local_rewards = local_rows(self.accelerator, rewards, len(rollout))
+        rewards_per_token = self._token_rewards(rollout, local_rewards)
         advantages, returns = gae(
-            per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
+            rewards_per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
         )
-        rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
+        rollout.values.old, rollout.values.returns, rollout.rewards.scorable = (
+            values,
+            returns,
+            (~local_rewards.isnan()).long(),
+        )
         tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
         values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in tensors)
         self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
@@ -279,11 +287,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         """Returns values of states before each completion token, `(B, C)`, and after truncated completions, `(B,)`."""
         assert self.critic is not None
         args, mask = self.args, rollout.completion_mask
-        cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)
+        is_cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             return score_values(
-                self._policy, self.model, self.critic, rollout, size, cut if args.bootstrap_truncated else None
+                self._policy, self.model, self.critic, rollout, size, is_cut if args.bootstrap_truncated else None
             )
 
     # Update
@@ -305,20 +313,20 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return policy
         args, mask, loss_type = self.args, inputs.loss_mask, self._policy_loss
         tensors = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
-        unscaled = policy.loss * self._accumulation() if loss_type.is_mean else policy.loss
+        unscaled = policy.loss * self._n_accumulation_steps() if loss_type.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
-        loss = self._if_trained("policy", policy.loss, scores.logps)
+        loss = self._loss_if_updated("policy", policy.loss, scores.logps)
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
             targets = require(inputs.values.old), require(inputs.values.returns)
             value = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
             mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
-            loss = loss + args.value_loss.coef * self._if_trained("critic", mean, scores.values)
+            loss = loss + args.value_loss.coef * self._loss_if_updated("critic", mean, scores.values)
             metrics |= value.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
             ptx = ptx_loss(scores.supervised, self._ptx_batch.mask)
-            mean = ptx.loss / self._accumulation()
-            loss = loss + args.ptx.coef * self._if_trained("policy", mean, scores.supervised)
+            mean = ptx.loss / self._n_accumulation_steps()
+            loss = loss + args.ptx.coef * self._loss_if_updated("policy", mean, scores.supervised)
             metrics |= ptx.metrics
         if self.accelerator.sync_gradients:
             logged = self._metrics["train"]
@@ -340,12 +348,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return super()._score(model, rollout, **options)
 
     def _counts_for_kl(self):
-        return self._trains("policy") and super()._counts_for_kl()
+        return self._is_updated("policy") and super()._counts_for_kl()
 
     # Supervised rows
 
     def _supervised_batch(self) -> ScoreRequest | None:
-        if self._supervised is None:
+        if self._supervised_rows is None:
             return None
         n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
@@ -358,7 +366,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
-        prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
+        prompts, ids, mask = encoder.encode_pairs(self._supervised_rows.at(start, n), self.eos_token_ids)
         device = self.accelerator.device
         return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
 
@@ -376,8 +384,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is None:
             super()._group_parameters(is_new)
         elif not self._critic_groups:
-            self._critic_groups = split_groups(self.model, self.optimizer, self.critic, self.args, is_new)
-            freeze_parts(self.optimizer, lambda: self._trained, self._trains)
+            self._critic_groups = mark_group_parts(self.model, self.optimizer, self.critic, self.args, is_new)
+            freeze_parts(self.optimizer, lambda: self._trainable_parts, self._is_updated)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         if self.critic is None:
@@ -393,17 +401,17 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         return self.lr_scheduler
 
-    def _trains(self, part: str) -> bool:
+    def _is_updated(self, part: str) -> bool:
         """Returns whether this update changes a part, `"policy"` or `"critic"`."""
-        frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
-        return part in self._trained and not frozen
+        is_frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
+        return part in self._trainable_parts and not is_frozen
 
-    def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def _loss_if_updated(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
         Returns the loss of a part if this update trains the part. Otherwise returns 0 with gradients of 0, since DDP
         and DeepSpeed wait for the gradients of all weights.
         """
-        return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
+        return loss if self._is_updated(part) else (0 * scores.nan_to_num()).sum()
 
     # Critic and average in checkpoints
 
@@ -418,7 +426,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.ema is None:
             raise ValueError("There is no average of the weights; set `ema_decay`.")
         self.ema.follow(self.model)
-        with self.ema.applied():
+        with self.ema.averaged_weights():
             yield
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
@@ -436,21 +444,23 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if not (folder / _CRITIC).is_dir() or not self.critic.load(folder / _CRITIC):
             raise ValueError(f"{folder} has no critic; resume from a checkpoint of PPO with one.")
 
-    def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+    def _published_folders(self, model_class: str, repository: str) -> list[tuple[str, str]]:
         folders = []
         if self.args.shared_trunk and self.critic is not None:
             folders.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
         elif self.critic is not None:
-            name = json.dumps(folder, ensure_ascii=False)
-            load = f'trl_multimodal_rft.models.Critic.from_pretrained({name}, {model_class}, subfolder="{_CRITIC}")'
-            folders.append((_CRITIC, f"the critic, {in_code(load)}"))
+            name = json.dumps(repository, ensure_ascii=False)
+            load_call = (
+                f'trl_multimodal_rft.models.Critic.from_pretrained({name}, {model_class}, subfolder="{_CRITIC}")'
+            )
+            folders.append((_CRITIC, f"the critic, {in_code(load_call)}"))
         if self.ema is not None:
             folders.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
         return folders
 
 
-class _SyncPolicy(SyncRefModelCallback):
-    """TRL's callback that moves the reference towards the policy. Leaves out the critic in the policy."""
+class _SyncWithoutCritic(SyncRefModelCallback):
+    """TRL's callback that moves the reference towards the policy, without the critic, a submodule of the policy."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

@@ -25,15 +25,15 @@ from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
 from ..views.views import View
 from .configs import ReadingConfig
-from .sft_data import SupervisedCollator, lacking
+from .sft_data import SupervisedCollator, missing_columns_error
 
 
 # Columns of the reference's log-probabilities, in datasets that were scored before the run
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
-COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
+COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE_COLUMNS)
 
 # Further columns that a reward model reads
-COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
+COMPARISON_COLUMNS = ("margin", "tie", "chosen_ids", "rejected_ids")
 
 
 @dataclass
@@ -56,11 +56,11 @@ class PreferenceCollator(SupervisedCollator):
             `V` pairs with a view. `prompts`, `completion_ids`, `completion_mask` and `learned` (1 on tokens of text),
             `(2 * B + V, C)`, and `lengths` hold the chosen completions, then the rejected completions, then the chosen
             completions under the view. `attention_mask`, `(1, tokens)`, has an entry for each token of padded rows,
-            as TRL's does. If rows have log-probabilities of the reference, they follow, `(B,)`. Subclasses may return
-            other columns in their place. `plain` is described in [`~trainers.sft_data.SupervisedCollator`].
+            as TRL's does. The reference's log-probabilities, `(B,)`, are included if rows have them; subclasses
+            return other columns in their place. `plain` is described in [`~trainers.sft_data.SupervisedCollator`].
             `encode_view(i, view)` encodes the prompt of row `i` under a view.
         """
-        pairs, stored = self._encoded(rows), self._stored(rows)
+        pairs, stored = self._encoded_rows(rows), self._stored_rows(rows)
         if self.view is not None and self.view.type.needs_other:
             messages = [self.conversation(row) for row in stored]
             for i, pair in enumerate(pairs):
@@ -78,17 +78,19 @@ class PreferenceCollator(SupervisedCollator):
             "lengths": mask.sum(1).tolist(),
             "viewed": viewed,
             "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + int(mask[: len(clean_completions)].sum())),
-            "plain": lambda load, i, answer=None: self._plain(stored[i], load(), answer),
+            "plain": lambda load, i, answer=None: self._plain_outputs(stored[i], load(), answer),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
-            **self._columns(stored),
+            **self._column_tensors(stored),
         }
 
-    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Returns the reference's log-probabilities, if rows have them. `ref_view_logps` is NaN without a view."""
-        columns = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE}
+        columns = {
+            name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE_COLUMNS
+        }
         columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
         for name, values in columns.items():
-            if None in values and name != REFERENCE[2]:
+            if None in values and name != REFERENCE_COLUMNS[2]:
                 row = rows[values.index(None)].row_index
                 raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
         return {n: torch.tensor([math.nan if value is None else value for value in columns[n]]) for n in columns}
@@ -103,7 +105,7 @@ class PreferenceCollator(SupervisedCollator):
         pair = self._encoded_pair(row)
         self._check_room(pair, row)
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
-        chosen, rejected = (self._cut(pair, ids) for ids in (pair.chosen, pair.rejected))
+        chosen, rejected = (self._cut_completion(pair, ids) for ids in (pair.chosen, pair.rejected))
         pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
         if self.view is not None and not self.view.type.needs_other:  # otherwise it needs a micro-batch
             self._add_view(pair, [row], [None], 0)
@@ -111,21 +113,24 @@ class PreferenceCollator(SupervisedCollator):
 
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
         """Raises `OverlongRow` if `max_length` leaves no token to the completions of a prompt."""
-        longest = self.args.max_length
-        if longest is not None and len(prompt) >= longest:
+        max_length = self.args.max_length
+        if max_length is not None and len(prompt) >= max_length:
             raise OverlongRow(
                 f"row {row.row_index} has a prompt of {len(prompt)} tokens with its media, which leaves none of "
-                f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
+                f"`max_length` ({max_length}) to the completions; raise it, or make the prompt or the media smaller"
             )
 
-    def _cut(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
+    def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
         """Returns the tokens of a completion within `max_length`."""
-        longest = self.args.max_length
-        return completion if longest is None else completion[: longest - len(prompt)]
+        max_length = self.args.max_length
+        return completion if max_length is None else completion[: max_length - len(prompt)]
 
     def _cut_answer(self, prompt: EncodedPrompt, answer: SupervisedSequence, name: str) -> SupervisedSequence:
         """Cuts a completion with media to `max_length`. Raises `OverlongRow` if this would lose media, or all text."""
-        n, (_, end) = len(self._cut(prompt, answer.input_ids.tolist())), cast(tuple[int, int], answer.media_span)
+        n, (_, end) = (
+            len(self._cut_completion(prompt, answer.input_ids.tolist())),
+            cast(tuple[int, int], answer.media_span),
+        )
         if n <= end or not answer.learned[:n].any():
             raise OverlongRow(
                 f"row {prompt.row}, column '{name}': `max_length` ({self.args.max_length}) leaves {n} of the answer's "
@@ -140,7 +145,7 @@ class PreferenceCollator(SupervisedCollator):
         columns, _ = self._columns_of(dataset, name)
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
-            raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
+            raise missing_columns_error(name, columns, "`prompt`, `chosen` and `rejected`", layout)
         if self.view is None and isinstance(dataset, Dataset):
             rows = undecoded(dataset.select_columns([*COMPLETIONS]))
             pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
@@ -153,7 +158,7 @@ class PreferenceCollator(SupervisedCollator):
         """Adds the prompt under the view to the pair of row `i`, if the view applies to its media."""
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
-            # Random numbers depend on the row, not on rank or epoch, so that the reference may score before the run
+            # Random numbers depend on the row, not on rank or epoch, so that the reference can score before the run
             view = view_of_row(self.view.seeded(self.args.seed), messages, [row.row_index for row in rows], i)
             pair.view = self._encoder_of(rows[i]).encode_view(rows[i], view)
 
@@ -166,7 +171,7 @@ class ComparisonCollator(PreferenceCollator):
         is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
         return dataset if is_tokenized else super()._prepare(dataset, name)
 
-    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Returns `margin` and `tie`, `(B,)`. They are 0 and false for rows without these columns."""
         margins = [finite_number(row.get("margin"), "margin", row.row_index) or 0.0 for row in rows]
         ties = [truth_value(row.get(TIE), TIE, row.row_index) for row in rows]
@@ -174,12 +179,12 @@ class ComparisonCollator(PreferenceCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """Encodes a row as a pair. Raises `MediaError` if prompt and completion have more than `max_length` tokens."""
-        pair, longest = self._encoded_pair(row, whole=True), self.args.max_length
+        pair, max_length = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
-        if longest is not None and n_tokens > longest:
+        if max_length is not None and n_tokens > max_length:
             raise MediaError(
-                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({longest}), and what is judged "
-                "isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
+                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({max_length}), and what is "
+                "judged isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
             )
         return pair
 

@@ -20,7 +20,7 @@ from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import ScoreRequest, Scores
 from ..models.modes import evaluation_mode
 from ..models.wrapped import is_unsharded, replaced
-from .loading import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl
+from .loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
 from .preference_data import completions_to_score
 from .reading import Batch, CompletionTrainer
 from .signatures import Processor, Rows
@@ -29,37 +29,41 @@ from .signatures import Processor, Rows
 class PreferenceTrainer(CompletionTrainer):
     """
     Base of trainers whose loss compares log-probabilities of completions under the policy and under a reference model.
-    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference`.
+    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`.
     """
 
     compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
-    _reference: tuple[str, ...]  # columns of the reference's log-probabilities
+    _reference_columns: tuple[str, ...]  # columns of the reference's log-probabilities
     _keeps_outputs = True
-    _measured_step = -1  # latest step at which the contribution of media was measured
+    _contribution_step = -1  # latest step at which the contribution of media was measured
 
-    def _construct(
-        self, construct: Callable[..., None], arguments: dict[str, Any], loaded: Loaded, stand_in: dict[str, list]
+    def _call_trl_constructor(
+        self,
+        constructor: Callable[..., None],
+        arguments: dict[str, Any],
+        loaded: LoadedParts,
+        stand_in_columns: dict[str, list],
     ) -> None:
         """Runs TRL's constructor on a few stand-in rows, since it would tokenize the real datasets."""
         args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
-        self._starts_as_reference = arguments["ref_model"] is None
-        if self._starts_as_reference:
+        self._reference_is_initial_policy = arguments["ref_model"] is None
+        if self._reference_is_initial_policy:
             arguments["ref_model"] = load_reference(
                 loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
             )
         with (
             loading_in_trl(loaded.by_name),
             # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
-            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **IN_CONSTRUCTOR),
+            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **CONSTRUCTOR_OPTIONS),
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # without a dataset, TRL raises an error
                 arguments["train_dataset"] = _stand_in_rows(
-                    datasets["train_dataset"], loaded.processing_class, stand_in
+                    datasets["train_dataset"], loaded.processing_class, stand_in_columns
                 )
             if datasets["eval_dataset"] is not None:
-                arguments["eval_dataset"] = _stand_in_rows(None, loaded.processing_class, stand_in)
-            construct(**arguments)
+                arguments["eval_dataset"] = _stand_in_rows(None, loaded.processing_class, stand_in_columns)
+            constructor(**arguments)
         self.train_dataset, self.eval_dataset = datasets.values()
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
 
@@ -76,25 +80,26 @@ class PreferenceTrainer(CompletionTrainer):
                 "when training begins; drop the option."
             )
         with replaced(self.args, per_device_eval_batch_size=batch_size):
-            self.train_dataset = self._with_reference(self.train_dataset)
+            self.train_dataset = self._with_reference_columns(self.train_dataset)
         if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._with_reference(rows) for name, rows in self.eval_dataset.items()}
+            self.eval_dataset = {name: self._with_reference_columns(rows) for name, rows in self.eval_dataset.items()}
         elif self.eval_dataset is not None:
-            self.eval_dataset = self._with_reference(self.eval_dataset)
+            self.eval_dataset = self._with_reference_columns(self.eval_dataset)
         self.ref_model = None
 
-    def _reference_of(self, inputs: Batch) -> dict[str, torch.Tensor]:
-        """Returns the columns of the reference for the rows of a micro-batch."""
+    def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        """Returns the reference's log-probabilities of a micro-batch, by the names of their columns."""
         logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-        return dict(zip(self._reference, logps, strict=False))
+        return dict(zip(self._reference_columns, logps, strict=False))
 
-    def _with_reference(self, dataset: Rows) -> Dataset:
+    def _with_reference_columns(self, dataset: Rows) -> Dataset:
+        """Returns a dataset with columns of the reference's log-probabilities, which are NaN for skipped rows."""
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
         batches: list[dict[str, torch.Tensor]] = []
         with evaluation_mode(self.model):
             for batch in self.get_eval_dataloader(dataset):
-                columns = self._reference_of(self._prepare_inputs(batch))
+                columns = self._score_reference(self._prepare_inputs(batch))
                 batches.append({name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns})
         indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
         for name in batches[0]:
@@ -104,28 +109,30 @@ class PreferenceTrainer(CompletionTrainer):
                     f"The reference scored {len(column)} of {len(indices)} rows; with "
                     "`precompute_ref_log_probs=True`, don't set `dataloader_drop_last`."
                 )
-            missing = torch.nan if column.is_floating_point() else -1
-            values = torch.full((len(dataset),), missing, dtype=column.dtype)
+            fill_value = torch.nan if column.is_floating_point() else -1
+            values = torch.full((len(dataset),), fill_value, dtype=column.dtype)
             values[indices] = column
             dataset = dataset.add_column(name, values.tolist())
-        if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
+        if not lists_columns(dataset) and self._reference_columns[0] not in dataset[0]:
             raise ValueError(
                 "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
                 "the columns that it gets, or use `map` in its place."
             )
         return dataset
 
-    def _with_logps_of_reference(self, inputs: Batch) -> Batch:
+    def _with_reference_logps(self, inputs: Batch) -> Batch:
         """Adds the reference's log-probabilities to a micro-batch, unless its rows have columns with them."""
-        if all(name in inputs for name in self._reference):
+        if all(name in inputs for name in self._reference_columns):
             return inputs
-        is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
-        if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
+        policy_is_reference = is_peft_model(self.model) or (
+            self._reference_is_initial_policy and self.state.global_step == 0
+        )
+        if self.args.precompute_ref_log_probs and self.ref_model is None and not policy_is_reference:
             raise ValueError(
                 "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
                 "after an update, or whose reference was another model; pass it as `eval_dataset` to the trainer."
             )
-        return inputs | self._reference_of(inputs)
+        return inputs | self._score_reference(inputs)
 
     # Update
 
@@ -146,25 +153,29 @@ class PreferenceTrainer(CompletionTrainer):
         inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 
-    def _measure_contribution(self, model: nn.Module, inputs: Batch) -> None:
+    def _log_media_contribution(self, model: nn.Module, inputs: Batch) -> None:
         """
-        Logs how far media move the log-probabilities of some completions. In training, measures the first micro-batch
-        of an update for which this is due. In evaluation, measures the first micro-batch with media.
+        Logs how far media move the log-probabilities of some completions: in training, of the first micro-batch of an
+        update every `media_contribution_steps`; in evaluation, of the first micro-batch with media.
         """
-        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
-        metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
-        is_first = step != self._measured_step if training else "media/contribution" not in metrics
-        if not every or not is_first or (training and not is_due(every, step, 1)):
+        step, interval, is_training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        metrics, n = self._metrics["train" if is_training else "eval"], len(inputs["sequences"])
+        is_first = step != self._contribution_step if is_training else "media/contribution" not in metrics
+        if not interval or not is_first or (is_training and not is_due(interval, step, 1)):
             return
-        self._measured_step = step if training else self._measured_step
+        self._contribution_step = step if is_training else self._contribution_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
         completions = inputs["prompts"][:n], ids, mask
         for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
             metrics[name].append(value)
 
 
-def _stand_in_rows(dataset: Rows, processing_class: Processor, stand_in: dict[str, list]) -> Dataset | IterableDataset:
+def _stand_in_rows(
+    dataset: Rows, processing_class: Processor, stand_in_columns: dict[str, list]
+) -> Dataset | IterableDataset:
     """Returns rows for TRL's constructor, which tokenizes them unless they have a column of media."""
-    media = {"image": [None] * len(stand_in["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
-    rows = Dataset.from_dict(stand_in | media)
+    image_column = (
+        {"image": [None] * len(stand_in_columns["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
+    )
+    rows = Dataset.from_dict(stand_in_columns | image_column)
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows

@@ -32,7 +32,7 @@ from ..reporting.console import console_of
 from ..rollout.stream import CardNotes, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
-from .loading import Loaded, compile_models, load_parts
+from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
 from .setup import check_launch, has_unread_rows, modalities, warn_of_unread
 from .signatures import EvalRows, Processor
@@ -51,19 +51,19 @@ class CompletionTrainer(CheckpointMixin):
     """
 
     data_collator: Any
-    # Loss and scores of a micro-batch, from the model, the micro-batch, and the number of learned tokens in the update
+    # Returns loss and scores from the model, a micro-batch, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unread_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
     _warned_of_positions = False
-    _needs_plain_rows = False  # whether TRL's own forward gets the rows
-    _keeps_outputs = False  # whether `compute_metrics` gets the scores
+    _needs_plain_rows = False  # whether TRL's own forward computes the loss, from unpacked rows
+    _keeps_outputs = False  # whether `_outputs` returns predictions for `compute_metrics`
     # The evaluator and the model card read these
     environment_factories = tools = None
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256
 
-    def _start_reading(
+    def _set_up_scoring(
         self,
         datasets: Mapping[str, EvalRows],
         columns: Sequence[str] | None,
@@ -96,8 +96,8 @@ class CompletionTrainer(CheckpointMixin):
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
             logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-        heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
-        if not all(heads):
+        has_heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
+        if not all(has_heads):
             logger.warning(
                 f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM "
                 "head, so log-probabilities are taken from its own logits, which needs more memory."
@@ -107,7 +107,7 @@ class CompletionTrainer(CheckpointMixin):
             if not obstacle:  # also for padded rows, which need this attention's corrections
                 install_prefix_attention(model)
         compile_models(self.accelerator, self.args, self.model, self.ref_model)
-        fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
+        fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(has_heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
         self.checks, self._check_rows, self._packs = Checks(self._policy, self.accelerator), check, packs
@@ -124,8 +124,8 @@ class CompletionTrainer(CheckpointMixin):
             collate_fn=partial(self._collate, split="train"),
         )
 
-    def _eval_loader(self, dataset: Any, is_new: bool) -> DataLoader:
-        if is_new:  # an argument of `evaluate`
+    def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+        if is_argument:  # of `evaluate`, so that it isn't prepared yet
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
@@ -151,8 +151,8 @@ class CompletionTrainer(CheckpointMixin):
 
     def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
         """Returns TRL's loss for padded rows, and logs its metrics. TRL gets `outputs` when it calls the model."""
-        calls = iter(outputs)
-        return super().compute_loss(lambda **kwargs: next(calls), rows)
+        remaining_outputs = iter(outputs)
+        return super().compute_loss(lambda **kwargs: next(remaining_outputs), rows)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns a micro-batch for TRL's own forward, which keeps logits. By default, raises `ValueError`."""
@@ -169,13 +169,14 @@ class CompletionTrainer(CheckpointMixin):
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        kinds = (encoded.modalities for encoded in batch.get("prompts", sequences))  # media in completions included
-        self.card_notes.add(set().union(*stored), filter(None, prompts), kinds)
+        # Media in completions included
+        row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
+        self.card_notes.add(set().union(*stored), filter(None, prompts), row_modalities)
         if split == "train":
-            self._show(stored[0], sequences[0])
+            self._show_example(stored[0], sequences[0])
         return batch
 
-    def _show(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
+    def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if the run has a console."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
@@ -193,9 +194,9 @@ class CompletionTrainer(CheckpointMixin):
         self._total_train_tokens = state["num_tokens"]
 
 
-def load_for_reading(
+def load_for_scoring(
     arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
-) -> Loaded:
+) -> LoadedParts:
     """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]

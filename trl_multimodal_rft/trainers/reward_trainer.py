@@ -24,9 +24,9 @@ from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
-from .loading import IN_CONSTRUCTOR, loading_in_trl
-from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
-from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
+from .loading import CONSTRUCTOR_OPTIONS, loading_in_trl
+from .preference_data import COLUMNS, COMPARISON_COLUMNS, ComparisonCollator, completions_to_score
+from .reading import Batch, CompletionTrainer, NumItems, load_for_scoring
 from .reward_config import MultimodalRewardConfig
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -118,11 +118,11 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         args = resolve_config(MultimodalRewardConfig, args, model)
         arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        loaded = load_for_reading(arguments, datasets, load=load_reward_model)
+        loaded = load_for_scoring(arguments, datasets, load=load_reward_model)
         model, processing_class = as_reward_model(loaded.model), loaded.processing_class
         tokenizer = tokenizer_of(processing_class)
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
-        with loading_in_trl(loaded.by_name), replaced(args, **IN_CONSTRUCTOR):
+        with loading_in_trl(loaded.by_name), replaced(args, **CONSTRUCTOR_OPTIONS):
             arguments |= {"model": model, "data_collator": self.data_collator}
             arguments["processing_class"] = tokenizer  # since TRL reads and sets special tokens
             super().__init__(**arguments)
@@ -130,12 +130,12 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class
         self.data_collator = replace(self.data_collator)  # a new encoder, as TRL's constructor has set special tokens
-        columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
+        columns = [*COLUMNS, *COMPARISON_COLUMNS] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
         packs, load = args.packing == "prefix", loaded.load_processor
-        self._start_reading(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
+        self._set_up_scoring(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
         self._check_adapter()
-        self._complete_parts()
+        self._finish_setup()
 
     def _check_adapter(self) -> None:
         """Raises `ValueError` for prompt learning, and warns if no adapter trains `score`."""

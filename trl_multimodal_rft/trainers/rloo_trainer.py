@@ -110,7 +110,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
 
-    def _compare(
+    def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
         """Returns leave-one-out advantages, with the KL penalty in the reward."""
@@ -131,7 +131,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
-        if self._corrects(rollout) and not is_corrected:  # weights the loss by the ratio, through advantages
+        if self._corrects_for_engine(rollout) and not is_corrected:
+            # Weights the loss by the ratio, through advantages
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 

@@ -33,8 +33,8 @@ class RolloutLog:
 
     run: Run
     tables: Mapping[str, Any]  # TRL's table of completions, by column
-    extra: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
-    pending: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
+    extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
+    pending_metrics: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
 
     def __post_init__(self):
@@ -57,7 +57,7 @@ class RolloutLog:
             yield callback
 
     def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
-        """Logs prompts, completions, rewards (`(N,)`, of all ranks), and advantages (their mean if per token)."""
+        """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
         run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
         advantages = estimates.advantages
         run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
@@ -101,30 +101,32 @@ class RolloutLog:
 
         Shapes: `rewards`, `group_ids` and `has_signal` (of the completion's group) `(N,)`, of all ranks.
         """
-        run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
+        run, per_func, difficulty_sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if bounds is not None:
-            column = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
-            outside = out_of_range(column, group_ids, bounds)
+            bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
+            outside = out_of_range(bounded_rewards, group_ids, bounds)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, has_signal, run.step)
-        if sampler is not None and run.is_training:
+        if difficulty_sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)])
-            known_frac, mean = sampler.coverage()
+            difficulty_sampler.measure(
+                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
+            )
+            known_frac, mean = difficulty_sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
     def _add_reward_logs(self, n: int) -> None:
         """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
-        for column in sorted(set(gather_object(list(self.extra)))):
-            self.tables["extra"][column].extend(gather_object(self.extra.get(column, [None] * n)))
-        self.extra.clear()
-        for name in sorted(set(gather_object(list(self.pending)))):
-            values = self.pending.get(name, [])
+        for column in sorted(set(gather_object(list(self.extra_logs)))):
+            self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * n)))
+        self.extra_logs.clear()
+        for name in sorted(set(gather_object(list(self.pending_metrics)))):
+            values = self.pending_metrics.get(name, [])
             total, count = sum_over_ranks(self.run.accelerator, [float(sum(values)), len(values)])
             self.run.metrics.add({name: total / count})
-        self.pending.clear()
+        self.pending_metrics.clear()
 
 
 def reward_index(name: str | None, names: Sequence[str]) -> int:
@@ -139,17 +141,15 @@ def reward_index(name: str | None, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
+def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
     """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
-    args, every = run.args, run.args.media_contribution_steps
+    args, interval = run.args, run.args.media_contribution_steps
     n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
-    if every and run.is_training and is_due(every, run.step, n_steps):
+    if interval and run.is_training and is_due(interval, run.step, n_steps):
 
-        def encode(row: int, view: View) -> EncodedPrompt:
+        def encode(i: int, view: View) -> EncodedPrompt:
             source = rollout.source
-            return run.prompts.encode(
-                source.messages[row], source.row_indices[row], view, **source.template_tools(row)
-            )
+            return run.prompts.encode(source.messages[i], source.row_indices[i], view, **source.template_tools(i))
 
         batch = rollout.completions, rollout.loss_mask
         run.metrics.add(media_contribution(run.policy, run.model, *batch, encode))

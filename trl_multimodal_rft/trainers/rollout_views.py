@@ -20,7 +20,7 @@ from ..views.views import View
 from .run import Run
 
 
-class Views(NamedTuple):
+class ViewPrompts(NamedTuple):
     """Prompts of a rollout under views, by the batch indices of their completions."""
 
     share: dict[int, EncodedPrompt]  # prompts under `rollout_view`, for a share of each group
@@ -32,7 +32,7 @@ class Views(NamedTuple):
         return [*(self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts)), *self.contrast.values()]
 
 
-def under_views(run: Run, rollout: Rollout, step: int) -> Views:
+def prompts_under_views(run: Run, rollout: Rollout, step: int) -> ViewPrompts:
     """Returns the prompts of a rollout under the views of an optimizer step. In evaluation, there are no views."""
     share_settings, contrast_settings, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
     share: dict[int, EncodedPrompt] = {}
@@ -43,22 +43,22 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
         share = _last_prompts_under(run, rollout, view, share_settings.fraction, step)
     if run.is_training and contrast_settings.view is not None:
         contrast = _last_prompts_under(run, rollout, contrast_settings.view, contrast_settings.fraction, step)
-    return Views(share, contrast, strength)
+    return ViewPrompts(share, contrast, strength)
 
 
 def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
     Samples the completions of a rollout. In training, some completions may be sampled under `rollout_view`, and
-    extra completions under `contrast_view`. [`take_views`] records both in the rollout.
+    extra completions under `contrast_view`. [`record_views`] records both in the rollout.
     """
-    views = under_views(run, rollout, run.step)
+    views = prompts_under_views(run, rollout, run.step)
     # One call, as all ranks must call the sampler equally often
     samples = sampler(run.live.model_wrapped, views.prompts(rollout), step=run.step, branches=branches)
-    return take_views(run, rollout, views, *samples)
+    return record_views(run, rollout, views, *samples)
 
 
-def take_views(
-    run: Run, rollout: Rollout, views: Views, ids: list[list[int]], logps: list[list[float | None]] | None
+def record_views(
+    run: Run, rollout: Rollout, views: ViewPrompts, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
     """Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast`."""
     n, (share, contrast, strength) = len(rollout), views
@@ -81,8 +81,8 @@ def _last_prompts_under(
     run: Run, rollout: Rollout, view: View, fraction: float, step: int
 ) -> dict[int, EncodedPrompt]:
     """Returns, by batch index, the prompts of each group's last completions under a view that changes them."""
-    first = run.accelerator.process_index * len(rollout)
-    indices = last_of_groups(fraction, len(rollout), first, run.group_size)
+    offset = run.accelerator.process_index * len(rollout)
+    indices = last_of_groups(fraction, len(rollout), offset, run.group_size)
     prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
     return {i: prompt for i, prompt in zip(indices, prompts, strict=True) if prompt is not rollout.prompts[i]}
 
@@ -97,15 +97,15 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         return None
     contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The reward function may wait for other ranks, so a rank without extra completions rewards another completion
+        # The reward function can wait for other ranks, so a rank without extra completions rewards another completion
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
         rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
         contrast_rewards[indices] = rewards.to(device)
-    contrast_rewards, size = run.accelerator.gather(contrast_rewards), run.group_size
+    contrast_rewards, group_size = run.accelerator.gather(contrast_rewards), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]
-    bonus = contrast_bonus(rewards, contrast_rewards, size, ratio=settings.reward_ratio, bonus=settings.bonus)
-    if (mask := _in_same_groups(~contrast_rewards.isnan(), size)).any():
+    bonus = contrast_bonus(rewards, contrast_rewards, group_size, ratio=settings.reward_ratio, bonus=settings.bonus)
+    if (mask := _in_same_groups(~contrast_rewards.isnan(), group_size)).any():
         means = {
             "accuracy": contrast_rewards.nanmean(),
             "accuracy_clean": rewards[mask].nanmean(),

@@ -75,13 +75,13 @@ class MetricLog:
     live: Live
 
     @property
-    def now(self) -> dict[str, list[float]]:
+    def current(self) -> dict[str, list[float]]:
         """Metrics of the current mode, training or evaluation."""
         return self.by_mode["train" if self.live.model.training else "eval"]
 
     def add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self.now[name].append(value)
+            self.current[name].append(value)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class CompletionSettings:
     """Settings of completions that the trainer derives from its config, model and arguments."""
 
     ends: Sequence[int]  # tokens that end a completion
-    end_texts: Sequence[str]  # texts that end a completion
+    end_texts: Sequence[str]  # stop strings
     group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
     encodes_text: bool  # `False` if `rollout_func` tokenizes prompts without media
 
@@ -104,7 +104,7 @@ class Notices:
     """Record of checks and messages that a run doesn't repeat."""
 
     unread_datasets: set[str]  # names of datasets whose first batch is still to be checked
-    positions: bool = False  # whether a warning of positions beyond the model's range was logged
+    warned_of_positions: bool = False  # whether a warning of positions beyond the model's range was logged
     mode_after_tools: str | None = None  # last logged message about generation after tools
 
 
@@ -137,7 +137,7 @@ class Run:
             accelerator=self.accelerator,
         )
 
-    def begin(self, inputs: Sequence[Any]) -> Rollout:
+    def begin_rollout(self, inputs: Sequence[Any]) -> Rollout:
         """Returns the rollout of a batch of rows, and notes its columns and modalities for the model card."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
@@ -146,8 +146,8 @@ class Run:
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompts])
-        if prompts and not self.notices.positions:  # else `rollout_func` encodes them
-            self.notices.positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
+        if prompts and not self.notices.warned_of_positions:  # else `rollout_func` encodes them
+            self.notices.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 
     def _check_rows(self, rows: list[Row]) -> None:
@@ -178,7 +178,7 @@ class Run:
         metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
             state.num_input_tokens_seen += n_tokens
-        self.metrics.now["num_tokens"] = [state.num_input_tokens_seen]
+        self.metrics.current["num_tokens"] = [state.num_input_tokens_seen]
         self.metrics.add(metrics)
         # Packing is decided once, so that old, reference and current log-probabilities are computed alike
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
@@ -205,11 +205,11 @@ class Run:
             return self.score(self.model, rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
-        """Returns the rewards of this rank's completions by each function, or by the first one with `only_first`."""
+        """Returns this rank's rewards by completion and function; with `only_first`, only by the first function."""
         flight, rewards = rollout.source.flight, self.rewards
-        early = None if flight is None or only_first else flight.early_rewards
-        is_first, rewards.were_called = not rewards.were_called, True
-        if is_first:
+        early_rewards = None if flight is None or only_first else flight.early_rewards
+        is_first_batch, rewards.were_called = not rewards.were_called, True
+        if is_first_batch:
             for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
                 logger.warning(warning)
         n = 1 if only_first else None
@@ -217,8 +217,8 @@ class Run:
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.live.state, **arguments}
-        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early)
-        is_conversational = is_first and isinstance(rollout.source.completions[0], list)
+        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
+        is_conversational = is_first_batch and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
                 logger.warning(
@@ -241,7 +241,7 @@ class Run:
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
-        Excludes completions whose environment failed from the loss, and counts them. All ranks must call this.
+        Counts completions whose environment failed, and excludes them from the loss. All ranks must call this.
 
         Raises a `RuntimeError` if all environments of all ranks failed in training, which hints at a common cause.
         """
@@ -270,8 +270,8 @@ class Run:
             rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
         else:
             # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities
-            may_move = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
-            rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
+            may_move_groups = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
+            rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move_groups)
             self.metrics.add(metrics)
         micro_batches = rollout.micro_batches(self.args.steps_per_generation)
         self.metrics.add(rank_metrics(micro_batches, self.accelerator))

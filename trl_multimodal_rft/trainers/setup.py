@@ -35,7 +35,7 @@ from ..forward.processes import check_one_run
 from ..models.modes import ignore_deprecated_names
 from ..models.pretrained import read_config
 from ..views.options import changed_media
-from .arguments import check_instances, check_output_dir, check_unsplit
+from .arguments import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, mapping
 
 
@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 Config = TypeVar("Config", bound=TrainingArguments)
 
 # Number of rows of a dataset that are searched for media before training
-_ROWS_TO_LOOK_AT = 16
+_N_ROWS_TO_SEARCH = 16
 
 # Options of vLLM and transformers in `generation_kwargs` that don't change log-probabilities of sampled tokens. The
 # trainer's scores account for suppressed tokens and biases.
@@ -84,8 +84,8 @@ def resolve_config(
     return args
 
 
-# Start of error messages, which go on with the part of the run that needs the name
-LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+# Start of error messages, which continue with the part of the run that needs the name
+NO_NAME = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
 def needs_reference(args: SamplingConfig) -> bool:
@@ -99,13 +99,13 @@ def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrain
         return
     if args.use_vllm:
         raise ValueError(
-            f"{LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
+            f"{NO_NAME} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
             "from there, or set `use_vllm=False`."
         )
     if needs_reference(args) and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
-            f"{LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
-            "set `beta=0`."
+            f"{NO_NAME} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, "
+            "or set `beta=0`."
         )
 
 
@@ -127,7 +127,7 @@ def check_takes_media(
     for dataset in (part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])):
         if not isinstance(dataset, Dataset):
             continue  # streams can be read only once, so training checks their rows
-        rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
+        rows = undecoded(dataset).__getitems__(list(range(min(_N_ROWS_TO_SEARCH, len(dataset)))))
         for i, row in enumerate(rows):
             prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
             with suppress(MediaError):  # training raises it when it reads the row
@@ -208,7 +208,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # `accelerate launch` started only this process. It sets `MASTER_ADDR` only if the user asked for several processes
+    # Without `WORLD_SIZE`, `accelerate launch` started one process. It sets `MASTER_ADDR` if several were asked for
     is_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if is_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
@@ -223,7 +223,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
             "`CUDA_VISIBLE_DEVICES=0`."
         )
-    check_unsplit(args, model)
+    check_parallelism(args, model)
     # DeepSpeed steps the optimizer itself, so that only its own checks for overflow can skip an update
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
@@ -234,7 +234,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             )
 
 
-def truncation(args: SamplingConfig) -> dict[str, Any]:
+def truncation_options(args: SamplingConfig) -> dict[str, Any]:
     """Returns the options that exclude tokens from sampling, with their values."""
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
@@ -247,7 +247,7 @@ def sampling_changes(args: SamplingConfig) -> list[str]:
     Returns the names of options that change the distribution of sampled tokens from the softmax of the logits at the
     temperature.
     """
-    names = [*truncation(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
+    names = [*truncation_options(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
     if args.repetition_penalty not in (None, 1.0):
         names.append("repetition_penalty")
     return sorted({*names})
@@ -274,7 +274,7 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
 
 def warn_of_truncation(args: SamplingConfig) -> None:
     """Warns if options that exclude tokens from sampling bias the correction for vLLM (huggingface/trl#6789)."""
-    options = [f"`{name}={value}`" for name, value in truncation(args).items()]
+    options = [f"`{name}={value}`" for name, value in truncation_options(args).items()]
     if options and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
             f"With {' and '.join(options)}, vLLM says how likely a token is among those that are left, and the "
@@ -286,10 +286,10 @@ def warn_of_truncation(args: SamplingConfig) -> None:
 def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
     """Raises `ValueError` if `cast_lm_head_to_fp32` is set and TRL's code for text models doesn't find the head."""
     tied = getattr(model.config, "tie_word_embeddings", None)
-    has_weights = hasattr(model, "lm_head") and tied is not None
+    trl_finds_head = hasattr(model, "lm_head") and tied is not None
     if tied:
-        has_weights = has_weights and hasattr(getattr(model, "model", None), "embed_tokens")
-    if getattr(args, "cast_lm_head_to_fp32", False) and not has_weights:
+        trl_finds_head = trl_finds_head and hasattr(getattr(model, "model", None), "embed_tokens")
+    if getattr(args, "cast_lm_head_to_fp32", False) and not trl_finds_head:
         raise ValueError(
             f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head "
             "or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 # Names that a row's `chat_template_kwargs` can't have: `messages`, and arguments of `apply_chat_template` except
 # `documents`
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
-_ARGUMENTS = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
+_RESERVED_NAMES = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
 
 
 @dataclass
@@ -68,25 +68,25 @@ class SupervisedCollator:
             on tokens that aren't learned. `plain(load, i)` encodes row `i` with the processor that `load()` returns,
             for the self-check.
         """
-        sequences, stored = self._encoded(rows), self._stored(rows)
+        sequences, stored = self._encoded_rows(rows), self._stored_rows(rows)
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
         return {
             "sequences": sequences,
             "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-            "plain": lambda load, i: self._plain(stored[i], load()),
+            "plain": lambda load, i: self._plain_outputs(stored[i], load()),
         }
 
-    def _encoded(self, rows: Sequence[Any]) -> list[Any]:
+    def _encoded_rows(self, rows: Sequence[Any]) -> list[Any]:
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
-    def _stored(self, rows: Sequence[Any]) -> list[Row]:
+    def _stored_rows(self, rows: Sequence[Any]) -> list[Row]:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
 
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """See [`~encoding.supervised.SupervisedEncoder.conversation`]."""
         return self._encoder_of(row).conversation(row, answer)
 
-    def _plain(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
+    def _plain_outputs(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
         """Returns the outputs of a processor for the conversation of a row, with the run's chat template."""
         base, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
@@ -136,7 +136,7 @@ class SupervisedCollator:
         tools, variables = row.get("tools"), row.get("chat_template_kwargs") or {}
         tools = json.loads(tools) if isinstance(tools, str) else tools
         variables = {name: value for name, value in variables.items() if value is not None}
-        if reserved := sorted(_ARGUMENTS & variables.keys()):
+        if reserved := sorted(_RESERVED_NAMES & variables.keys()):
             raise ValueError(
                 f"row {row.row_index}, column 'chat_template_kwargs': {reserved} are no variables of a row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
@@ -145,12 +145,12 @@ class SupervisedCollator:
         variables = {name: value for name, value in variables.items() if name in self._template_names}
         mode = self.args.special_tokens_in_text or "warn"
 
-        def checked(value: Any, column: str) -> Any:
+        def checked_value(value: Any, column: str) -> Any:
             return value and checked_texts(
                 value, self.processing_class, mode, f"row {row.row_index}, column '{column}'"
             )
 
-        return {"tools": checked(tools, "tools") or None, **checked(variables, "chat_template_kwargs")}
+        return {"tools": checked_value(tools, "tools") or None, **checked_value(variables, "chat_template_kwargs")}
 
     @cached_property
     def _template_names(self) -> set[str]:
@@ -195,7 +195,9 @@ class SupervisedCollator:
             if args.dataset_text_field not in columns:
                 layout = other_layout(dataset.features or dict.fromkeys(columns))
                 text = f"`{args.dataset_text_field}` (`dataset_text_field`)"
-                raise lacking(name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text}", layout)
+                raise missing_columns_error(
+                    name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text}", layout
+                )
         if media:
             raise ValueError(
                 f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
@@ -220,7 +222,7 @@ class SupervisedCollator:
         return columns, media
 
 
-def lacking(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
+def missing_columns_error(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
     """Returns the error for a dataset without the needed columns. `layout` is another tool's layout that fits it."""
     remedy = "" if layout is None else f"; {prepared(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")

@@ -19,8 +19,8 @@ from ..data.rows.features import undecoded
 from ..forward.scores import ScoreRequest, Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
-from .loading import IN_CONSTRUCTOR, loading_in_trl
-from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
+from .loading import CONSTRUCTOR_OPTIONS, loading_in_trl
+from .reading import Batch, CompletionTrainer, NumItems, load_for_scoring
 from .setup import resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
@@ -117,7 +117,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         args = resolve_config(MultimodalSFTConfig, args, model)
         arguments = arguments_of(locals(), "formatting_func", "options")
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        loaded = load_for_reading(arguments, datasets)
+        loaded = load_for_scoring(arguments, datasets)
         model, processing_class = loaded.model, loaded.processing_class
 
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
@@ -127,13 +127,13 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             loading_in_trl(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, and needs a chat template with generation markers
             # for `assistant_only_loss`. The collator and this trainer implement both options
-            replaced(args, packing=False, assistant_only_loss=False, **IN_CONSTRUCTOR),
+            replaced(args, packing=False, assistant_only_loss=False, **CONSTRUCTOR_OPTIONS),
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
             arguments["eval_dataset"] = eval_dataset
             # The constructor reads the first row, whose media stay undecoded in Arrow's format
-            in_arrow = isinstance(train_dataset, Dataset)
-            arguments["train_dataset"] = train_dataset.with_format("arrow") if in_arrow else undecoded(train_dataset)
+            is_dataset = isinstance(train_dataset, Dataset)
+            arguments["train_dataset"] = train_dataset.with_format("arrow") if is_dataset else undecoded(train_dataset)
             super().__init__(**arguments)
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
@@ -144,16 +144,16 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
-        keeps_all = not args.remove_unused_columns or formatting_func is not None
-        self._start_reading(
+        keeps_all_columns = not args.remove_unused_columns or formatting_func is not None
+        self._set_up_scoring(
             datasets,
-            columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
+            columns=None if keeps_all_columns else [*_COLUMNS, args.dataset_text_field],
             packs=bool(args.packing or args.eval_packing),
             outputs=("log_probs", "entropy", "is_top1"),
             load_processor=loaded.load_processor,
             check=check_sequences,
         )
-        self._complete_parts()
+        self._finish_setup()
 
     # Update
 

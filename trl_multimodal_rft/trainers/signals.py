@@ -43,8 +43,8 @@ class EndOnSignal(TrainerCallback):
     Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT.
 
     The run ends after the optimizer step in which any process got the signal, since weights, optimizer and rollouts
-    match only between steps. A second SIGINT ends the run at once. A repeated signal of another kind
-    doesn't, since launchers repeat signals.
+    match only between steps. A second SIGINT ends the run at once. Other signals don't when they come again, since
+    launchers repeat signals.
 
     Args:
         any_process (`Callable[[bool], bool]`):
@@ -57,15 +57,15 @@ class EndOnSignal(TrainerCallback):
     def __init__(self, any_process: Callable[[bool], bool], only_interrupts: bool = False):
         self._any_process, self._only_interrupts = any_process, only_interrupts
         self._has_signal = False  # on this process
-        self._ends = self._saved = False
+        self._ends_run = self._has_saved = False
 
     @contextmanager
-    def listening(self):
+    def handling_signals(self):
         """
         Handles the signals within the context. In an interactive session of Python, leaves SIGINT alone, so that the
         user can look at the state of the interrupted run.
         """
-        self._has_signal = self._ends = self._saved = False
+        self._has_signal = self._ends_run = self._has_saved = False
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
         signals = [signal.SIGINT] if self._only_interrupts else _SIGNALS
         signals = [signum for signum in signals if signum != signal.SIGINT or not is_interactive]
@@ -79,10 +79,10 @@ class EndOnSignal(TrainerCallback):
         handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
         terminals = [output for output in (1, 2) if os.isatty(output)]
 
-        def handle(number: int, frame: FrameType | None):
+        def handle(signum: int, frame: FrameType | None):
             self._has_signal = True
-            if number == signal.SIGINT:
-                signal.signal(number, handlers[number])
+            if signum == signal.SIGINT:
+                signal.signal(signum, handlers[signum])
             for output in terminals:
                 if not os.isatty(output):  # closed, so that printing would raise an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
@@ -95,23 +95,23 @@ class EndOnSignal(TrainerCallback):
         finally:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
-        if self._only_interrupts and (self._ends or self._has_signal):  # a signal may come after the last step
+        if self._only_interrupts and (self._ends_run or self._has_signal):  # a signal may come after the last step
             raise KeyboardInterrupt
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._ends, self._saved = self._any_process(self._has_signal), False
-        if self._ends:
+        self._ends_run, self._has_saved = self._any_process(self._has_signal), False
+        if self._ends_run:
             logger.warning(f"The run received a signal and ends after step {state.global_step} of {state.max_steps}.")
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._saved = True
+        self._has_saved = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        if self._ends:
-            if state.epoch % 1 != 0:  # `Trainer` also calls this when it stops within an epoch
+        if self._ends_run:
+            if state.epoch % 1 != 0:  # `Trainer` also calls this method when it stops within an epoch
                 control.should_log = control.should_evaluate = False
-            control.should_save = control.should_evaluate or not self._saved
+            control.should_save = control.should_evaluate or not self._has_saved
 
 
 def end_with_launcher() -> None:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from .distillation_config import MultimodalDistillationConfig
 
 
-# Settings of processors on which features of media depend, besides the size of the media
-_GEOMETRY = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
-_GEOMETRY += ("sampling_rate", "feature_size", "hop_length", "n_fft")
+# Settings of processors that change features of media, other than limits on the size of media
+_FEATURE_SETTINGS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
+_FEATURE_SETTINGS += ("sampling_rate", "feature_size", "hop_length", "n_fft")
 
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 
@@ -74,10 +74,10 @@ def check_teacher(
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
         try:
-            other = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
+            teacher_processor = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
         except (OSError, ValueError):
-            other = None  # the teacher was saved without a processor, or this process can't read it
-        obstacle = None if other is None else _processor_difference(processor, other)
+            teacher_processor = None  # the teacher was saved without a processor, or this process can't read it
+        obstacle = None if teacher_processor is None else _processor_difference(processor, teacher_processor)
     if obstacle is not None:
         raise ValueError(
             f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
@@ -87,17 +87,17 @@ def check_teacher(
 
 def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
     """Returns the difference in tokens or modalities between two models by their configs, or `None`."""
-    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
-    if sizes[0] != sizes[1]:
-        return f"it has vocab_size {sizes[1]}, the student {sizes[0]}"
+    vocab_sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
+    if vocab_sizes[0] != vocab_sizes[1]:
+        return f"it has vocab_size {vocab_sizes[1]}, the student {vocab_sizes[0]}"
     modalities = [modality for modality in MODALITIES if modality in input_modalities(student)] if has_media else []
-    lacking = [modality for modality in modalities if modality not in input_modalities(teacher)]
-    if lacking:
-        return f"it takes no {' or '.join(lacking)}"
+    lacking_modalities = [modality for modality in modalities if modality not in input_modalities(teacher)]
+    if lacking_modalities:
+        return f"it takes no {' or '.join(lacking_modalities)}"
     if modalities and student.config.model_type != teacher.config.model_type:
         return f"it is a {teacher.config.model_type!r}, the student a {student.config.model_type!r}"
-    names = [name for name in vars(student.config) if name.endswith(("_token_id", "_token_index"))]
-    for name in names if modalities else ():
+    id_names = [name for name in vars(student.config) if name.endswith(("_token_id", "_token_index"))]
+    for name in id_names if modalities else ():
         ids = [getattr(model.config, name, None) for model in (student, teacher)]
         if ids[0] != ids[1] and name not in ("pad_token_id", "bos_token_id", "eos_token_id"):
             return f"its `{name}` is {ids[1]}, the student's {ids[0]}"
@@ -115,14 +115,14 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
             )
     for name in ("image_processor", "video_processor", "feature_extractor"):
         components = [getattr(side, name, None) for side in (student, teacher)]
-        for setting in _GEOMETRY if None not in components else ():
+        for setting in _FEATURE_SETTINGS if None not in components else ():
             values = [getattr(side, setting, None) for side in components]
             if values[0] != values[1]:
                 return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"
     return None
 
 
-def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
+def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
     """
     Returns the scale and soft cap of a model's LM head. Raises `ValueError` if the model applies anything else to its
     logits.
@@ -138,10 +138,10 @@ def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
 
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
-    Returns the teacher's prompts of completions. They are encoded from columns for the teacher such as
-    `teacher_prompt`, if the row has any, and under `teacher_view`. Completions that share a prompt share the teacher's
-    prompt, too. If teacher and student read the same prompt, both are one object. Raises `ValueError` if rows have
-    columns for the teacher and there are tools.
+    Returns the teacher's prompt of each completion, from columns for the teacher such as `teacher_prompt`, if the row
+    has any, and under `teacher_view`. Completions that share a prompt share the teacher's prompt, too. If teacher and
+    student read the same prompt, both are one object. Raises `ValueError` if rows have columns for the teacher and
+    there are tools.
     """
     separate = [reads_apart(row.stored) for row in rows]
     if any(separate):
@@ -157,7 +157,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
             conversation if is_separate else student
             for student, conversation, is_separate in zip(student_messages, conversations, separate, strict=True)
         ]
-        # `encoded` maps the id of a student's prompt to the teacher's. A `row` with media has been encoded already
+        # `encoded` has the teacher's prompts by the `id` of the student's. Rows with media hold theirs already
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
             if not is_separate or row.teachers is not None:
                 encoded[id(prompt)] = row.teachers if is_separate else prompt
@@ -165,12 +165,12 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
                 encoded[id(prompt)] = run.prompts.encode(conversation, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
-    prompts = prompts_under(run, rollout, run.args.teacher_view)
+    prompts = prompts_under_view(run, rollout, run.args.teacher_view)
     share_media(prompts)
     return prompts
 
 
-def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
+def prompts_under_view(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
     """Returns the prompts of completions, under `view` if there is one, with random numbers of this step."""
     if view is None:
         return rollout.prompts
@@ -201,16 +201,17 @@ def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests:
     rollout.teacher.ids, rollout.teacher.logps = ids.to(device), logps.to(device)
 
 
-def keep_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], scored: bool) -> None:
+def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_scored: bool) -> None:
     """
     Sets the teacher's prompts in a rollout, continued by the turns after tool calls. Leaves them unset if they are the
-    student's prompts, or if the completions are `scored` already. Drops their decoded media, which no sampler needs.
+    student's prompts, or if the teacher has scored the completions already. Drops decoded media of the teacher's
+    prompts, which no sampler needs.
     """
     prompts = [continued(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
     for prompt in prompts:
         prompt.decoded = ()
-    differ = any(student is not teacher for student, teacher in zip(rollout.prompts, prompts, strict=True))
-    if differ and not scored:
+    prompts_differ = any(student is not teacher for student, teacher in zip(rollout.prompts, prompts, strict=True))
+    if prompts_differ and not is_scored:
         rollout.teacher.prompts = prompts
 
 
@@ -224,7 +225,7 @@ class Teacher:
     rules: tuple[HeadRule, HeadRule]  # of the student's head, and of the teacher's
 
     @contextmanager
-    def _teaching(self) -> Iterator[nn.Module]:
+    def _teacher_model(self) -> Iterator[nn.Module]:
         """Yields the teacher's model, with the weights and modes that score completions."""
         if self.model is not None:
             yield self.model
@@ -232,35 +233,35 @@ class Teacher:
         args = self.run.args
         student: Any = self.run.model
         model = self.run.accelerator.unwrap_model(student)
-        base = args.self_teacher_settings.weights == "base"
+        without_adapter = args.self_teacher_settings.weights == "base"
         if self.average is not None:
             self.average.follow(student)
         with (
             evaluation_mode(student),
             disable_gradient_checkpointing(student, args.gradient_checkpointing_kwargs),
-            kept_requires_grad(model) if base else nullcontext(),
-            use_adapter(model, None) if base else nullcontext(),
-            nullcontext() if self.average is None else self.average.applied(),
+            kept_requires_grad(model) if without_adapter else nullcontext(),
+            use_adapter(model, None) if without_adapter else nullcontext(),
+            nullcontext() if self.average is None else self.average.averaged_weights(),
         ):
             yield student
 
     def target(self, rollout: Rollout) -> Target:
-        """Returns the teacher's distributions for a micro-batch, from a server's earlier answer or from a forward."""
+        """Returns the teacher's distributions for a micro-batch, from a server's earlier response or a forward."""
         args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
         if rollout.teacher.ids is not None:
             distributions = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)
-        with torch.no_grad(), self._teaching() as model:
+        with torch.no_grad(), self._teacher_model() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
             request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
-            states = require(policy.score(model, request).hidden)
+            hidden_states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
-            # The head is copied, as the student gets its own weights back before the target is used
+            # The head is copied, because the student gets its own weights back before the target is used
             if self.average is not None and not args.loss_top_k:
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
-            distributions: Any = {"hidden": states, "head": head}
+            distributions: Any = {"hidden": hidden_states, "head": head}
             if args.loss_top_k:
-                distributions = top_k_of(states, head, mask, args.loss_top_k, policy.temperature)
+                distributions = top_k_of(hidden_states, head, mask, args.loss_top_k, policy.temperature)
         return Target(mask, self.rules[0], args.beta, policy.temperature, add_tail=args.loss_add_tail, **distributions)
 
 

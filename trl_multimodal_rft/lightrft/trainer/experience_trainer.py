@@ -76,7 +76,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return inputs
 
     def _counts_for_kl(self):
-        return self._trains("policy") and self.is_first_epoch
+        return self._is_updated("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
         state = {"client_states": self.client_states, "pending_logs": self.pending_logs}
@@ -100,7 +100,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         # Not every dataset can read several rows at once, but `Subset` can
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
-        self._supervised = EndlessRows(rows, args.seed)
+        self._supervised_rows = EndlessRows(rows, args.seed)
         args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
@@ -178,7 +178,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self._check_update_begins(f"An update of {' and '.join(sorted(self._update_parts))}")
         self._mean_metrics()
         self.state.global_step = rollout.step = global_steps
-        self._trained = self._update_parts = trained
+        self._trainable_parts = self._update_parts = trained
         if entropy_mask is not None:
             rollout.tokens.weights = rollout.tokens.entropies
         else:
@@ -186,7 +186,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         try:
             self._train_micro_batch(rollout)
         finally:
-            self._trained = {"policy", "critic"}
+            self._trainable_parts = {"policy", "critic"}
         return self._mean_metrics()
 
     def _check_update_begins(self, name: str) -> None:

@@ -209,9 +209,10 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
     model = accelerator.unwrap_model(model)
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
-        # transformers may load weights on the main process only, so other processes get them by broadcast
-        first = accelerator.is_main_process
-        state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
+        # With `fsdp_cpu_ram_efficient_loading`, transformers loads weights on one process only, so the main process
+        # broadcasts them
+        is_main = accelerator.is_main_process
+        state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if is_main else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

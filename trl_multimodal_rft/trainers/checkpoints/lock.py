@@ -19,7 +19,7 @@ _FILE = "_run.lock"
 
 
 @contextmanager
-def holding(folder: str | Path) -> Iterator[str | None]:
+def holding_lock(folder: str | Path) -> Iterator[str | None]:
     """
     Locks a folder against other runs within the context. Yields the process that holds the lock already, or `None`.
 

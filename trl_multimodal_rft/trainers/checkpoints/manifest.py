@@ -27,20 +27,20 @@ def write_manifest(
     checkpoint: Path,
     model_only: bool,
     fingerprints: dict[str, Any] | None = None,
-    measured: dict[str, tuple[int, int]] | None = None,
+    measurements: dict[str, tuple[int, int]] | None = None,
     algorithm: str | None = None,
 ) -> None:
     """
     Writes the sizes and checksums (CRC-32) of a checkpoint's files, the run's `algorithm`, and the `fingerprints` of
-    its datasets. `measured` holds the sizes and checksums. If it is `None`, this function reads the files.
+    its datasets. Reads the files, unless `measurements` holds their sizes and checksums.
     """
-    entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
+    entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measurements is None else measurements
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
 
-def measure_together(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
-    """Returns sizes and checksums of a folder's files. Each process reads a share. All processes must call this."""
+def measure_folder(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
+    """Returns sizes and checksums of a folder's files, of which each process reads a share. All must call this."""
     (names,) = broadcast_object_list([[*_files(folder)]])
     return dict(sorted(gather_object([*_measure_files(folder, names[process_index::num_processes]).items()])))
 
@@ -55,7 +55,7 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     except (OSError, RecursionError) as error:
         return [f"it can't be read ({_reason(error)})"]
     try:
-        manifest = _read(folder)
+        manifest = _read_manifest(folder)
     except Exception as error:  # the manifest may hold anything
         return [f"{_MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
@@ -68,21 +68,21 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     return faults + [f"{name} {change}" for name, change in zip(names, changes, strict=True) if change is not None]
 
 
-def other_run(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
+def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
     """Returns an error message if a checkpoint is of another algorithm, or if only one of both runs has an adapter."""
-    manifest, folder = _read(Path(checkpoint)), Path(checkpoint)
-    saved = (manifest and manifest.algorithm) or algorithm
+    manifest, folder = _read_manifest(Path(checkpoint)), Path(checkpoint)
+    saved_algorithm = (manifest and manifest.algorithm) or algorithm
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
-    if saved == algorithm and is_adapter == has_adapter:
+    if saved_algorithm == algorithm and is_adapter == has_adapter:
         return None
-    runs = ((saved, is_adapter), (algorithm, has_adapter))
+    runs = ((saved_algorithm, is_adapter), (algorithm, has_adapter))
     labels = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
     return f"{checkpoint} is of a run of {labels[0]}, and this one is of {labels[1]}; resume as that run was started."
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
     """Returns warnings about a run that resumes from an undamaged checkpoint, on datasets with these fingerprints."""
-    manifest = _read(Path(checkpoint))
+    manifest = _read_manifest(Path(checkpoint))
     if manifest is None:
         return [f"{checkpoint} has no {_MANIFEST}, so its files can't be verified."]
     warnings = []
@@ -108,7 +108,7 @@ class _Manifest(NamedTuple):
     files: dict[str, tuple[int, int]]  # size and checksum by name below the folder
 
 
-def _read(folder: Path) -> _Manifest | None:
+def _read_manifest(folder: Path) -> _Manifest | None:
     path = folder / _MANIFEST
     if not path.exists():
         return None
@@ -135,10 +135,10 @@ def _thread_map(function: Callable, values: Iterable) -> list:
 
 
 def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    return dict(zip(names, _thread_map(_measure, [folder / name for name in names]), strict=True))
+    return dict(zip(names, _thread_map(_size_and_checksum, [folder / name for name in names]), strict=True))
 
 
-def _measure(file: Path) -> tuple[int, int]:
+def _size_and_checksum(file: Path) -> tuple[int, int]:
     size = checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -147,13 +147,13 @@ def _measure(file: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _change(file: Path, expected: tuple[int, int]) -> str | None:
+def _change(file: Path, entry: tuple[int, int]) -> str | None:
     """Returns the difference between a file and its manifest entry, or `None`. Reads only files of equal size."""
     try:
         size = file.stat().st_size
-        if size != expected[0]:
-            return f"has {size} bytes, not {expected[0]}"
-        return None if _measure(file) == expected else "has other content"
+        if size != entry[0]:
+            return f"has {size} bytes, not {entry[0]}"
+        return None if _size_and_checksum(file) == entry else "has other content"
     except OSError as error:
         return f"can't be read ({_reason(error)})"
 

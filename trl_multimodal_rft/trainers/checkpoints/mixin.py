@@ -40,7 +40,7 @@ from ...rollout.ranks import any_rank
 from ...rollout.stream import CardNotes, RowStream, named_dataset
 from ..arguments import check_keywords
 from ..finite import check_weights, skip_broken_update
-from ..optimizer import check_rates, other_parts, save_parts, split_by_rate
+from ..optimizer import check_rates, parts_mismatch, save_parts, split_groups_by_rate
 from ..signals import EndOnSignal, end_with_launcher
 from .files import (
     PARTIAL,
@@ -54,9 +54,9 @@ from .files import (
     save_without_weights,
     surplus_checkpoints,
 )
-from .lock import holding
-from .manifest import measure_together, other_run, resume_warnings, verify_checkpoint, write_manifest
-from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
+from .lock import holding_lock
+from .manifest import measure_folder, resume_warnings, run_mismatch, verify_checkpoint, write_manifest
+from .shards import check_shards, layout_mismatch, load_module, save_module, saving_whole_weights, writes_shards
 
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class CheckpointMixin(Trainer):
     interruption, bit for bit. Updates that aren't finite are skipped, and weights that aren't finite are not saved.
     """
 
-    # Before a trainer calls `_complete_parts`, it has to set the attributes that have no value here
+    # Before a trainer calls `_finish_setup`, it has to set the attributes that have no value here
     args: Any
     processing_class: Any
     accelerator: Any
@@ -90,7 +90,7 @@ class CheckpointMixin(Trainer):
     _policy: PolicyForward
     checks: Checks
     reward_func_names: Any = ()
-    _max_skipped = 5  # most updates in a row that are skipped, as their gradient isn't finite
+    _max_skipped = 5  # limit on updates in a row that are skipped because their gradient isn't finite
     _metrics: Any
     _stream: RowStream
     _train_loader: Callable[[], DataLoader]
@@ -106,17 +106,17 @@ class CheckpointMixin(Trainer):
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _resumed_from: str | None = None  # folder of the checkpoint from which the run resumes
-    _uploaded: Path | None = None  # the checkpoint that was pushed last
+    _pushed_checkpoint: Path | None = None  # the checkpoint that was pushed last
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # classes of objects in the state of the rollouts
-    _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
-    _end_on_signal: EndOnSignal | None = None
+    _folders_of_model: tuple[str, ...] = ()  # folders in a checkpoint that are published with the policy
+    _signal_callback: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
         return super().__new__(cls)
 
-    def _complete_parts(self) -> None:
+    def _finish_setup(self) -> None:
         """
         Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. The
         callback for signals replaces transformers' one, which doesn't wait for the step to end. Raises a `TypeError`
@@ -126,18 +126,18 @@ class CheckpointMixin(Trainer):
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
         keep_differentiable(self.model)
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
-        self.add_callback(SaveBeforePush(self._save_without_repository))
+        self.add_callback(SaveBeforePush(self._save_before_first_push))
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
         if self.args.enable_jit_checkpoint or self.args.save_strategy != SaveStrategy.NO:
             only_interrupts = not self.args.enable_jit_checkpoint
-            self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator), only_interrupts)
-            self.add_callback(self._end_on_signal)
+            self._signal_callback = EndOnSignal(partial(any_rank, self.accelerator), only_interrupts)
+            self.add_callback(self._signal_callback)
 
     def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
-    def _save_without_repository(self) -> None:
+    def _save_before_first_push(self) -> None:
         """Saves the model and its card before the first push, in case the Hub refuses to create the repository."""
         if self.hub_model_id is None:
             self.save_model(_internal_call=True)
@@ -170,7 +170,7 @@ class CheckpointMixin(Trainer):
         """
         end_with_launcher()
         with ExitStack() as stack:
-            holder = stack.enter_context(holding(self.args.output_dir)) if self.is_world_process_zero() else None
+            holder = stack.enter_context(holding_lock(self.args.output_dir)) if self.is_world_process_zero() else None
             (holder,) = broadcast_object_list([holder])
             if holder is not None:
                 raise RuntimeError(
@@ -181,14 +181,16 @@ class CheckpointMixin(Trainer):
             self._resumed_from = checkpoint
             obstacle = None
             if checkpoint and self.args.should_save:
-                obstacle = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
-                obstacle = obstacle or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
+                obstacle = run_mismatch(checkpoint, self._tag_names[1], is_peft_model(self.model))
+                obstacle = (
+                    obstacle or layout_mismatch(self.accelerator, checkpoint) or parts_mismatch(checkpoint, self.args)
+                )
             (obstacle,) = broadcast_object_list([obstacle])
             if obstacle is not None:
                 raise ValueError(obstacle)
-            if self._end_on_signal is not None:
-                stack.enter_context(self._end_on_signal.listening())
-            stack.push(self._draw_interrupted)
+            if self._signal_callback is not None:
+                stack.enter_context(self._signal_callback.handling_signals())
+            stack.push(self._draw_curves_after_error)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
@@ -201,16 +203,16 @@ class CheckpointMixin(Trainer):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
-    def _draw_interrupted(
+    def _draw_curves_after_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws the curves of a run that an error or Ctrl-C ends, as `Trainer` then calls no callback."""
+        """Draws the curves of a run that an error or Ctrl-C ends, because `Trainer` then calls no callback."""
         for callback in self.callback_handler.callbacks if error is not None else ():
             if isinstance(callback, TrainingCurvesCallback):
                 callback.on_train_end(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
-        """Makes the sampling engine load weights again. By default, does nothing, as there is no engine."""
+        """Makes the sampling engine load weights again. By default, does nothing, because there is no engine."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """Returns the checkpoint to resume from, the same on all processes. Raises `ValueError` if none is whole."""
@@ -230,8 +232,8 @@ class CheckpointMixin(Trainer):
                 logger.warning(f"Passed over: {reasons[-1]}")
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
-        is_listed = Path(folders[0], "manifest.json").is_file()
-        remedy = ", or delete its manifest.json to resume from what is left" if is_listed else ""
+        has_manifest = Path(folders[0], "manifest.json").is_file()
+        remedy = ", or delete its manifest.json to resume from what is left" if has_manifest else ""
         raise ValueError(
             f"{reasons[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
             f"`output_dir`){remedy}."
@@ -246,7 +248,7 @@ class CheckpointMixin(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
-        return self._eval_loader(dataset, is_new=dataset is eval_dataset)
+        return self._eval_loader(dataset, is_argument=dataset is eval_dataset)
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
@@ -262,7 +264,7 @@ class CheckpointMixin(Trainer):
     def _group_parameters(self, is_new: bool) -> None:
         """Splits an optimizer's parameter groups by `learning_rates`, if the trainer made the optimizer."""
         if is_new and self.args.learning_rates:
-            split_by_rate(self.model, self.optimizer, self.args)
+            split_groups_by_rate(self.model, self.optimizer, self.args)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
@@ -381,7 +383,7 @@ class CheckpointMixin(Trainer):
         if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
-        with gathering(self.accelerator):
+        with saving_whole_weights(self.accelerator):
             self._save_parts(folder, in_checkpoint)
             super().save_model(output_dir, _internal_call)
 
@@ -414,7 +416,8 @@ class CheckpointMixin(Trainer):
                 replace_folder(temporary_folder / name, target)
                 needed = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
                 for checkpoint in surplus_checkpoints(target, args.save_total_limit, needed):
-                    if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
+                    # A later save removes a checkpoint that is being pushed
+                    if checkpoint != self._pushed_checkpoint or not is_running(self.push_in_progress):
                         checkpoint.rename(temporary_folder / checkpoint.name)
                 shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes the rest
         self.accelerator.wait_for_everyone()
@@ -444,7 +447,7 @@ class CheckpointMixin(Trainer):
         shards, process = writes_shards(self.accelerator), self.accelerator.process_index
         if shards and process == 0:
             check_shards(folder)
-        measurements = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        measurements = measure_folder(folder, process, self.accelerator.num_processes) if shards else None
         if args.should_save:
             write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
@@ -466,12 +469,12 @@ class CheckpointMixin(Trainer):
         if is_running(self.push_in_progress):
             if not args.hub_always_push:
                 return
-            self._finish_current_push()  # waits, as that push uploads files that change now
+            self._finish_current_push()  # waits, because that push uploads files that change now
         for name in self._folders_of_model:
             if (folder / name).is_dir():
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
         self._push_from_checkpoint(str(folder))
-        self._uploaded = folder
+        self._pushed_checkpoint = folder
         warn_of_failures(self.push_in_progress.jobs, folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
@@ -514,26 +517,27 @@ class CheckpointMixin(Trainer):
     def _training_lines(self) -> list[tuple[str, str]]:
         return [*training_lines(self.args.to_dict()), ("Rewards", ", ".join(map(in_code, self.reward_func_names)))]
 
-    def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+    def _published_folders(self, model_class: str, repository: str) -> list[tuple[str, str]]:
+        """Returns folders that are published with the policy, and their descriptions for the model card."""
         return []
 
     # Updates
 
     def _backward_by_parts(
-        self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
+        self, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int
     ) -> torch.Tensor:
         """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
         metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["token_budget/parts"].append(float(len(parts.parts)))
-        metrics["token_budget/extra_time"].append(parts.seconds)
-        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
+        metrics["token_budget/parts"].append(float(len(deferred.parts)))
+        metrics["token_budget/extra_time"].append(deferred.seconds)
+        return backward_by_parts(self.accelerator, model, loss, deferred, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Returns the gradient's norm. Skips the update if the gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
         counts = self.state.global_step, self._n_skipped, self._max_skipped
-        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *counts)
-        self._metrics["train"]["skipped_updates"].append(float(skipped))
+        is_skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *counts)
+        self._metrics["train"]["skipped_updates"].append(float(is_skipped))
         return norm
 
 

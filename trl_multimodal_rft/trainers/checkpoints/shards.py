@@ -25,7 +25,7 @@ def writes_shards(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-def gathering(accelerator: Accelerator) -> AbstractContextManager[None]:
+def saving_whole_weights(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Returns a context in which `Trainer.save_model` saves whole weights, even if the run saves shards."""
     if not writes_shards(accelerator):
         return nullcontext()
@@ -33,7 +33,7 @@ def gathering(accelerator: Accelerator) -> AbstractContextManager[None]:
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
-    """Saves a module's weights in the layout of the policy's, in shards or whole. All processes must call this."""
+    """Saves a module's weights in shards or whole, as the run saves the policy's. All processes must call this."""
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
@@ -52,8 +52,8 @@ def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> Non
 def check_shards(checkpoint: Path) -> None:
     """Raises `FileNotFoundError` if this process doesn't see the shards of other processes."""
     for metadata in checkpoint.rglob(_METADATA):
-        stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
-        for name in sorted({info.relative_path for info in stored.values()}):
+        storage = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
+        for name in sorted({info.relative_path for info in storage.values()}):
             if not (metadata.parent / name).exists():
                 raise FileNotFoundError(
                     f"{(metadata.parent / name).relative_to(checkpoint)} isn't there. Shards need an `output_dir` on "
@@ -61,7 +61,7 @@ def check_shards(checkpoint: Path) -> None:
                 )
 
 
-def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
+def layout_mismatch(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
     Returns an error message if a run can't resume from the layout of a checkpoint, or `None`. Runs with FSDP read
     weights and optimizer states only in the layout that they save, sharded or whole. Runs without FSDP read neither
