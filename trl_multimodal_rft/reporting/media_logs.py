@@ -26,7 +26,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.reading.decoding import load_image, read_audio, require_module
 from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.rows.columns import MEDIA_COLUMNS, FROM_TOOL, as_text
+from ..data.rows.columns import MEDIA_COLUMNS, TOOL_PREFIX, as_text
 from .events import EventPart
 from .hub import PRIVATE
 
@@ -126,7 +126,7 @@ class MediaLog:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
                 if name not in MEDIA_COLUMNS:
-                    name = f"tool_{ref.modality}s" if name.startswith(FROM_TOOL) else f"{ref.modality}s"
+                    name = f"tool_{ref.modality}s" if name.startswith(TOOL_PREFIX) else f"{ref.modality}s"
                 file = media_file(ref, left)
                 left -= len(file.data)
                 media.setdefault(name, []).append(file)

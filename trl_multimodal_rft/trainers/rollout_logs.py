@@ -111,7 +111,9 @@ class RolloutLog:
             self.hint.measure(rewards, has_signal, run.step)
         if sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)])
+            sampler.update_pass_rates(
+                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
+            )
             known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
