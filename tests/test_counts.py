@@ -8,7 +8,7 @@ from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import iter_refs
 from trl_multimodal_rft.data.rows.columns import is_empty, rows_to_messages
-from trl_multimodal_rft.data.rows.counts import empty_cells, empty_rows, most_media
+from trl_multimodal_rft.data.rows.counts import describe_empty_cells, empty_row_indices, max_media_per_row
 from trl_multimodal_rft.families import MODALITIES
 
 
@@ -77,7 +77,7 @@ CASES = {
 def test_counts_of_columns_are_those_of_rows(case):
     rows, features, expected = CASES[case]
     dataset = Dataset.from_list(rows, features=Features(features))
-    assert most_media(dataset) == counted(dataset) == {**NONE, **expected}
+    assert max_media_per_row(dataset) == counted(dataset) == {**NONE, **expected}
 
 
 @pytest.mark.parametrize("feature", [Audio(), Video()])
@@ -85,47 +85,55 @@ def test_nothing_is_decoded(feature):
     name = type(feature).__name__.lower()
     broken = [{"prompt": "a", name: {"bytes": b"no medium", "path": None}}]
     dataset = Dataset.from_list(broken, features=Features({**TEXT, name: feature}))
-    assert most_media(dataset) == {**NONE, name: 1}
+    assert max_media_per_row(dataset) == {**NONE, name: 1}
     dataset = Dataset.from_list([{"prompt": "a", f"{name}s": [broken[0][name]] * 2}])
     dataset = dataset.cast_column(f"{name}s", List(feature))
-    assert most_media(dataset) == {**NONE, name: 2}
+    assert max_media_per_row(dataset) == {**NONE, name: 2}
 
 
 def test_rows_of_several_tables_and_of_selections():
     parts = [Dataset.from_list([{"prompt": "a", "images": [PICTURE] * n}]) for n in (1, 4)]
     both = concatenate_datasets([*parts, parts[0]])
-    assert most_media(both)["image"] == most_media(both.shuffle(seed=0))["image"] == 4
-    assert most_media(both.select([0]))["image"] >= 1  # at least the number that a row needs
+    assert max_media_per_row(both)["image"] == max_media_per_row(both.shuffle(seed=0))["image"] == 4
+    assert max_media_per_row(both.select([0]))["image"] >= 1  # at least the number that a row needs
 
 
 def test_other_columns_and_those_that_are_ignored_do_not_count():
     rows = [{"prompt": "a", "images": [PICTURE] * 2, "picture": PICTURE, "extra": {"image": "a.png"}}]
     dataset = Dataset.from_list(rows)
-    assert most_media(dataset)["image"] == 2
-    assert most_media(dataset, ignored=["images"]) == NONE
-    assert most_media(dataset.with_format("numpy", columns=["prompt"])) == NONE
+    assert max_media_per_row(dataset)["image"] == 2
+    assert max_media_per_row(dataset, ignored=["images"]) == NONE
+    assert max_media_per_row(dataset.with_format("numpy", columns=["prompt"])) == NONE
     dataset = Dataset.from_list([{"prompt": "a", "image": np.zeros((4, 4, 3), np.uint8).tolist()}])
-    assert most_media(dataset) == {**NONE, "image": 1}
+    assert max_media_per_row(dataset) == {**NONE, "image": 1}
 
 
 @pytest.mark.parametrize("cells", [["a", "", " ", None], [1.5, float("nan"), None], [[1], [], None], [{"a": 1}, None]])
 def test_empty_rows_are_those_of_empty_cells(cells):
     dataset = Dataset.from_dict({"cell": cells})
     assert (
-        empty_rows(dataset, "cell") == [i for i, cell in enumerate(cells) if is_empty(cell)] == [*range(1, len(cells))]
+        empty_row_indices(dataset, "cell")
+        == [i for i, cell in enumerate(cells) if is_empty(cell)]
+        == [*range(1, len(cells))]
     )
-    assert empty_rows(dataset.select([1, 0, 1]), "cell") == [0, 2]
-    assert empty_cells(dataset.select([0]), ["cell", "other"]) == empty_cells([{"cell": None}], ["cell"]) == ""
+    assert empty_row_indices(dataset.select([1, 0, 1]), "cell") == [0, 2]
+    assert (
+        describe_empty_cells(dataset.select([0]), ["cell", "other"])
+        == describe_empty_cells([{"cell": None}], ["cell"])
+        == ""
+    )
 
 
 def test_datasets_without_a_count():
     dataset = Dataset.from_list([{"prompt": "a", "image": PICTURE}])
-    assert most_media(dataset.with_transform(lambda batch: batch)) is None
-    assert most_media(dataset.to_iterable_dataset()) is None
-    assert most_media([{"prompt": "a"}]) is None
-    assert most_media(dataset.remove_columns("prompt")) is None
-    assert most_media(Dataset.from_list([{"prompt": "a", "images": "a.png"}])) is None  # reading it raises an error
+    assert max_media_per_row(dataset.with_transform(lambda batch: batch)) is None
+    assert max_media_per_row(dataset.to_iterable_dataset()) is None
+    assert max_media_per_row([{"prompt": "a"}]) is None
+    assert max_media_per_row(dataset.remove_columns("prompt")) is None
+    assert (
+        max_media_per_row(Dataset.from_list([{"prompt": "a", "images": "a.png"}])) is None
+    )  # reading it raises an error
     inline = Dataset.from_list([{"prompt": user("a", image_block)}])
-    assert most_media(inline) is None  # its other rows may have media that no column shows
+    assert max_media_per_row(inline) is None  # its other rows may have media that no column shows
     mixed = [{"prompt": user(image_block | {"image": "a.png"})}, {"prompt": [{"role": "user", "content": "b"}]}]
-    assert most_media(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None
+    assert max_media_per_row(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None

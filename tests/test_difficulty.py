@@ -121,10 +121,10 @@ def test_rows_are_drawn_by_their_weights():
 
 def test_pass_rates_follow_what_is_measured():
     sampler = DifficultySampler(4, 2, pass_rates=[None, 0.8, None, 0.2])
-    sampler.measure(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([1.0, 0.0, 0.0, 0.5, math.nan]))
+    sampler.update_pass_rates(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([1.0, 0.0, 0.0, 0.5, math.nan]))
     assert sampler.rates[[0, 1, 3]].tolist() == pytest.approx([0.5, 0.525, 0.2]) and sampler.rates[2].isnan()
-    sampler.measure(torch.tensor([0, 0]), torch.tensor([3.0, -1.0]))  # rewards beyond 0 and 1 count as those
-    sampler.measure(torch.tensor([2]), torch.tensor([0.25]))
+    sampler.update_pass_rates(torch.tensor([0, 0]), torch.tensor([3.0, -1.0]))  # rewards beyond 0 and 1 count as those
+    sampler.update_pass_rates(torch.tensor([2]), torch.tensor([0.25]))
     assert sampler.rates.tolist() == pytest.approx([0.5, 0.525, 0.25, 0.2])
     assert sampler.coverage() == (1.0, pytest.approx(1.475 / 4))
     assert DifficultySampler(4, 2).coverage() == (0.0, 0.0)
@@ -137,7 +137,7 @@ def test_rows_depend_on_what_was_measured_before_they_are_drawn(ahead):
         for place in range(8):
             found.append(sampler.rows(place))
             if place == place_of_measurement:
-                sampler.measure(torch.arange(20), torch.ones(20))
+                sampler.update_pass_rates(torch.arange(20), torch.ones(20))
         return found
 
     without = draws(None)
@@ -152,7 +152,7 @@ def test_state_continues_the_draws():
     straight, found = DifficultySampler(8, 3, seed=1, n_prefetched=2), []
     for place in range(9):
         found.append(straight.rows(place))
-        straight.measure(torch.tensor(found[-1]), torch.tensor([0.0, 1.0, 0.0]))
+        straight.update_pass_rates(torch.tensor(found[-1]), torch.tensor([0.0, 1.0, 0.0]))
         if place == 4:
             file = io.BytesIO()
             torch.save(straight.state_dict(), file)
@@ -161,7 +161,7 @@ def test_state_continues_the_draws():
             resumed.load_state_dict(torch.load(file, weights_only=True))
     for place in range(5, 9):
         assert resumed.rows(place) == found[place]
-        resumed.measure(torch.tensor(found[place]), torch.tensor([0.0, 1.0, 0.0]))
+        resumed.update_pass_rates(torch.tensor(found[place]), torch.tensor([0.0, 1.0, 0.0]))
     assert torch.equal(straight.rates.nan_to_num(9), resumed.rates.nan_to_num(9))
     other = DifficultySampler(9, 3)
     other.load_state_dict(straight.state_dict())
@@ -201,7 +201,7 @@ def test_run_draws_by_what_it_measures(column, prefetch):
     sampler = DifficultySampler(8, 2, result.trainer.args.seed, prefetch, known)
     for place, drawn in enumerate(numbers(result.trainer)):
         assert drawn == sampler.rows(place)
-        sampler.measure(torch.tensor(drawn), torch.tensor([RIGHT[i] / 4 for i in drawn]))
+        sampler.update_pass_rates(torch.tensor(drawn), torch.tensor([RIGHT[i] / 4 for i in drawn]))
     assert place == 19
     final = result.trainer._stream.sampler.rates
     assert torch.equal(final.nan_to_num(9), sampler.rates.nan_to_num(9))

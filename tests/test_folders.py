@@ -54,7 +54,7 @@ def splits(tmp_path):
 
 def test_what_is_read_is_what_was_written(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "_FILE_BYTES", 1)  # forces several files
-    monkeypatch.setattr(folders, "_GROUP_ROWS", 2)
+    monkeypatch.setattr(folders, "_ROW_GROUP_ROWS", 2)
     (tmp_path / "out").mkdir()  # an empty folder is allowed
     bytes_of = {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()}
     pixels = [[image.getpixel((0, 0)) for image in row["images"]] for row in splits["train"]]

@@ -352,4 +352,4 @@ def test_texts_of_messages():
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     assert as_text([{"role": "assistant", "content": None, "tool_calls": [call]}]) == str(call)
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert as_text(turns, roles=False) == "su" and as_text("plain", roles=False) == "plain"
+    assert as_text(turns, with_roles=False) == "su" and as_text("plain", with_roles=False) == "plain"

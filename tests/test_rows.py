@@ -234,8 +234,10 @@ def test_ranks_get_what_accelerate_gives_them(shape, n_rows):
     for shuffle in (True, False):
         for rank in range(shape.n_ranks):
             own = replace(shape, rank=rank)
-            if shape.completions > 1:
-                plain = RepeatSampler(range(n_rows), own.completions, n_prompts, own.repeats, shuffle, seed=1)
+            if shape.completions_per_row > 1:
+                plain = RepeatSampler(
+                    range(n_rows), own.completions_per_row, n_prompts, own.n_repeats, shuffle, seed=1
+                )
                 order = partial(repeat_order, seed=1)
             else:
                 plain = SeedableRandomSampler(range(n_rows), generator=torch.Generator(), data_seed=1)
@@ -280,7 +282,7 @@ def test_ranks_read_their_own_shards_of_a_stream():
 
 def test_no_row_is_read_ahead_that_the_run_does_not_use():
     """Steps count as in `Trainer`: an epoch ends with a step of the remaining micro-batches."""
-    batches = EpochBatches(10, BatchShape(2, repeats=3), None, partial(seeded_order, seed=0))  # 15 micro-batches
+    batches = EpochBatches(10, BatchShape(2, n_repeats=3), None, partial(seeded_order, seed=0))  # 15 micro-batches
     used = []
     for epoch in range(2):
         batches.set_epoch(epoch)
@@ -304,7 +306,7 @@ def test_a_process_that_dies_costs_one_row():
         return row * 10, os.getpid()
 
     ahead = PrefetchPool(read, num_workers=2)
-    ahead.want(range(5))
+    ahead.prefetch(range(5))
     with pytest.raises(MediaError, match="row 2: the process that decoded its media was killed"):
         ahead.take(2)
     found = [ahead.take(row) for row in (0, 1, 3, 4)]
@@ -322,11 +324,11 @@ def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_
     os.kill(pid, signal.SIGTERM)
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)
-    ahead.want([2, 3])
+    ahead.prefetch([2, 3])
     assert [ahead.take(row)[0] for row in (2, 3)] == [2, 3]
     ahead.close()
     ahead = PrefetchPool(lambda row: (os.getpid(), (each for each in ())))
-    ahead.want([1])
+    ahead.prefetch([1])
     assert ahead.take(1)[0] == os.getpid()
     ahead.close()
 
@@ -342,7 +344,7 @@ def test_processes_that_are_killed_while_they_send_a_row_are_replaced(tmp_path):
         return row
 
     ahead = PrefetchPool(read)
-    ahead.want(range(5))
+    ahead.prefetch(range(5))
     thread = ahead._pool._executor_manager_thread
     assert [ahead.take(row) for row in (2, 0, 1, 3, 4)] == [2, 0, 1, 3, 4]
     ahead.close()
@@ -359,9 +361,9 @@ def test_processes_that_hang_are_replaced_and_the_row_that_hangs_is_named(tmp_pa
         return row
 
     ahead = PrefetchPool(read, patience=lambda row: 1.0)
-    ahead.want([0, 1, 3])
+    ahead.prefetch([0, 1, 3])
     assert [ahead.take(row) for row in (0, 1, 3)] == [0, 1, 3]
-    ahead.want([2, 4])
+    ahead.prefetch([2, 4])
     with pytest.raises(MediaError, match="row 2: its media weren't read in time, twice.*raise `media_timeout`"):
         ahead.take(2)
     assert ahead.take(4) == 4
@@ -379,7 +381,7 @@ def test_a_pool_that_is_closed_leaves_nothing_for_the_end_of_the_interpreter(tmp
 
     for row in (0, 1):  # in the middle of sending, or of reading
         ahead = PrefetchPool(read)
-        ahead.want([row])
+        ahead.prefetch([row])
         while not (tmp_path / str(row)).exists():
             time.sleep(0.01)
         thread, workers = ahead._pool._executor_manager_thread, ahead._workers
@@ -419,7 +421,7 @@ def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, 
     ahead = PrefetchPool(lambda row: (row, os.getpid()))
     with monkeypatch.context() as without:
         without.setattr(os, "fork", fork)
-        ahead.want([3, 4])
+        ahead.prefetch([3, 4])
     assert "no worker can be forked" in caplog.text
     assert [ahead.take(row) for row in (3, 4, 5)] == [(row, os.getpid()) for row in (3, 4, 5)]
     ahead.close()

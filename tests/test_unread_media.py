@@ -165,24 +165,26 @@ def test_text_that_looks_like_a_file(column, value, remedy):
     kind = remedy.split("'")[1].rstrip("s")
     data, name = rows(**{column: value}), "`train_dataset`"
     with pytest.raises(MediaError) as error:
-        check_columns(data, name, takes=[kind])
+        check_columns(data, name, model_modalities=[kind])
     message = str(error.value)
     assert message.startswith("`train_dataset`: no prompt gets these media, and there are no others, so that the")
     assert f"'{column}" in message and remedy in message
     assert "what looks like files" in message and "`ignored_media_columns`" in message
-    warning = check_columns(data, name, takes=["image" if kind == "audio" else "audio"])
+    warning = check_columns(data, name, model_modalities=["image" if kind == "audio" else "audio"])
     assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
-    assert check_columns(data, name, [column], takes=[kind]) is None
+    assert check_columns(data, name, [column], model_modalities=[kind]) is None
 
 
 def test_rows_from_all_over_are_looked_at():
     some = rows(7).add_column("solution", ["a bird"] * 6 + ["bird.wav"])
-    assert "'solution'" in check_columns(some, "rows", takes=["audio"])
+    assert "'solution'" in check_columns(some, "rows", model_modalities=["audio"])
     with pytest.raises(MediaError, match="'path'"):
-        check_columns(rows(1000).add_column("path", [None] * 500 + ["a.wav"] * 500), "rows", takes=["audio"])
+        check_columns(
+            rows(1000).add_column("path", [None] * 500 + ["a.wav"] * 500), "rows", model_modalities=["audio"]
+        )
     for solution in ("A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]):
         others = rows(solution=solution, sizes=[[1.0, 2.0]], code="")
-        assert check_columns(others, "rows", takes=["audio", "image"]) is None
+        assert check_columns(others, "rows", model_modalities=["audio", "image"]) is None
     listed = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
     with pytest.raises(MediaError, match="there are no others"):
         check_columns(listed, "rows")

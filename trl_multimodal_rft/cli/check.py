@@ -23,9 +23,9 @@ from ..credentials import shown_url, without_credentials
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
-from ..data.rows.batches import DatasetRows, Row, too_few_rows
+from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.counts import empty_cells
+from ..data.rows.counts import describe_empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
@@ -336,16 +336,20 @@ def run(args: argparse.Namespace) -> None:
     report = Report(title, limit, args.audio_overlong == "truncate")
     try:
         ignored, takes = args.ignored_media_columns or (), input_modalities(model)
-        warning = check_columns(rows, "the dataset", ignored, reads=("prompt", *COMPLETIONS), takes=takes)
+        warning = check_columns(
+            rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=takes
+        )
         if warning is not None:
             report.warnings.append(warning)
         report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
         if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
-            raise too_few_rows(len(rows), args.batch_rows, is_group=True)
+            raise too_few_rows_error(len(rows), args.batch_rows, has_groups=True)
     except ValueError as error:  # an error of the dataset as a whole
         report.warnings.append(str(error))
         report.is_refused = True
-    report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))
+    report.empty = describe_empty_cells(
+        rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
+    )
     if "prompt" in (rows.column_names or ()):
         columns = ("prompt", *COMPLETIONS, "completion", "label", *MEDIA_COLUMNS)
         rows = rows.select_columns([name for name in rows.column_names if name in columns])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 
 from ..data.reading.decoding import require_module
-from ..data.rows.load import load_arguments, load_rows, reading
+from ..data.rows.load import load_dataset_arguments, load_rows, one_line_errors
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from ..trainers.configs import TrainerConfig
@@ -47,11 +47,11 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
     sources = [
         source
         if source.data_files or source.data_dir
-        else replace(source, **load_arguments(source.path, source.split))
+        else replace(source, **load_dataset_arguments(source.path, source.split))
         for source in script_args.datasets
     ]
     size = script_args.test_split_size
-    with reading(f"the mixture of {', '.join(repr(source.path) for source in script_args.datasets)}"):
+    with one_line_errors(f"the mixture of {', '.join(repr(source.path) for source in script_args.datasets)}"):
         splits = get_dataset(replace(script_args, datasets=sources, test_split_size=None))
     if size is not None:
         if script_args.streaming:

@@ -24,7 +24,7 @@ from transformers.video_utils import VideoMetadata
 
 from ..data.reading.decoding import (
     decoding,
-    evenly_spaced,
+    evenly_spaced_indices,
     holds_frames,
     load_audio,
     load_image,
@@ -140,7 +140,7 @@ def budgeted_frames(frames: np.ndarray, options: dict[str, Any], factor: int) ->
 def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> list[int]:
     """Returns the indices of the frames that `sample` selects, thinned out evenly to at most `most`."""
     indices = [int(index) for index in sample(metadata=metadata)]
-    return indices if len(indices) <= most else [indices[i] for i in evenly_spaced(len(indices), most)]
+    return indices if len(indices) <= most else [indices[i] for i in evenly_spaced_indices(len(indices), most)]
 
 
 def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:

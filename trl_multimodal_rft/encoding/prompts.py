@@ -21,7 +21,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..data.reading.decoding import encoded_source
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
-from ..data.reading.sources import rooted
+from ..data.reading.sources import join_media_dir
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from ..views.views import View
@@ -511,7 +511,7 @@ def outputs_of_files(
     sources = [encoded_source(ref) for ref in videos]
     if not all(isinstance(source, (str, os.PathLike)) for source in sources):
         return None
-    paths = [Path(rooted(ref, source)) for ref, source in zip(videos, sources, strict=True)]
+    paths = [Path(join_media_dir(ref, source)) for ref, source in zip(videos, sources, strict=True)]
     if not all(path.is_file() for path in paths):
         return None
     decoded, kwargs = decode_media([ref for ref in refs if ref.modality != "video"], processor, audio_overlong)

@@ -13,7 +13,7 @@ from trl.data_utils import extract_prompt
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
-from ..data.rows.cells import filled, truth_value
+from ..data.rows.cells import cell_value, truth_value
 from ..data.rows.columns import read_messages, rows_to_messages
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
 from ..families import family_of, family_of_processor
@@ -603,7 +603,7 @@ def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
         read_messages(row["messages"], "messages", row.row_index)
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]
-    if not prompt or filled(completion) is None or completion == []:
+    if not prompt or cell_value(completion) is None or completion == []:
         raise ValueError(
             f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
             "`messages` with the assistant's answer at the end."

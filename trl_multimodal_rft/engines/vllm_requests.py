@@ -71,7 +71,13 @@ def answer_of(
     start = time.monotonic()
     try:
         return ask(
-            method, f"{url}{path}", json=body, seconds=seconds, attempts=1, max_bytes=max_bytes, to_connect=_TO_CONNECT
+            method,
+            f"{url}{path}",
+            json=body,
+            seconds=seconds,
+            attempts=1,
+            max_bytes=max_bytes,
+            connect_seconds=_TO_CONNECT,
         )
     except TooLarge:
         raise lost(url, path, f"more than {max_bytes:,} bytes") from None

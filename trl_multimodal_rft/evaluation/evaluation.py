@@ -155,7 +155,9 @@ class Evaluation:
         takes = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
-        warning = check_columns(rows, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
+        warning = check_columns(
+            rows, "The dataset", ignored, needs_prompt=needs_prompt, dataset_part=extent, model_modalities=takes
+        )
         if warning is not None:
             logger.warning_once(warning)  # once for all evaluations of a run
 

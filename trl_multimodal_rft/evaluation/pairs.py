@@ -20,7 +20,7 @@ from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
-from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, put_answer_media, read_answer
+from ..data.rows.pairs import COMPLETIONS, TIE, check_all_is_read, check_pairs, put_answer_media, read_answer
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import call_rewards, checked_reward, reward_arguments, reward_loop
@@ -188,7 +188,7 @@ def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRu
     """
     for row in batch:
         for name in COMPLETIONS:
-            check_read(read_answer(row[name], name, row.row_index), name, row.row_index)
+            check_all_is_read(read_answer(row[name], name, row.row_index), name, row.row_index)
     prompts = restore_media([row["prompt"] for row in rows_to_messages(placed, rules=media_rules)])
     rows = [
         {name: value for name, value in row.items() if name in placed[i] and name not in COMPLETIONS}

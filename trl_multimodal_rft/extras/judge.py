@@ -262,7 +262,7 @@ def _question(prompt: str | list[dict[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     messages = [message for message in prompt if message["role"] == "user"] or prompt
-    return as_text(strip_media(messages[-1:]), roles=False)
+    return as_text(strip_media(messages[-1:]), with_roles=False)
 
 
 def _media_blocks(

@@ -17,7 +17,7 @@ from ..data.reading.files import png, wav
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.cells import filled
+from ..data.rows.cells import cell_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
 from ..rewards.calls import Argument, check_rewards
@@ -172,12 +172,12 @@ class RemoteReward(Server):
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
         messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
-        prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
-        texts = [as_text(completion, roles=False) for completion in completions]
+        prompts = [as_text(strip_media(prompt), with_roles=False) for prompt in messages]
+        texts = [as_text(completion, with_roles=False) for completion in completions]
         queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
         if any(self.label_column in row for row in rows):
-            payload["labels"] = [filled(row.get(self.label_column)) for row in rows]
+            payload["labels"] = [cell_value(row.get(self.label_column)) for row in rows]
         encode = base64_encoder(self.sampling_rate)
         for modality in MODALITIES:
             refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]

@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from ..data.reading.decoding import load_image, read_audio
-from ..data.reading.files import spread_frames
+from ..data.reading.files import evenly_spaced_frames
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
@@ -304,7 +304,7 @@ def _description(ref: MediaRef) -> str | None:
         return f"{len(samples) / rate:.2f} s" if rate else None
     if ref.modality == "image":
         return "{}x{}".format(*load_image(ref).size)
-    frames, metadata = spread_frames(ref, 1)
+    frames, metadata = evenly_spaced_frames(ref, 1)
     return f"{metadata['total_num_frames']} frames, {frames.shape[2]}x{frames.shape[1]}"
 
 

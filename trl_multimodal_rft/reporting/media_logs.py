@@ -24,9 +24,9 @@ from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.reading.decoding import load_image, read_audio, require_module
-from ..data.reading.files import MediaFile, media_file, spread_frames
+from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.rows.columns import FROM_TOOL, MEDIA_COLUMNS, as_text
+from ..data.rows.columns import MEDIA_COLUMNS, TOOL_PREFIX, as_text
 from .events import EventPart
 from .hub import PRIVATE
 
@@ -126,7 +126,7 @@ class MediaLog:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
                 if name not in MEDIA_COLUMNS:
-                    name = f"tool_{ref.modality}s" if name.startswith(FROM_TOOL) else f"{ref.modality}s"
+                    name = f"tool_{ref.modality}s" if name.startswith(TOOL_PREFIX) else f"{ref.modality}s"
                 file = media_file(ref, left)
                 left -= len(file.data)
                 media.setdefault(name, []).append(file)
@@ -241,7 +241,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
                 players[label] = trackio.Audio(path)
             else:
                 players[label] = trackio.Video(path)
-                pictures += [trackio.Image(frame) for frame in spread_frames(file.ref(), _FRAMES_SHOWN)[0]]
+                pictures += [trackio.Image(frame) for frame in evenly_spaced_frames(file.ref(), _FRAMES_SHOWN)[0]]
         return pictures or _labels(files)
 
     return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **players}
@@ -258,7 +258,7 @@ def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[
             elif file.modality == "image":
                 writer.add_image(label, np.asarray(load_image(file.ref())), step, dataformats="HWC")
             else:
-                writer.add_images(label, spread_frames(file.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")
+                writer.add_images(label, evenly_spaced_frames(file.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")
         return _labels(files)
 
     table = _with_cells(frame, media, cell)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..data.rows.cells import filled
+from ..data.rows.cells import cell_value
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .calls import Argument, Completion, Reference, RowError, require_column
@@ -185,7 +185,7 @@ def rewards_by_reference(
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
-        if (reference := filled(plain(reference))) is None or reference in ([], [None]):
+        if (reference := cell_value(plain(reference))) is None or reference in ([], [None]):
             rewards.append(None)
             continue
         references = read(reference)
@@ -292,7 +292,7 @@ def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """Returns the right answers in a row's reference. The list is empty if the reward doesn't apply."""
     solution = plain(solution)
     entries = solution if isinstance(solution, (list, tuple)) else [solution]
-    references = [reference for reference in entries if filled(reference) is not None]
+    references = [reference for reference in entries if cell_value(reference) is not None]
     for reference in references:
         if not isinstance(reference, (str, Real, Decimal)):
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""

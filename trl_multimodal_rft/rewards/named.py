@@ -15,7 +15,7 @@ from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
 from .. import rewards
-from ..data.rows.counts import empty_cells, empty_rows
+from ..data.rows.counts import describe_empty_cells, empty_row_indices
 from ..data.rows.features import Rows
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
 from .calls import CALLED_WITH, check_signature
@@ -86,8 +86,8 @@ def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
         if (name := getattr(function, "__name__", None)) in _FUNCTIONS and function is getattr(rewards, name):
             func(**no_rows)  # raises an error about a missing column
             needed = columns.intersection(inspect.signature(function).parameters)
-            if cells := empty_cells(dataset, needed):
-                if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
+            if cells := describe_empty_cells(dataset, needed):
+                if any(len(empty_row_indices(dataset, column)) == len(dataset) for column in needed):
                     raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")
                 warnings.append(f"'{name}' gives no reward where {cells}.")
     return warnings

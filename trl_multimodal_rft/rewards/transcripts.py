@@ -7,7 +7,7 @@ from decimal import Decimal
 from numbers import Real
 
 from ..data.reading.decoding import require_module
-from ..data.rows.cells import filled
+from ..data.rows.cells import cell_value
 from .answers import Json, extract_answer, normal_form, rewards_by_reference
 from .calls import Argument, Completion, Reference
 
@@ -113,7 +113,7 @@ def _best_rewards(
 
     def read(reference: Json) -> list[str]:
         entries = reference if isinstance(reference, (list, tuple)) else [reference]
-        entries = [entry for entry in entries if filled(entry) is not None]
+        entries = [entry for entry in entries if cell_value(entry) is not None]
         texts = [normalize(extract_answer(str(entry))) for entry in entries if isinstance(entry, (str, Real, Decimal))]
         return texts if all(texts) and len(texts) == len(entries) else []
 

@@ -169,11 +169,13 @@ class RowStream:
         Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
-        self._completions, self._n_prefetch, self._coming = shape.completions, n_prefetch, []
+        self._completions, self._n_prefetch, self._coming = shape.completions_per_row, n_prefetch, []
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
-            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns, from_first=self._from_first)
+            self._batches = StreamBatches(
+                undecoded(dataset), shape, read, self._columns, skip_to_readable=self._from_first
+            )
             return _batch_loader(self._batches, **options)
         args, get_skipped = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
@@ -205,7 +207,7 @@ class RowStream:
             ranks = accelerator.num_processes, accelerator.process_index
             shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
             read = partial(self._read, completions=completions, rows=None)
-            batches = StreamBatches(stream, shape, read, self._columns, shards=False)
+            batches = StreamBatches(stream, shape, read, self._columns, use_own_shards=False)
             batches.left_out = self._find_unreadable(dataset, batches.rows())
             return _batch_loader(batches, **options)
         rows = DatasetRows(self._select_columns(dataset))
@@ -248,7 +250,7 @@ class RowStream:
 
     def batch(self, batch_index: int) -> tuple[RowBatch, int]:
         """Returns a batch and the optimizer step that uses it, also if the loader hasn't yielded the batch yet."""
-        return self._batches.batch(batch_index), self._batches.step(
+        return self._batches.batch(batch_index), self._batches.steps_before(
             batch_index, self._args.gradient_accumulation_steps
         )
 
@@ -266,11 +268,11 @@ class RowStream:
         return dataset.remove_columns([name for name in dataset.column_names if name not in self._columns])
 
     def _check_whole_groups(self, shape: BatchShape) -> None:
-        if unreadable_rows(self._args.on_media_error).action == "skip" and shape.size % shape.completions != 0:
+        if unreadable_rows(self._args.on_media_error).action == "skip" and shape.size % shape.completions_per_row != 0:
             raise ValueError(
                 "With `on_media_error='skip'` and a stream, a rank replaces an unreadable row with one of its "
                 f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
-                f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions})."
+                f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions_per_row})."
             )
 
     # Rows
@@ -281,7 +283,7 @@ class RowStream:
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
                 self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
-            self._pool.want([*self._coming_extra, *self._coming])
+            self._pool.prefetch([*self._coming_extra, *self._coming])
         return read
 
     def _read(

@@ -22,7 +22,7 @@ from trl.chat_template_utils import parse_response
 
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
-from ..data.rows.columns import FROM_TOOL, blocks_to_refs
+from ..data.rows.columns import TOOL_PREFIX, blocks_to_refs
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, checked_texts, tokenizer_of
@@ -266,7 +266,7 @@ class ToolLoop:
             except Exception as error:  # the `str` of a result may fail
                 failed, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
             try:
-                label = f"row {row}, column '{FROM_TOOL}{name!r}'"
+                label = f"row {row}, column '{TOOL_PREFIX}{name!r}'"
                 content = checked_texts(
                     content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", label
                 )
@@ -429,7 +429,7 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
             f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
             "messages with `content` that end with the user's or a tool's, or `None` to keep those so far."
         )
-    rules, path = replace(rules, media_dir=None), f"{FROM_TOOL}'get_context'"
+    rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
     def read(block: dict[str, Any]) -> list[dict[str, Any]]:
         return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
@@ -479,6 +479,6 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
         return str({"error": str(result)})
     if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
         # The paths of a tool aren't relative to the folder of rows' media
-        return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, replace(rules, media_dir=None))
+        return blocks_to_refs(result, f"{TOOL_PREFIX}'{name}'", row, replace(rules, media_dir=None))
     check_without_media(result, f"the tool {name!r}")
     return str(result)

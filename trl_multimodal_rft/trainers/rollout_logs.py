@@ -111,7 +111,7 @@ class RolloutLog:
             self.hint.measure(rewards, has_signal, run.step)
         if difficulty_sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            difficulty_sampler.measure(
+            difficulty_sampler.update_pass_rates(
                 run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
             )
             known_frac, mean = difficulty_sampler.coverage()

@@ -25,7 +25,7 @@ from trl.trainer.utils import (
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.batches import Row
 from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
-from ..data.rows.counts import empty_cells, most_media
+from ..data.rows.counts import describe_empty_cells, max_media_per_row
 from ..data.rows.features import undecoded
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import tokenizer_of
@@ -159,11 +159,16 @@ def warn_of_unread(
             if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
                 raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
             if dataset is not None:
-                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes, "needs": needs}
-                warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)
+                options: Any = {
+                    "needs_prompt": not supervised,
+                    "dataset_part": extent,
+                    "model_modalities": takes,
+                    "option_modalities": needs,
+                }
+                warning = check_columns(dataset, name, ignored, message_columns=("prompt", *reads), **options)
                 if warning is not None:
                     logger.warning(warning)
-                if cells := empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+                if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
                     logger.warning(f"{name}: {cells}, whose prompts are without such media.")
 
 
@@ -188,7 +193,7 @@ def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | Ite
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     """Returns the largest number of media per prompt by modality, for an engine's memory. Empty if it isn't known."""
     parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
-    results = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
+    results = [max_media_per_row(part, args.ignored_media_columns or ()) for part in parts if part is not None]
     counts = [entry for entry in results if entry is not None]
     if len(counts) < len(results):
         return {}

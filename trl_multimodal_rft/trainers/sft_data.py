@@ -19,7 +19,7 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.batches import Row
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.unread import lists_columns, other_layout, prepared
+from ..data.rows.unread import lists_columns, other_layout, prepare_remedy
 from ..encoding.processors import checked_texts
 from ..encoding.prompts import check_ids, placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
@@ -224,7 +224,7 @@ class SupervisedCollator:
 
 def missing_columns_error(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
     """Returns the error for a dataset without the needed columns. `layout` is another tool's layout that fits it."""
-    remedy = "" if layout is None else f"; {prepared(layout)}"
+    remedy = "" if layout is None else f"; {prepare_remedy(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 

@@ -23,29 +23,29 @@ _MEDIA_STARTS = re.compile(
     re.DOTALL,
 )
 
-# First bytes of formats with an index of frames
-_INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
+# First bytes of formats that store an index of their frames
+_INDEXED_STARTS = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
 
 # Text by which FFmpeg detects playlists and session descriptions, anywhere before the first zero byte
-_LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
+_PLAYLIST_TEXTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _PROBE_BYTES = 2**20  # number of first bytes from which FFmpeg detects a format
 
-# Files that were written as streams state a length of 0, or of at least this value, as their length was unknown
+# Files that were written as streams state a length of 0, or of at least this value, because it was unknown
 _UNKNOWN_LENGTH = 2**32 - 2**16
 
 _MOST_PARTS = 1_000_000  # limit on the number of chunks, boxes, pages or tags that are read from a file
-_ID3V1 = 128  # bytes of an ID3v1 tag at the end of an MP3; some encoders include the tag in the length
-_OGG_LAST = 4  # flag of the last page of a stream
-_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
+_ID3V1_BYTES = 128  # bytes of an ID3v1 tag at the end of an MP3; some encoders include the tag in the length
+_OGG_LAST_PAGE = 4  # flag of the last page of a stream
+_REVERSAL = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
 _DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for files without audio or video. FFmpeg would open the entries of a playlist."""
+    """Raises a [`MediaError`] for files that aren't audio or video, such as playlists, as FFmpeg follows these."""
     _skip_tags(stream)
     start = stream.read(_PROBE_BYTES)
     stream.seek(0)
-    if not _MEDIA_STARTS.match(start) or _LISTS.search(start.partition(b"\0")[0]):
+    if not _MEDIA_STARTS.match(start) or _PLAYLIST_TEXTS.search(start.partition(b"\0")[0]):
         fix = "WAV or FLAC" if ref.modality == "audio" else "MP4"
         raise ref.error(
             f"this is no file of {ref.modality} that can be read, it starts with {start[:16]!r}; convert it to {fix}"
@@ -64,34 +64,34 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.tell()
     head = stream.read(16)
     stream.seek(start)
-    describe = next((describe for pattern, describe in _CHECKS if re.match(pattern, head, re.DOTALL)), None)
-    missing = describe(stream, size) if describe else None
+    finder = next((finder for pattern, finder in _FINDERS if re.match(pattern, head, re.DOTALL)), None)
+    missing = finder(stream, size) if finder else None
     stream.seek(0)
     if missing is not None:
         raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":
-    """Returns the stream that `ffmpeg` would select, by default flags and numbers of pixels or channels."""
+    """Returns the stream that `ffmpeg` would select, by the default flag and the number of pixels or channels."""
 
-    def rank(stream: "AudioStream | VideoStream") -> int:
+    def priority(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
         flag = type(stream.disposition)  # flags aren't integers before PyAV 17
         return 0 if stream.disposition & flag(_COVER) else size + 5_000_000 * bool(stream.disposition & flag(_DEFAULT))
 
-    return max(streams, key=rank, default=None)
+    return max(streams, key=priority, default=None)
 
 
 def is_indexed(stream: BinaryIO) -> bool:
     """
-    Returns whether a video's format has an index with the position and the time of each frame, for decoders that seek.
+    Returns whether a video's format has an index of the positions and times of its frames, so that decoders may seek.
 
     MP4, MOV, Matroska and WebM have one. In AVI, MPEG-TS and other formats, a frame's number and time may be wrong.
     """
     _skip_tags(stream)
     start = stream.read(8)
     stream.seek(0)
-    return _INDEXED.match(start) is not None
+    return _INDEXED_STARTS.match(start) is not None
 
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
@@ -122,34 +122,34 @@ def _skip_tags(stream: BinaryIO) -> None:
     stream.seek(offset)
 
 
-# The functions below get a file and its size. They describe the missing part of a truncated file, and return `None`
-# for a complete file.
+# The functions below get a file and its size. They describe the missing part of a truncated file in words, and return
+# `None` for a complete file.
 
 
 def _shortfall(begin: int, length: int, size: int) -> str | None:
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 
-def _riff(stream: BinaryIO, size: int) -> str | None:
-    """Checks the samples of WAV and AIFF, or the RIFF chunks of AVI. A long AVI file has a chunk per GB."""
+def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
+    """Looks for the end of the samples of WAV and AIFF, or of the RIFF chunks of AVI, which has one chunk per GB."""
     start = stream.tell()
     head = stream.read(12)
-    order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
-    offset, names = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
+    byte_order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
+    offset, ids = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         chunk = stream.read(8)
         if len(chunk) < 8:
             break
-        length = int.from_bytes(chunk[4:], order)
-        if chunk[:4] in names and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
+        length = int.from_bytes(chunk[4:], byte_order)
+        if chunk[:4] in ids and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
             return missing
         offset += 8 + length + length % 2
     return None
 
 
-def _boxes(stream: BinaryIO, size: int) -> str | None:
-    """Checks that all boxes of MP4 and related formats are complete."""
+def _missing_in_boxes(stream: BinaryIO, size: int) -> str | None:
+    """Looks for the end of each box of MP4 and related formats."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -163,7 +163,7 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
     return None
 
 
-def _matroska(stream: BinaryIO, size: int) -> str | None:
+def _missing_in_matroska(stream: BinaryIO, size: int) -> str | None:
     stream.seek(4, 1)
     header_size = _ebml_number(stream)
     if header_size is None:
@@ -176,7 +176,7 @@ def _matroska(stream: BinaryIO, size: int) -> str | None:
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """Reads an EBML number of variable length. Returns `None` if it is invalid, or if all bits are set (unknown)."""
+    """Reads an EBML number of variable length. Returns `None` if it is invalid, or unknown (all bits are set)."""
     first = stream.read(1)
     if not first or not first[0]:
         return None
@@ -186,9 +186,9 @@ def _ebml_number(stream: BinaryIO) -> int | None:
     return None if number == (1 << bits) - 1 else number
 
 
-def _ogg(stream: BinaryIO, size: int) -> str | None:
-    """Checks that all pages are complete and match their checksums, and that no page of a stream is missing."""
-    open_streams, numbers = set(), {}
+def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
+    """Looks for incomplete and missing pages, and for pages that don't match their checksums."""
+    open_streams, last_page_numbers = set(), {}
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
@@ -197,20 +197,20 @@ def _ogg(stream: BinaryIO, size: int) -> str | None:
         number = int.from_bytes(page[18:22], "little")
         if page[22:26] != _ogg_checksum(page[:22] + bytes(4) + page[26:]):
             return f"page {number} is damaged"
-        if serial in open_streams and number != numbers[serial] + 1:
-            return f"page {numbers[serial] + 1} is missing"
-        numbers[serial] = number
-        (open_streams.discard if flags & _OGG_LAST else open_streams.add)(serial)
+        if serial in open_streams and number != last_page_numbers[serial] + 1:
+            return f"page {last_page_numbers[serial] + 1} is missing"
+        last_page_numbers[serial] = number
+        (open_streams.discard if flags & _OGG_LAST_PAGE else open_streams.add)(serial)
     return "the last page of a stream is missing" if open_streams else None
 
 
 def _ogg_checksum(page: bytes) -> bytes:
     """Returns the checksum of an Ogg page: zlib's CRC-32 with reversed bits and another initial value."""
-    return (zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)).to_bytes(4, "big").translate(_MIRRORED)
+    return (zlib.crc32(page.translate(_REVERSAL), 2**32 - 1) ^ (2**32 - 1)).to_bytes(4, "big").translate(_REVERSAL)
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
-    """Yields the flags, stream number, start and end of each page. Skips other data, as decoders do."""
+    """Yields the flags of each page, the serial number of its stream, its start and its end. Skips other data."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -218,6 +218,7 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
         if head[:4] == b"OggS":
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             is_complete = len(head) == 27 and len(lengths) == head[26]
+            # An incomplete page ends beyond the end of any file
             begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _UNKNOWN_LENGTH
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
@@ -228,7 +229,7 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
             return
 
 
-def _mp3(stream: BinaryIO, size: int) -> str | None:
+def _missing_in_mp3(stream: BinaryIO, size: int) -> str | None:
     """Compares the file's length with the length in the LAME header of the first frame."""
     begin = stream.tell()
     frame = stream.read(64)
@@ -240,20 +241,20 @@ def _mp3(stream: BinaryIO, size: int) -> str | None:
         return None
     offset = 4 * (flags & 1)  # the length follows the number of frames, if the header has one
     length = int.from_bytes(fields[offset : offset + 4], "big")
-    return None if begin + length - _ID3V1 == size else _shortfall(begin, length, size)
+    return None if begin + length - _ID3V1_BYTES == size else _shortfall(begin, length, size)
 
 
-def _gif(stream: BinaryIO, size: int) -> str | None:
-    """Checks that the file ends with the last block of a GIF. Zeros may follow the block."""
+def _missing_in_gif(stream: BinaryIO, size: int) -> str | None:
+    """Looks for the last block of a GIF at the end of the file, where zeros may follow the block."""
     stream.seek(max(0, size - 2**12))
     return None if stream.read().rstrip(b"\0").endswith(b"\0;") else "its last block is missing"
 
 
-_CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
-    (rb"RIF[FX].{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
-    (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _boxes),
-    (rb"\x1aE\xdf\xa3", _matroska),
-    (rb"OggS", _ogg),
-    (rb"\xff[\xe2-\xff]", _mp3),
-    (rb"GIF8", _gif),
+_FINDERS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
+    (rb"RIF[FX].{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _missing_in_riff),
+    (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _missing_in_boxes),
+    (rb"\x1aE\xdf\xa3", _missing_in_matroska),
+    (rb"OggS", _missing_in_ogg),
+    (rb"\xff[\xe2-\xff]", _missing_in_mp3),
+    (rb"GIF8", _missing_in_gif),
 )

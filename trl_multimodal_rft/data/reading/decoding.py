@@ -21,7 +21,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ...versions import is_torchcodec_usable
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_indexed
-from .images import check_exif, check_object, check_pixels, load_pixels, open_image
+from .images import check_exif, check_pil_image, check_pixels, load_pixels, open_image
 from .refs import MediaError, MediaRef
 from .sources import fetch_file, open_file
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from av import VideoFrame
     from torchcodec.decoders import VideoDecoder
 
-_LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, and would be nearly silent
-_RATES = 1000, 1_000_000  # valid sampling rates in Hz
-_SHORTEST = 0.025  # seconds, one window of a spectrogram
-_CANCELLED = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
-_FASTEST = 1000.0  # frames per second
+_LOUDEST_FLOAT = 16.0  # larger samples weren't scaled to -1 to 1
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, which would be nearly silent
+_RATE_RANGE = 1000, 1_000_000  # valid sampling rates in Hz
+_SHORTEST_SECONDS = 0.025  # seconds, one window of a spectrogram
+_CANCELLATION_RATIO = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
+_HIGHEST_FPS = 1000.0  # frames per second
 
 _PIXELS_AT_ONCE = 2**22  # most pixels of a chunk of frames
 
-# FFmpeg's names of formats whose header states the number of samples. For formats in `_COUNTED`, only this number
-# reveals a truncated file.
-_COUNTED = ("flac", "ape", "tta", "wv")
-_DECLARED = (*_COUNTED, "wav", "aiff")
+# FFmpeg's names of formats whose header states the number of samples. In those of `_FORMATS_CHECKED_BY_COUNT`, only
+# this number reveals a truncated file.
+_FORMATS_CHECKED_BY_COUNT = ("flac", "ape", "tta", "wv")
+_FORMATS_WITH_COUNT = (*_FORMATS_CHECKED_BY_COUNT, "wav", "aiff")
 
 # Options that select frames of a file
-_FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
+_FRAME_OPTIONS = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
 # Chunks of samples, and their rate in Hz (`None` if unknown)
-_Pieces = Generator[tuple[np.ndarray, float | None], None, None]
+_AudioChunks = Generator[tuple[np.ndarray, float | None], None, None]
 # Function that reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
-_Frames = Callable[[list[int]], Iterator[np.ndarray]]
+_FrameReader = Callable[[list[int]], Iterator[np.ndarray]]
 
 
 def load_image(ref: MediaRef) -> PIL.Image.Image:
@@ -79,7 +79,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         elif not isinstance(image, PIL.Image.Image):
             stream = open_source(ref)
             image = open_image(ref, stream)
-        check_object(ref, image)
+        check_pil_image(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         check_pixels(ref, image.size)
@@ -129,11 +129,11 @@ def load_audio(
             unknown or invalid.
         ImportError: If PyAV or soxr is needed and not installed.
     """
-    truncates = overlong == "truncate" and max_seconds is not None
+    should_truncate = overlong == "truncate" and max_seconds is not None
 
     def check_length(count: float, rate: float) -> None:
         if max_seconds is not None and count > max_seconds * rate:
-            if not truncates:
+            if not should_truncate:
                 raise ref.error(
                     f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
                     "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
@@ -142,30 +142,30 @@ def load_audio(
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
     with decoding(ref):
-        count, rate, pieces, resampler = 0, None, [], None
-        with closing(read_pieces(ref, max_seconds if truncates else None, check_length)) as chunks:
-            for piece, rate in chunks:
+        count, rate, chunks, resampler = 0, None, [], None
+        with closing(read_audio_chunks(ref, max_seconds if should_truncate else None, check_length)) as decoded_chunks:
+            for chunk, rate in decoded_chunks:
                 if rate is None:
                     if isinstance(ref.source, dict) and "sample_rate" in ref.source:
                         raise ref.error("array without a rate; rename the key 'sample_rate' to 'sampling_rate'")
                     raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
-                count += len(piece)
-                if not np.isfinite(piece).all():
+                count += len(chunk)
+                if not np.isfinite(chunk).all():
                     raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
-                if (loudest := np.abs(piece).max(initial=0)) > _LOUDEST:
+                if (loudest := np.abs(chunk).max(initial=0)) > _LOUDEST_FLOAT:
                     raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
                 if rate != sampling_rate:
                     # Resampling by chunks is bitwise equal to `soxr.resample` of the whole audio
                     resampler = resampler or require_module("soxr", "audio").ResampleStream(rate, sampling_rate, 1)
-                    piece = resampler.resample_chunk(piece)
-                pieces.append(piece)
+                    chunk = resampler.resample_chunk(chunk)
+                chunks.append(chunk)
         if rate is None or count == 0:
             raise ref.error("the audio is empty; remove the row")
-        if count < _SHORTEST * rate:
+        if count < _SHORTEST_SECONDS * rate:
             raise ref.error(f"{count} samples are too short for a spectrogram; remove the row")
         if resampler is not None:
-            pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
-        return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), dtype=np.float32)
+            chunks.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
+        return np.ascontiguousarray(chunks[0] if len(chunks) == 1 else np.concatenate(chunks), dtype=np.float32)
 
 
 def load_sound_of_video(
@@ -223,38 +223,38 @@ def load_video(
         MediaError: If the video is missing, unreadable or cut off, or has no frames or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
-    with decoding(ref), open_video(ref) as (metadata, read):
+    with decoding(ref), open_video(ref) as (metadata, read_frames):
         if metadata.frames_indices is None:
             _check_video(ref, metadata)
-            sample = sample_indices_fn or partial(sample_indices, ref)
-            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
+            select_frames = sample_indices_fn or partial(sample_indices, ref)
+            metadata.frames_indices = [int(index) for index in select_frames(metadata=metadata)]
         indices = list(metadata.frames_indices)
-        frames, n_frames, shape = None, 0, None
-        for piece in read(indices):
+        frames, n_decoded, shape = None, 0, None
+        for chunk in read_frames(indices):
             if shape is None:
-                check_pixels(ref, (piece.shape[2], piece.shape[1]))
-                shape = piece.shape[1:]
-            if piece.shape[1:] != shape:
+                check_pixels(ref, (chunk.shape[2], chunk.shape[1]))
+                shape = chunk.shape[1:]
+            if chunk.shape[1:] != shape:
                 raise ref.error("the frames have different sizes; resize them to one size")
-            piece = piece if resize_fn is None else resize_fn(piece, len(indices))
+            chunk = chunk if resize_fn is None else resize_fn(chunk, len(indices))
             if frames is None:
-                _, height, width, _ = piece.shape
+                _, height, width, _ = chunk.shape
                 if len(indices) * height * width > ref.rules.max_video_pixels:
                     raise ref.error(
                         f"{len(indices)} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} "
                         "pixels; choose fewer by 'nframes' or 'fps', or raise `max_video_pixels`"
                     )
-                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
-            frames[n_frames : n_frames + len(piece)] = piece
-            n_frames += len(piece)
-        if frames is None or n_frames != len(indices):
-            raise ref.error(f"the video has {n_frames} of {len(indices)} frames; repair it or remove the row")
+                frames = np.empty((len(indices), *chunk.shape[1:]), np.uint8)
+            frames[n_decoded : n_decoded + len(chunk)] = chunk
+            n_decoded += len(chunk)
+        if frames is None or n_decoded != len(indices):
+            raise ref.error(f"the video has {n_decoded} of {len(indices)} frames; repair it or remove the row")
         video_metadata = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
         return frames, {**video_metadata, "frames_indices": indices}
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """Returns the frame indices that qwen-vl-utils samples. Sets `total_num_frames` to the frames of the span."""
+    """Returns the frame indices that qwen-vl-utils samples. Sets `total_num_frames` to the number in the span."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -271,8 +271,8 @@ def qwen_frame_size(
         return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
     min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
     total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-    share = total_pixels / count * vision.FRAME_FACTOR
-    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
+    pixels_per_frame = total_pixels / count * vision.FRAME_FACTOR
+    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, pixels_per_frame), int(min_pixels * 1.05))
     return vision.smart_resize(height, width, factor, min_pixels, min(options.get("max_pixels", ceiling), ceiling))
 
 
@@ -309,7 +309,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.stored
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        # Shortened after secrets are removed, as half a secret wouldn't be recognized
+        # Shortened after secrets are removed, because half a secret wouldn't be recognized
         name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
         reason = ref.shown(str(error))[:500]
         raise ref.error(
@@ -355,21 +355,21 @@ def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
 
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Returns the pixels of an image, uint8 of shape (H, W) or (H, W, C)."""
-    array, channels = _as_numpy(image), (1, 3, 4)
+    array, channel_counts = _as_numpy(image), (1, 3, 4)
     # If the shape is ambiguous, tensors are channels-first, and arrays are channels-last
-    channels_last = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
-    if array.ndim == 3 and array.shape[0] in channels and not channels_last:
+    is_channels_last = array.ndim == 3 and array.shape[2] in channel_counts and not isinstance(image, torch.Tensor)
+    if array.ndim == 3 and array.shape[0] in channel_counts and not is_channels_last:
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
-    if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in channels)):
+    if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in channel_counts)):
         raise ref.error(f"an image of shape {array.shape}; give (H, W, C) or (C, H, W) with 1, 3 or 4 channels")
     if array.size == 0:
         raise ref.error("the image is empty; remove the row")
-    top = 1 if array.dtype.kind == "f" else 255
-    if array.dtype.kind not in "iuf" or not (array.min() >= 0 and array.max() <= top):
-        raise ref.error(f"{array.dtype} pixels from {array.min()} to {array.max()}; scale them to 0 to {top}")
-    return (array * 255).round().astype(np.uint8) if top == 1 else array.astype(np.uint8)
+    max_value = 1 if array.dtype.kind == "f" else 255
+    if array.dtype.kind not in "iuf" or not (array.min() >= 0 and array.max() <= max_value):
+        raise ref.error(f"{array.dtype} pixels from {array.min()} to {array.max()}; scale them to 0 to {max_value}")
+    return (array * 255).round().astype(np.uint8) if max_value == 1 else array.astype(np.uint8)
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
@@ -378,51 +378,57 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
-    with closing(read_pieces(ref, None, check_length)) as chunks:
-        pieces = list(chunks)
-    if not pieces:
+    with closing(read_audio_chunks(ref, None, check_length)) as decoded_chunks:
+        chunks = list(decoded_chunks)
+    if not chunks:
         raise ref.error("the audio is empty; remove the row")
-    return np.concatenate([piece for piece, _ in pieces]), pieces[0][1]
+    return np.concatenate([chunk for chunk, _ in chunks]), chunks[0][1]
 
 
-def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
+def read_audio_chunks(
+    ref: MediaRef, max_seconds: float | None, check_length: Callable[[float, float], None]
+) -> _AudioChunks:
     """
-    Yields chunks of audio, averaged over channels, shape (N,), and their rate, up to `stop` seconds. Calls
+    Yields chunks of audio, averaged over channels, shape (N,), and their rate, up to `max_seconds`. Calls
     `check_length(count, rate)` with the number of samples in the header, and after each chunk with the number so far.
     """
-    count, known_rate, loudest, loudest_average = 0, None, 0.0, 0.0
+    count, previous_rate, loudest, loudest_average = 0, None, 0.0, 0.0
 
     def check(count: float, rate: float) -> None:
-        if not _RATES[0] <= rate <= _RATES[1]:
+        if not _RATE_RANGE[0] <= rate <= _RATE_RANGE[1]:
             raise ref.error(f"the sampling rate is {rate:g}; set it to the true rate in Hz, such as 16000")
-        if rate != known_rate and known_rate is not None:
-            raise ref.error(f"its sampling rate changes from {known_rate:g} to {rate:g}; convert it or remove the row")
+        if rate != previous_rate and previous_rate is not None:
+            raise ref.error(
+                f"its sampling rate changes from {previous_rate:g} to {rate:g}; convert it or remove the row"
+            )
         check_length(count, rate)
 
-    with closing(_decode_pieces(ref, stop, check)) as pieces:
-        for piece, rate in pieces:
-            n_left = len(piece) + 1 if stop is None or rate is None else int(stop * rate) - count
-            piece = piece[:n_left]
-            count += len(piece)
+    with closing(_decode_audio_chunks(ref, max_seconds, check)) as chunks:
+        for chunk, rate in chunks:
+            n_left = len(chunk) + 1 if max_seconds is None or rate is None else int(max_seconds * rate) - count
+            chunk = chunk[:n_left]
+            count += len(chunk)
             if rate is not None:
                 check(count, rate)
-                known_rate = rate
-            mono = piece.mean(axis=1, dtype=np.float32)
-            loudest = max(loudest, np.abs(piece).max(initial=0))
+                previous_rate = rate
+            mono = chunk.mean(axis=1, dtype=np.float32)
+            loudest = max(loudest, np.abs(chunk).max(initial=0))
             loudest_average = max(loudest_average, np.abs(mono).max(initial=0))
             yield mono, rate
-            if len(piece) >= n_left:
+            if len(chunk) >= n_left:
                 break
-    if 0 < loudest < math.inf and loudest_average < _CANCELLED * loudest:
+    if 0 < loudest < math.inf and loudest_average < _CANCELLATION_RATIO * loudest:
         raise ref.error("its channels cancel each other out; give one of them")
 
 
-def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
-    """Yields chunks of shape (N, channels) and their rate for [`read_pieces`]. The chunks may exceed `stop`."""
+def _decode_audio_chunks(
+    ref: MediaRef, max_seconds: float | None, check: Callable[[float, float], None]
+) -> _AudioChunks:
+    """Yields chunks of shape (N, channels) and their rate for [`read_audio_chunks`], to `max_seconds` or later."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        # One second beyond the limit, as the decoder's timestamps aren't exact. `read_pieces` cuts exactly.
-        seconds = (ref.rules.max_audio_seconds if stop is None else stop) + 1
+        # One second more, because the decoder's timestamps aren't exact. `read_audio_chunks` cuts exactly.
+        seconds = (ref.rules.max_audio_seconds if max_seconds is None else max_seconds) + 1
         samples = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + seconds)
         yield samples.data.cpu().numpy().T, samples.sample_rate
         return
@@ -433,12 +439,12 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
         array, rate = source
     elif not isinstance(source, (np.ndarray, torch.Tensor, list)):
         with open_source(ref) as stream:
-            yield from _decode_file(ref, stream, check)
+            yield from _decode_audio_file(ref, stream, check)
         return
     yield _array_samples(ref, array), None if rate is None else float(rate)
 
 
-def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _Pieces:
+def _decode_audio_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _AudioChunks:
     av = require_module("av", "audio")
     check_container(ref, stream)
     check_complete(ref, stream)
@@ -446,19 +452,19 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         sound = best_stream(container.streams.audio)
         if sound is None:
             raise ref.error("the file has no audio; remove the row")
-        declared = round((sound.duration or 0) * sound.time_base * sound.rate)
-        if declared and container.format.name in _DECLARED:
-            check(declared, sound.rate)
+        header_count = round((sound.duration or 0) * sound.time_base * sound.rate)
+        if header_count and container.format.name in _FORMATS_WITH_COUNT:
+            check(header_count, sound.rate)
         resampler, count = av.AudioResampler(format="flt"), 0  # not planar, as PyAV reads at most seven planes
         for packet in container.demux(sound):
             if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
                 continue  # a tag, such as the tag of an appended MP3
-            for piece in itertools.chain.from_iterable(map(resampler.resample, packet.decode())):
-                count += piece.samples
-                yield piece.to_ndarray().reshape(piece.samples, -1), piece.sample_rate
-        if declared and container.format.name in _COUNTED and count != declared:
+            for frame in itertools.chain.from_iterable(map(resampler.resample, packet.decode())):
+                count += frame.samples
+                yield frame.to_ndarray().reshape(frame.samples, -1), frame.sample_rate
+        if header_count and container.format.name in _FORMATS_CHECKED_BY_COUNT and count != header_count:
             raise ref.error(
-                f"the file is damaged or cut off: {count} of {declared} samples; fetch it again or remove the row"
+                f"the file is damaged or cut off: {count} of {header_count} samples; fetch it again or remove the row"
             )
 
 
@@ -492,32 +498,32 @@ def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
-    """Returns the frame indices that a block's options select. Sets `total_num_frames` to the frames of the span."""
+    """Returns the frame indices that a block's options select. Sets `total_num_frames` to the number in the span."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
         raise ref.error("has both 'fps' and 'nframes'; set one of them")
-    first = math.ceil(start * metadata.fps)
-    last = math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
-    if first > last:
+    first_index = math.ceil(start * metadata.fps)
+    last_index = math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
+    if first_index > last_index:
         raise ref.error(
             f"no frames from {start} s to {end} s of {metadata.total_num_frames} at {metadata.fps} per second; "
             "correct 'video_start' and 'video_end', or encode the video as MP4, which stores its number of frames"
         )
-    metadata.total_num_frames = last - first + 1
-    return first + default_sample_indices_fn(metadata, count, fps)
+    metadata.total_num_frames = last_index - first_index + 1
+    return first_index + default_sample_indices_fn(metadata, count, fps)
 
 
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
     fps = metadata.fps or 0.0
-    if not 0 < fps <= _FASTEST:
+    if not 0 < fps <= _HIGHEST_FPS:
         raise ref.error(f"the video has an invalid rate of {fps:g} frames per second; encode it again, as MP4")
     _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
     check_pixels(ref, (metadata.width or 0, metadata.height or 0))
 
 
 @contextmanager
-def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
+def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _FrameReader]]:
     """Opens a video, and yields its metadata and a function that reads frames by their indices."""
     source = encoded_source(ref)
     if holds_frames(ref):
@@ -538,41 +544,43 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
                 yield metadata, partial(_decode_frames, stream)
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """Returns at most `most` evenly spaced indices below `count`, including the first and the last."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
+def evenly_spaced_indices(count: int, max_count: int) -> list[int]:
+    """Returns at most `max_count` evenly spaced indices below `count`, including the first and the last."""
+    return np.linspace(0, count - 1, min(count, max_count)).round().astype(int).tolist()
 
 
 def holds_frames(ref: MediaRef) -> bool:
     return isinstance(encoded_source(ref), (np.ndarray, torch.Tensor, list))
 
 
-def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> tuple[VideoMetadata, _Frames]:
+def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> tuple[VideoMetadata, _FrameReader]:
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
-    unused = sorted(_FRAME_CHOICES & ref.options.keys())
-    if unused:
-        raise ref.error(f"{', '.join(unused)} has no effect on a list of frames, which is used whole; remove it")
+    options_without_effect = sorted(_FRAME_OPTIONS & ref.options.keys())
+    if options_without_effect:
+        raise ref.error(
+            f"{', '.join(options_without_effect)} has no effect on a list of frames, which is used whole; remove it"
+        )
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     max_frames = count if ref.rules.max_frames is None else ref.rules.max_frames
-    metadata.frames_indices = evenly_spaced(count, max_frames)
+    metadata.frames_indices = evenly_spaced_indices(count, max_frames)
 
-    def read(indices: list[int]) -> Iterator[np.ndarray]:
+    def read_frames(indices: list[int]) -> Iterator[np.ndarray]:
         for i in indices:
             image = replace(ref, modality="image", source=source[i], options={}, column=f"{ref.column}[{i}]")
             yield np.array(load_image(image))[None]
 
-    return metadata, read
+    return metadata, read_frames
 
 
-def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _Frames]:
+def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _FrameReader]:
     header = decoder.metadata
     height, width = header.height or 0, header.width or 0
     metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
 
-    def read(indices: list[int]) -> Iterator[np.ndarray]:
+    def read_frames(indices: list[int]) -> Iterator[np.ndarray]:
         chunk_size = max(1, _PIXELS_AT_ONCE // max(1, height * width))
         for i in range(0, len(indices), chunk_size):
             batch = decoder.get_frames_at(indices[i : i + chunk_size])
@@ -581,7 +589,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
             frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
 
-    return metadata, read
+    return metadata, read_frames
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
@@ -592,41 +600,45 @@ def _is_mirrored(frame: "VideoFrame") -> bool:
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
     """
-    Returns a video's metadata, and the index of its stream (`None` if torchcodec may decode other frames than PyAV).
+    Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
 
-    The decoders may differ if a packet isn't a frame, if decoding may fail to start at a keyframe, or if frames are
-    mirrored. Clips that were cut without re-encoding are decoded to count their frames.
+    The decoders can differ if a packet isn't a frame, if decoding can't start at every keyframe, or if frames are
+    mirrored. If packets aren't frames, as in clips cut without re-encoding, frames are decoded to be counted.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        average = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
-        fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
-        count, first, is_exact, independent = 0, None, True, True
+        average_rate = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
+        fps = float(average_rate or video.codec_context.framerate or video.guessed_rate or 0)
+        count, first_pts, count_is_exact, suits_torchcodec = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:
                 count += 1
-                first = packet.pts if count == 1 else first
+                first_pts = packet.pts if count == 1 else first_pts
                 # Frames shown before the first keyframe may depend on frames that were cut off
-                is_exact = is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
-                is_exact = is_exact and (packet.is_keyframe or count > 1)
-                if independent and packet.is_keyframe and video.codec_context.name == "h264":
-                    independent = has_idr_picture(bytes(packet), video.codec_context.extradata)
+                count_is_exact = (
+                    count_is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first_pts
+                )
+                count_is_exact = count_is_exact and (packet.is_keyframe or count > 1)
+                if suits_torchcodec and packet.is_keyframe and video.codec_context.name == "h264":
+                    suits_torchcodec = has_idr_picture(bytes(packet), video.codec_context.extradata)
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
-    if not is_exact:
-        longest = ref.rules.max_video_seconds  # infinite if `media_size` calls
-        max_count = None if math.isinf(longest) else int(longest * fps) + 1
+    if not count_is_exact:
+        max_seconds = ref.rules.max_video_seconds  # infinite for `media_size`
+        max_count = None if math.isinf(max_seconds) else int(max_seconds * fps) + 1
         with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]
         count = len(times)
         if count > 1 and None not in times and times[-1] > times[0]:
             fps = (count - 1) / (times[-1] - times[0])
-    elif independent:
+    elif suits_torchcodec:
         with closing(_iter_frames(stream)) as frames:
-            independent = not any(map(_is_mirrored, itertools.islice(frames, 1)))
-    return VideoMetadata(count, fps, *size, duration=count / fps), index if is_exact and independent else None
+            suits_torchcodec = not any(map(_is_mirrored, itertools.islice(frames, 1)))
+    return VideoMetadata(
+        count, fps, *size, duration=count / fps
+    ), index if count_is_exact and suits_torchcodec else None
 
 
 def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
@@ -637,10 +649,10 @@ def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
 
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
-    chosen, last = set(indices), max(indices, default=-1)
+    selected_indices, last_index = set(indices), max(indices, default=-1)
     with closing(_iter_frames(stream)) as frames:
-        for i, frame in zip(range(last + 1), frames, strict=False):
-            if i in chosen:
-                # Videos of phones may be stored rotated, and mirrored before the rotation
+        for i, frame in zip(range(last_index + 1), frames, strict=False):
+            if i in selected_indices:
+                # Phones may store videos rotated, and mirrored before the rotation
                 pixels = frame.to_ndarray(format="rgb24")[:: -1 if _is_mirrored(frame) else 1]
                 yield np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))[None]

@@ -16,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 from .decoding import (
     decoding,
     encoded_source,
-    evenly_spaced,
+    evenly_spaced_indices,
     load_image,
     load_video,
     read_audio,
@@ -28,8 +28,8 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Extensions and first bytes of the files that browsers show. Such files are logged unchanged.
-_VIEWABLE = {
+# Extensions and first bytes of files that browsers show, which are logged unchanged
+_VIEWABLE_STARTS = {
     "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
     "audio": {
         "wav": rb"RIFF.{4}WAVE",
@@ -39,7 +39,7 @@ _VIEWABLE = {
     },
     "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
 }
-_HEAD = 100  # bytes at the start of a file that are compared with these patterns
+_HEAD_BYTES = 100  # bytes at the start of a file that are compared with these patterns
 
 _MOST_FRAMES = 64  # limit on the frames of a re-encoded video
 _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
@@ -67,8 +67,8 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
         file, suffix = _source_file(ref), None
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
             with open_file(ref, file) as stream:
-                head = stream.read(_HEAD)
-            starts = _VIEWABLE[ref.modality].items()
+                head = stream.read(_HEAD_BYTES)
+            starts = _VIEWABLE_STARTS[ref.modality].items()
             suffix = next((extension for extension, start in starts if re.match(start, head, re.DOTALL)), None)
         if suffix is None or file is None:
             suffix, encode = _ENCODERS[ref.modality]
@@ -113,7 +113,7 @@ def wav(samples: np.ndarray, rate: float) -> bytes:
 def mp4(frames: np.ndarray, rate: float) -> bytes:
     """Encodes frames as an MP4 video with H.264. Needs PyAV."""
     av = require_module("av", "video")
-    # H.264 halves the resolution of colours, so that both edges must be even
+    # H.264 halves the resolution of colours, so the height and the width must be even
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
@@ -126,15 +126,15 @@ def mp4(frames: np.ndarray, rate: float) -> bytes:
     return buffer.getvalue()
 
 
-def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
+def evenly_spaced_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
     """Decodes up to `count` evenly spaced frames of the span that the options `video_start` and `video_end` select."""
     span = replace(ref, options={k: v for k, v in ref.options.items() if k in ("video_start", "video_end")})
 
-    def indices(metadata: VideoMetadata) -> list[int]:
+    def spaced_indices(metadata: VideoMetadata) -> list[int]:
         span_indices = sample_indices(span, metadata)
-        return [int(span_indices[i]) for i in evenly_spaced(len(span_indices), count)]
+        return [int(span_indices[i]) for i in evenly_spaced_indices(len(span_indices), count)]
 
-    return load_video(ref, indices)
+    return load_video(ref, spaced_indices)
 
 
 def _encode_audio(ref: MediaRef) -> bytes:
@@ -145,7 +145,7 @@ def _encode_audio(ref: MediaRef) -> bytes:
 
 
 def _encode_video(ref: MediaRef) -> bytes:
-    frames, metadata = spread_frames(ref, _MOST_FRAMES)
+    frames, metadata = evenly_spaced_frames(ref, _MOST_FRAMES)
     return mp4(frames, (metadata["fps"] or _UNKNOWN_FPS) * len(frames) / metadata["total_num_frames"])
 
 

@@ -29,10 +29,10 @@ _CONNECTION_ERRORS = (
     requests.exceptions.ChunkedEncodingError,
     urllib3.exceptions.HTTPError,
 )
-_BUSY = {408, 425, 429, 500, 501, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530, 599}
+_BUSY_STATUSES = {408, 425, 429, 500, 501, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530, 599}
 _MOST_REDIRECTS = 5
-_CHUNK = 2**20
-_GRACE = 0.5  # seconds beyond the deadline in which an attempt may raise its own timeout
+_CHUNK_BYTES = 2**20
+_GRACE_SECONDS = 0.5  # after the deadline, so that an attempt can raise its own timeout first
 _LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 
 
@@ -63,16 +63,16 @@ def ask(
     attempt_seconds: float | None = None,
     json: dict[str, Any] | None = None,
     session: requests.Session | None = None,
-    may_visit: Callable[[str], None] | None = None,
+    check_url: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
-    to_connect: float = math.inf,
+    connect_seconds: float = math.inf,
 ) -> Answer:
     """
     Sends a request until a server gives a usable answer, and returns the answer.
 
-    `seconds` limits the time of all attempts together, `attempt_seconds` the time of one attempt, and `to_connect` the
-    time to connect. `may_visit` raises an error for a URL that must not be requested, also after a redirect. Without
-    `may_visit`, redirects aren't followed.
+    `seconds` limits the time of all `attempts` together, `attempt_seconds` the time of one attempt, and
+    `connect_seconds` the time to connect. `check_url` raises an error for a URL that must not be requested, also after
+    a redirect. Without `check_url`, redirects aren't followed.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """
@@ -84,10 +84,10 @@ def ask(
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # a larger exponent would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
-                limits = until, to_connect, max_bytes
-                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, connections)
-                answer, retry_after = within(until, call)
-            if answer.status not in _BUSY and is_usable(answer):
+                limits = until, connect_seconds, max_bytes
+                call = partial(_attempt, method, url, *limits, json, open_session, check_url, connections)
+                answer, retry_after = run_until(until, call)
+            if answer.status not in _BUSY_STATUSES and is_usable(answer):
                 return answer
             text = answer.body[:200].decode(errors="replace")
             reason, wait = f"status {answer.status}: {text!r}", max(wait, retry_after)
@@ -95,15 +95,15 @@ def ask(
             reason = str(error)
         except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
-        finally:  # ends the attempt's thread, which a server may keep busy by endless `100 Continue`
+        finally:  # ends the attempt's thread, which a server could keep busy by endless `100 Continue`
             for connection in connections:
                 if (sock := connection.sock) is not None:
                     with suppress(OSError):  # raised by a closed socket
                         sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
-            effort = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
-            raise NoAnswer(f"{reason}{effort}")
+            suffix = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
+            raise NoAnswer(f"{reason}{suffix}")
         time.sleep(wait)
 
 
@@ -116,13 +116,13 @@ def host_of(url: str) -> str | None:
         raise ValueError(str(error)) from None
 
 
-def within(until: float, function: Callable[[], T]) -> T:
+def run_until(until: float, function: Callable[[], T]) -> T:
     """
     Returns the result of a function that runs in a thread. After the time `until`, abandons the thread and raises
-    [`NoAnswer`]. A thread is needed, as a server may send so slowly that no single read times out.
+    [`NoAnswer`]. Timeouts of reads don't suffice: a server can send so slowly that no single read times out.
     """
     try:
-        return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE)
+        return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE_SECONDS)
     except TimeoutError:
         raise NoAnswer("no complete response in time") from None
 
@@ -145,32 +145,32 @@ def _attempt(
     method: str,
     url: str,
     until: float,
-    to_connect: float,
+    connect_seconds: float,
     max_bytes: int,
     json: dict[str, Any] | None,
     session: requests.Session,
-    may_visit: Callable[[str], None] | None,
+    check_url: Callable[[str], None] | None,
     connections: list[HTTPConnection],
 ) -> tuple[Answer, float]:
-    """Sends a request, follows redirects that `may_visit` allows, and returns the answer and its `Retry-After`."""
+    """Sends a request, follows redirects that `check_url` allows, and returns the answer and its `Retry-After`."""
     for _ in range(_MOST_REDIRECTS + 1):
-        if may_visit is not None:
-            may_visit(url)
-        # Some servers refuse the user agent of `requests`. Compressed bodies may be larger than their header says.
+        if check_url is not None:
+            check_url(url)
+        # Some servers refuse the user agent of `requests`. A small body that is compressed could become a large one.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         seconds_left = max(until - time.monotonic(), 0.1)
         # The server of a URL in a row gets no password from ~/.netrc
-        auth = None if may_visit is None else lambda request: request
+        auth = None if check_url is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}
         adapter = session.get_adapter(request.url or url)
-        if may_visit is not None and isinstance(adapter, HTTPAdapter):
+        if check_url is not None and isinstance(adapter, HTTPAdapter):
             tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
             pool: Any = adapter.get_connection_with_tls_context(request, **tls)
             pool.ConnectionCls = partial(_new_connection, pool.ConnectionCls, connections)
-        # Sent by the adapter, as the session would read the whole body of a redirect
-        with adapter.send(request, timeout=(min(seconds_left, to_connect), seconds_left), **settings) as response:
-            if response.is_redirect and may_visit is not None:
+        # Sent by the adapter, because the session would read the whole body of a redirect
+        with adapter.send(request, timeout=(min(seconds_left, connect_seconds), seconds_left), **settings) as response:
+            if response.is_redirect and check_url is not None:
                 url = urljoin(url, response.headers["Location"])
                 continue
             body = _body(response, until, max_bytes)
@@ -181,9 +181,11 @@ def _attempt(
     raise requests.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 
-def _new_connection(make: type[HTTPConnection], connections: list[HTTPConnection], **settings) -> HTTPConnection:
+def _new_connection(
+    connection_class: type[HTTPConnection], connections: list[HTTPConnection], **settings
+) -> HTTPConnection:
     """Makes a connection, and adds it to `connections`, so that [`ask`] can shut it down."""
-    connections.append(make(**settings))
+    connections.append(connection_class(**settings))
     return connections[-1]
 
 
@@ -192,7 +194,7 @@ def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
     size, chunks, n_read = float(length) if length.isdecimal() else None, [], 0
     if (size or 0) > max_bytes:
         raise TooLarge
-    while chunk := response.raw.read1(_CHUNK):
+    while chunk := response.raw.read1(_CHUNK_BYTES):
         chunks.append(chunk)
         n_read += len(chunk)
         if n_read > max_bytes:

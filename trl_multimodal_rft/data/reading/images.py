@@ -24,21 +24,23 @@ _LONGEST_EDGE = 1_000_000  # pixels; decoders also need memory for each row of a
 _MOST_GIF_HEADER = 2**21  # bytes; Pillow joins comments in quadratic time
 _MOST_CHUNKS = 1_000_000  # limit on the number of chunks that are read from a PNG
 _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
-_SPARE = 2**20  # Pillow may read this number of bytes in addition to twice the data, as it reads some headers twice
-_SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
-_JPEG_WORK = 2**36  # limit on pixels times bytes per decoding step of a JPEG; 30 bytes may encode all pixels
+_SPARE_BYTES = 2**20  # bytes that Pillow may read beyond twice the data (it reads some headers twice)
+_SCAN_MARKER, _END_MARKER = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
+# Limit on the product of a JPEG's pixels and the bytes of one decoding step. A scan of 30 bytes may encode all pixels,
+# and the time is checked only between steps.
+_JPEG_WORK = 2**36
 
 
 class _ImageFile(Bounded):
     """File of an image. Raises an error for more than `_MOST_EXIF` bytes of EXIF data in its headers."""
 
-    exif = 0  # bytes of EXIF data so far
+    exif_bytes = 0  # so far
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
-        if self.most < math.inf and data.startswith(b"Exif\0\0"):
-            self.exif += len(data)
-            if self.exif > _MOST_EXIF:  # Pillow joins all segments before it parses them
+        if self.max_bytes < math.inf and data.startswith(b"Exif\0\0"):
+            self.exif_bytes += len(data)
+            if self.exif_bytes > _MOST_EXIF:  # Pillow joins all segments before it parses them
                 raise self._ref.error("its EXIF data exceeds 65,536 bytes; save it without them, or remove the row")
         return data
 
@@ -47,7 +49,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
     """Opens an image without decoding its pixels."""
     size = stream.seek(0, 2)
     stream.seek(0)
-    max_bytes = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
+    max_bytes = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE_BYTES
     stream.seek(0)
     file = _ImageFile(ref, stream, time.monotonic() + ref.rules.media_timeout, max_bytes)
     PIL.Image.init()  # registers the formats
@@ -58,10 +60,10 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
         start = stream.read(2**12)
         is_svg = b"<svg" in start and b"<html" not in start.lower()
         is_heic = start[4:8] == b"ftyp" and any(brand in start[8:32] for brand in (b"heic", b"heix", b"mif1"))
-        kind = "SVG" if is_svg else "HEIC" if is_heic else None
-        reason = f"{kind}; convert it to PNG" if kind else f"none of {', '.join(_IMAGE_FORMATS)}"
+        format_name = "SVG" if is_svg else "HEIC" if is_heic else None
+        reason = f"{format_name}; convert it to PNG" if format_name else f"none of {', '.join(_IMAGE_FORMATS)}"
         raise PIL.UnidentifiedImageError(reason) from None
-    file.most = math.inf
+    file.max_bytes = math.inf
     if image.format in ("JPEG", "MPO"):
         block_size = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
         image.decodermaxblock = min(image.decodermaxblock, block_size)
@@ -83,15 +85,15 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
     if stream is not None and image.format == "PNG":
         _check_png(ref, stream)
     if isinstance(image, GifImageFile) and image.tile and "transparency" not in image.info:
-        return _on_screen(image)
+        return _gif_on_background(image)
     image.load()
     if stream is not None and image.format in ("JPEG", "MPO"):
         _check_jpeg(ref, image, stream)
     return image
 
 
-def _on_screen(image: GifImageFile) -> PIL.Image.Image:
-    """Returns a GIF's first frame on the background color. Pillow would use the first color of the palette."""
+def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
+    """Returns a GIF's first frame on its background color, where Pillow would use the first color of the palette."""
     box, color = image.tile[0][1], image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
@@ -104,16 +106,16 @@ def _on_screen(image: GifImageFile) -> PIL.Image.Image:
 
 
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave later blocks grey (128) or coarse."""
+    """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave other blocks grey (128) or coarse."""
     stream.seek(0)
     data, scan = stream.read(), 2
     while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
         scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
     # A single scan is complete if the last pixel isn't grey
-    if "progressive" in image.info or _SCAN in data[scan + 2 :] or (abs(corner - 128) < 2).all():
-        # Decoders don't read bytes after a complete scan, so more bytes change no pixel
-        longer_file = BytesIO(data[: data.find(_END, scan)] + bytes(range(1, 255)) * 8 + _END)
+    if "progressive" in image.info or _SCAN_MARKER in data[scan + 2 :] or (abs(corner - 128) < 2).all():
+        # Decoders don't read bytes after a complete scan, so it is complete if more bytes change no pixel
+        longer_file = BytesIO(data[: data.find(_END_MARKER, scan)] + bytes(range(1, 255)) * 8 + _END_MARKER)
         try:
             longer_image = open_image(ref, longer_file)
             longer_image.load()
@@ -125,58 +127,61 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
 
 
 def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave later pixels black."""
+    """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave the other pixels black."""
     offset = stream.tell()
     stream.seek(8)
-    expected, count, pixels = 0, 0, zlib.decompressobj()
+    n_expected, n_bytes, decompressor = 0, 0, zlib.decompressobj()
     for _ in range(_MOST_CHUNKS):
         head = stream.read(8)
-        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        length, chunk_type = int.from_bytes(head[:4], "big"), head[4:]
         next_offset = stream.tell() + length + 4
-        if kind == b"IHDR":
-            expected = _png_bytes(stream.read(13))
-        elif kind == b"IDAT":
+        if chunk_type == b"IHDR":
+            n_expected = _png_pixel_bytes(stream.read(13))
+        elif chunk_type == b"IDAT":
             data = stream.read(length)
-            while data and count < expected and not pixels.eof:
+            while data and n_bytes < n_expected and not decompressor.eof:
                 try:
-                    count += len(pixels.decompress(data, 2**20))
+                    n_bytes += len(decompressor.decompress(data, 2**20))
                 except zlib.error:  # Pillow will raise the error
-                    count = expected
-                data = pixels.unconsumed_tail
-        if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
+                    n_bytes = n_expected
+                data = decompressor.unconsumed_tail
+        if len(head) < 8 or chunk_type == b"IEND" or n_bytes >= n_expected > 0 or decompressor.eof:
             break
         stream.seek(next_offset)
     stream.seek(offset)
-    if pixels.eof and count < expected:
-        raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
+    if decompressor.eof and n_bytes < n_expected:
+        raise ref.error(
+            f"the image is cut off: {n_bytes} of {n_expected} bytes of pixels; repair it or remove the row"
+        )
 
 
-def _png_bytes(header: bytes) -> int:
-    """Returns the number of bytes of a PNG's pixels from its `IHDR` chunk. A row has one more byte for its filter."""
+def _png_pixel_bytes(header: bytes) -> int:
+    """Returns the number of bytes of a PNG's pixels, and of one filter per row, from its `IHDR` chunk."""
     width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
-    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    bits_per_pixel = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
     # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-    total = 0
+    n_bytes = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
         columns, rows = -((x - width) // across), -((y - height) // down)
-        total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
-    return total
+        n_bytes += rows * (1 + (columns * bits_per_pixel + 7) // 8) if columns > 0 else 0
+    return n_bytes
 
 
-def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
+def check_pil_image(ref: MediaRef, image: PIL.Image.Image) -> None:
     """Raises a [`MediaError`] for a PIL image that an external program would render."""
     if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
         raise ref.error(f"a document of format {image.format}; render it before, and give the pixels")
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Raises a [`MediaError`] for EXIF data whose entries share bytes. Copies of such entries exhaust the memory."""
+    """Raises a [`MediaError`] for EXIF data whose entries share bytes, as their copies could exhaust the memory."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # ImageMagick writes EXIF data as hexadecimal text
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))
     while data and data.startswith(b"Exif\0\0"):
         data = data[6:]
     if data:
-        entries = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE)
+        # If entries share bytes, Pillow reads more bytes than the data have
+        entries = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE_BYTES)
         PIL.Image.Exif().load_from_fp(cast("IO[bytes]", entries))

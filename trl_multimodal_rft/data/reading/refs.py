@@ -16,7 +16,7 @@ from .rules import DEFAULT_RULES, MediaRules
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
 
-# Most characters of a word in a message. Longer words are data, and are shortened.
+# Most characters of a word in a message. Longer words are data rather than text, and are shortened.
 _LONGEST_WORD = 300
 
 
@@ -133,7 +133,9 @@ class MediaRef:
         Returns:
             [`MediaError`]: The error to raise.
         """
-        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {self.shown(message)}")
+        return MediaError(
+            f"row {self.row}, column '{self.column}'{self._file_in_parentheses()}: {self.shown(message)}"
+        )
 
     def shown(self, text: str) -> str:
         """
@@ -151,8 +153,8 @@ class MediaRef:
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
-    def _file(self) -> str:
-        """Returns the name of a file in parentheses if the row holds its bytes, else an empty text."""
+    def _file_in_parentheses(self) -> str:
+        """Returns the name of the file whose bytes the row holds, in parentheses, or an empty text."""
         value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""

@@ -94,14 +94,14 @@ class MediaRules:
             raise ValueError(
                 f"`min_pixels` of {self.min_pixels} is above `max_pixels` of {self.max_pixels}; correct them."
             )
-        forms = {"protocols": "names alone, such as 'https'", "domains": "hosts alone, such as 'example.com'"}
-        for name, form in forms.items():
+        entry_forms = {"protocols": "names alone, such as 'https'", "domains": "hosts alone, such as 'example.com'"}
+        for name, entry_form in entry_forms.items():
             for entry in getattr(self, f"allowed_media_{name}") or ():
                 if not entry or ":" in entry or "/" in entry:
-                    raise ValueError(f"`allowed_media_{name}` has {entry!r}; write {form}.")
+                    raise ValueError(f"`allowed_media_{name}` has {entry!r}; write {entry_form}.")
 
     def without_budgets(self) -> "MediaRules":
-        """Returns the rules without budgets, for models besides the policy. Their processors set sizes of media."""
+        """Returns the rules without budgets, for models besides the policy: their processors set sizes of media."""
         return replace(self, **{name: getattr(DEFAULT_RULES, name) for name in BUDGET_NAMES})
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from .decoding import decoding, encoded_source, holds_frames, open_source, open_video, read_pieces
+from .decoding import decoding, encoded_source, holds_frames, open_source, open_video, read_audio_chunks
 from .images import open_image
 from .refs import MediaRef
 
@@ -22,13 +22,13 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
-    # No limits for images and videos, as their pixels aren't kept in memory. Sounds are decoded up to their limit.
+    # No limits for images and videos, because their pixels aren't kept. Sounds are decoded up to their limit.
     ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
         if ref.modality == "audio":
-            return {"seconds": _seconds(ref)}
+            return {"seconds": _duration(ref)}
         if ref.modality == "image":
-            return {"pixels": _pixels(ref)}
+            return {"pixels": _n_pixels(ref)}
         if holds_frames(ref):
             return {}
         with open_video(ref) as (metadata, _):
@@ -39,7 +39,7 @@ def media_size(ref: MediaRef) -> dict[str, float]:
             return {"frames": metadata.total_num_frames, "seconds": seconds, "pixels": pixels}
 
 
-def _pixels(ref: MediaRef) -> int:
+def _n_pixels(ref: MediaRef) -> int:
     source = encoded_source(ref)
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         shape = np.shape(source)
@@ -55,19 +55,19 @@ class _LimitReached(Exception):
     """Signal that ends decoding at the limit."""
 
 
-def _seconds(ref: MediaRef) -> float:
-    """Returns the seconds of a sound by its header or, if that has no length, by decoding up to the limit."""
-    longest, n_decoded = 0.0, 0
+def _duration(ref: MediaRef) -> float:
+    """Returns the seconds of a sound by its header or, if the header has no length, by decoding up to the limit."""
+    seconds, n_decoded = 0.0, 0
 
     def check(count: float, rate: float) -> None:
-        nonlocal longest
-        longest = max(longest, count / rate)
-        if longest > ref.rules.max_audio_seconds:
+        nonlocal seconds
+        seconds = max(seconds, count / rate)
+        if seconds > ref.rules.max_audio_seconds:
             raise _LimitReached
 
-    with suppress(_LimitReached), closing(read_pieces(ref, None, check)) as pieces:
-        for piece, rate in pieces:
-            n_decoded += len(piece)
-            if rate is None or longest * rate > n_decoded + 1:
+    with suppress(_LimitReached), closing(read_audio_chunks(ref, None, check)) as chunks:
+        for chunk, rate in chunks:
+            n_decoded += len(chunk)
+            if rate is None or seconds * rate > n_decoded + 1:
                 break  # the header has the length
-    return longest
+    return seconds

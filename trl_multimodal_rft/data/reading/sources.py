@@ -20,21 +20,21 @@ import fsspec
 import requests
 
 from ...credentials import shown_url
-from .http import NoAnswer, TooLarge, ask, host_of, within
+from .http import NoAnswer, TooLarge, ask, host_of, run_until
 from .refs import MediaError, MediaRef
 
 
 # Protocols that connect to any host in a URL, rather than to a configured store
-_WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
+_HOST_PROTOCOLS = ("http", "https", "hdfs", "webhdfs")
 
 # Characters on which URL parsers disagree: some see another host or path after them
-_AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
+_AMBIGUOUS_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 
 # Text that is a file in base64. A path of this length would have an extension, and so a dot.
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
-_CHUNK = 2**20
-_MOST_AT_ONCE = 2**26  # bytes of an archive in one read, such as its list of files
+_CHUNK_BYTES = 2**20
+_MOST_READ_BYTES = 2**26  # bytes of an archive in one read, such as its list of files
 _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
@@ -44,7 +44,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     if not isinstance(path, str) or path[:5].lower() == "data:":
         data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
         if len(data) > ref.rules.max_media_bytes:
-            raise _too_large(ref)
+            raise _too_large_error(ref)
         return data
     if "://" not in path and "::" not in path:
         return _local_path(ref, path)
@@ -63,28 +63,30 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         _check_protocol(ref, protocol)
         if "::" in link:
             raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
-        if protocol in _WITH_HOSTS:
+        if protocol in _HOST_PROTOCOLS:
             _check_domain(ref, link)
-        file = None
+        file = None  # `fsspec` opens the URL
     if file is not None and member is None:
         return file
-    until = time.monotonic() + ref.rules.media_timeout
+    deadline = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
         opened_file = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
         with closing(opened_file):
             stream = cast("IO[bytes]", opened_file)
             if member is not None:
-                stream = _open_in_zip(ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), member.strip("/"))
-            data, bounded = BytesIO(), Bounded(ref, stream, until)
-            while chunk := bounded.read(_CHUNK):  # in chunks, to keep no second copy
+                stream = _open_in_zip(
+                    ref, Bounded(ref, stream, deadline, max_read_bytes=_MOST_READ_BYTES), member.strip("/")
+                )
+            data, bounded = BytesIO(), Bounded(ref, stream, deadline)
+            while chunk := bounded.read(_CHUNK_BYTES):  # in chunks, to keep no second copy
                 data.write(chunk)
                 if data.tell() > ref.rules.max_media_bytes:
-                    raise _too_large(ref)
+                    raise _too_large_error(ref)
             return data.getvalue()
 
     try:
-        return within(until, read)
+        return run_until(deadline, read)
     except NoAnswer as error:
         remedy = "remove the row, or raise `media_timeout`"
         raise ref.error(f"cannot read '{shown_url(path)}' ({error}); {remedy}") from None
@@ -95,23 +97,28 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
 
 class Bounded:
-    """Stream that raises an error after the time `until` or `most` bytes, and for a read of over `at_once` bytes."""
+    """Stream that raises an error after a deadline, after `max_bytes`, and for one read of over `max_read_bytes`."""
 
     def __init__(
-        self, ref: MediaRef, stream: IO[bytes], until: float, most: float = math.inf, at_once: float = math.inf
+        self,
+        ref: MediaRef,
+        stream: IO[bytes],
+        deadline: float,
+        max_bytes: float = math.inf,
+        max_read_bytes: float = math.inf,
     ):
-        self.most, self.until = most, until
-        self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0
+        self.max_bytes, self.deadline = max_bytes, deadline
+        self._ref, self._stream, self._max_read_bytes, self._n_read = ref, stream, max_read_bytes, 0
 
     def read(self, size: int | None = -1) -> bytes:
-        if time.monotonic() > self.until:
+        if time.monotonic() > self.deadline:
             seconds = self._ref.rules.media_timeout
             raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
-        if size is not None and size > self._at_once:
+        if size is not None and size > self._max_read_bytes:
             raise self._ref.error(f"the archive has {size:,} bytes of headers; split it, or remove the row")
         data = self._stream.read(-1 if size is None else size)
-        self._read += len(data)
-        if self._read > self.most:
+        self._n_read += len(data)
+        if self._n_read > self.max_bytes:
             remedy = "save it without metadata, or remove the row"
             raise self._ref.error(f"its metadata takes more than {self.most:,} bytes; {remedy}")
         return data
@@ -121,7 +128,7 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens the path or bytes from [`fetch_file`] as a stream. Decoders may read a path as a pattern of files."""
+    """Opens the path or bytes from [`fetch_file`] as a stream, as some decoders read a path as a pattern of files."""
     if isinstance(file, bytes):
         return BytesIO(file)
     # Opened by a descriptor, so that the stream has no name that decoders would interpret
@@ -130,7 +137,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     try:
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it isn't a regular file")
-        # The file behind the name may have changed since the name was checked
+        # Another file may have taken the name since the name was checked
         _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), status.st_size)
     except BaseException:
         stream.close()
@@ -144,11 +151,11 @@ def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
         raise ref.error(f"'{name}' is compressed by method {member.compress_type}; compress it by 'deflate'")
     if member.file_size > ref.rules.max_media_bytes:
-        raise _too_large(ref)
+        raise _too_large_error(ref)
     return archive.open(member)
 
 
-def _too_large(ref: MediaRef) -> MediaError:
+def _too_large_error(ref: MediaRef) -> MediaError:
     return ref.error(f"more than {ref.rules.max_media_bytes:,} bytes; remove the row or raise `max_media_bytes`")
 
 
@@ -157,7 +164,7 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
     if not comma:
         raise ref.error("a data URI without a comma; write 'data:<type>;base64,<data>'")
     if len(data) > 4 / 3 * ref.rules.max_media_bytes + 4:
-        raise _too_large(ref)
+        raise _too_large_error(ref)
     if not header.endswith(";base64"):
         return unquote_to_bytes(data)
     try:
@@ -174,7 +181,7 @@ def _check_protocol(ref: MediaRef, protocol: str) -> None:
         )
 
 
-def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
+def join_media_dir(ref: MediaRef, path: str | os.PathLike) -> str:
     """Joins a relative path to the folder `media_dir`, and returns an absolute path as it is."""
     return os.path.join(ref.rules.media_dir or "", path)
 
@@ -182,7 +189,7 @@ def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
 def _local_path(ref: MediaRef, path: str) -> str:
     """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
-    original, path = path, rooted(ref, path)
+    original, path = path, join_media_dir(ref, path)
     if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)
@@ -203,12 +210,12 @@ def _check_file(ref: MediaRef, path: str, size: int) -> None:
     if folders is not None and not any(Path(path).is_relative_to(os.path.realpath(f)) for f in folders):
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
     if size > ref.rules.max_media_bytes:
-        raise _too_large(ref)
+        raise _too_large_error(ref)
 
 
 def _check_domain(ref: MediaRef, url: str) -> None:
     """Raises a [`MediaError`] unless the host of a URL is allowed, and all parsers agree on the host."""
-    if _AMBIGUOUS.search(url):
+    if _AMBIGUOUS_CHARACTERS.search(url):
         raise ref.error("its URL has a backslash or a control character; encode it, such as '%5C'")
     try:
         if "@" in urlsplit(url).netloc:
@@ -226,7 +233,7 @@ def _check_domain(ref: MediaRef, url: str) -> None:
 def _download(ref: MediaRef, url: str) -> bytes:
     _check_protocol(ref, url.partition("://")[0])
 
-    def may_visit(url: str) -> None:
+    def check_url(url: str) -> None:
         protocol = url.partition(":")[0].lower()
         if protocol not in ("http", "https") or protocol not in ref.rules.allowed_media_protocols:
             raise ref.error(f"it redirects to the protocol '{protocol}', which isn't allowed; remove the row")
@@ -235,10 +242,10 @@ def _download(ref: MediaRef, url: str) -> bytes:
     try:
         limit = ref.rules.max_media_bytes
         answer = ask(
-            "GET", url, seconds=ref.rules.media_timeout, attempts=_ATTEMPTS, max_bytes=limit, may_visit=may_visit
+            "GET", url, seconds=ref.rules.media_timeout, attempts=_ATTEMPTS, max_bytes=limit, check_url=check_url
         )
     except TooLarge:
-        raise _too_large(ref) from None
+        raise _too_large_error(ref) from None
     except NoAnswer as error:
         remedy = "correct the URL, remove the row, or raise `media_timeout`"
         raise ref.error(f"cannot download '{url}' ({error}); {remedy}") from None

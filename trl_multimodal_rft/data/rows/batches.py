@@ -70,17 +70,17 @@ class EndlessRows:
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with arrays, which copy faster, in place of the numeric lists that Arrow stores for them."""
-    media = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
+    """Returns a row with arrays in place of the numeric lists that Arrow stores for them. Arrays copy faster."""
+    arrays = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
     for column in ("prompt", "messages", "chosen", "rejected", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
-            media[column] = [
+            arrays[column] = [
                 {**message, "content": [_as_array(block) for block in message["content"]]}
                 if isinstance(message, dict) and isinstance(message.get("content"), list)
                 else message
                 for message in row[column]
             ]
-    return {**row, **media}
+    return {**row, **arrays}
 
 
 def _as_array(value: T) -> T | np.ndarray | list | dict:
@@ -88,12 +88,12 @@ def _as_array(value: T) -> T | np.ndarray | list | dict:
         return {key: _as_array(item) for key, item in value.items()}
     if not isinstance(value, list) or not value:
         return value
-    first = value[0]
-    while isinstance(first, list) and first:
-        first = first[0]
-    if isinstance(first, (int, float)):
+    first_leaf = value[0]
+    while isinstance(first_leaf, list) and first_leaf:
+        first_leaf = first_leaf[0]
+    if isinstance(first_leaf, (int, float)):
         try:
-            return np.asarray(value, dtype=np.float32 if isinstance(first, float) else None)
+            return np.asarray(value, dtype=np.float32 if isinstance(first_leaf, float) else None)
         except ValueError:  # ragged lists, for which the loader of the medium raises
             return value
     return [_as_array(item) for item in value]
@@ -114,13 +114,13 @@ class RowBatch(Sequence):
     ):
         self._keys = keys
         self.batch_index = batch_index  # index of the batch in the run
-        self._read = read
+        self._read_rows = read
         self._rows: list[Any] | None = None
 
     @property
     def keys(self) -> list[Any]:
         """Row index of each completion, or the row itself for a stream."""
-        if callable(self._keys):  # a [`DifficultySampler`] draws row indices when the batch is read
+        if callable(self._keys):  # because a [`DifficultySampler`] draws row indices only when the batch is read
             self._keys = self._keys()
         return self._keys
 
@@ -129,7 +129,7 @@ class RowBatch(Sequence):
 
     def __getitem__(self, index):
         if self._rows is None:
-            self._rows = self._read(self)
+            self._rows = self._read_rows(self)
         return self._rows[index]
 
     def __contains__(self, value: object) -> bool:
@@ -141,8 +141,8 @@ class BatchShape:
     """Sizes of a batch; in training, of a generation batch."""
 
     size: int  # completions on a rank
-    completions: int = 1  # completions per row
-    repeats: int = 1  # micro-batches that use the batch
+    completions_per_row: int = 1
+    n_repeats: int = 1  # micro-batches that use the batch
     n_ranks: int = 1
     rank: int = 0
     drop_last: bool = True
@@ -150,30 +150,30 @@ class BatchShape:
     @property
     def n_rows(self) -> int:
         """Number of rows on all ranks."""
-        return self.size * self.n_ranks // self.completions
+        return self.size * self.n_ranks // self.completions_per_row
 
-    def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
+    def keys(self, rows: Sequence[Any], first_rows: Sequence[Any]) -> list[Any]:
         """
         Returns the row of each completion on this rank, for the `rows` of a batch on all ranks.
 
-        With `drop_last`, a partial batch becomes empty. Otherwise, several ranks fill it up from `first`, the first
-        rows of the epoch.
+        With `drop_last`, a partial batch becomes empty. Otherwise, several ranks fill it up from
+        `first_rows`, the first batch of the epoch.
         """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
-            rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
-        keys = [row for row in rows for _ in range(self.completions)]
+            rows = [] if self.drop_last else list(islice(chain(rows, cycle(first_rows)), self.n_rows))
+        keys = [row for row in rows for _ in range(self.completions_per_row)]
         return keys[self.rank * self.size : (self.rank + 1) * self.size]
 
-    def too_few_rows(self, n_rows: int) -> ValueError:
-        return too_few_rows(n_rows, self.n_rows, self.completions > 1)
+    def too_few_rows_error(self, n_rows: int) -> ValueError:
+        return too_few_rows_error(n_rows, self.n_rows, self.completions_per_row > 1)
 
 
-def too_few_rows(n_rows: int, batch: int, is_group: bool) -> ValueError:
-    """Returns the error for a dataset with fewer rows than a batch. `is_group`: whether a batch consists of groups."""
+def too_few_rows_error(n_rows: int, n_needed: int, has_groups: bool) -> ValueError:
+    """Returns the error for a dataset with fewer rows than a batch of groups (`has_groups`) or of single rows."""
     options = "`per_device_train_batch_size`"
-    options += ", `gradient_accumulation_steps` or `steps_per_generation`" if is_group else ""
+    options += ", `gradient_accumulation_steps` or `steps_per_generation`" if has_groups else ""
     return ValueError(
-        f"`train_dataset` has {n_rows} rows, fewer than a batch of {batch}, so there is nothing to train on."
+        f"`train_dataset` has {n_rows} rows, fewer than a batch of {n_needed}, so there is nothing to train on."
         f" Add rows, repeat a stream (`train_dataset.repeat(None)`), or lower {options}."
     )
 
@@ -199,26 +199,28 @@ class EpochBatches:
     ):
         self.n_batches = n_rows // shape.n_rows if shape.drop_last else math.ceil(n_rows / shape.n_rows)
         if self.n_batches == 0:
-            raise shape.too_few_rows(n_rows)
-        self._shape, self._read, self._sampler, self._left_out = shape, read, sampler, left_out
+            raise shape.too_few_rows_error(n_rows)
+        self._shape, self._read_rows, self._sampler, self._left_out = shape, read, sampler, left_out
         self.checkpoint_keys: dict[int, list[int]] = {}  # row indices from a checkpoint, by batch index
-        self._in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
+        self._batches_in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
         # Keeps the orders of two epochs, as rows of the next epoch are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
 
     def __len__(self) -> int:
-        return self.n_batches * self._shape.repeats
+        return self.n_batches * self._shape.n_repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
         epoch, self.epoch = self.epoch, self.epoch + 1  # `set_epoch` may choose another epoch
         for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
             batch = self.batch(batch_index)
-            for _ in range(self._shape.repeats):
+            for _ in range(self._shape.n_repeats):
                 yield batch
 
     def batch(self, batch_index: int) -> RowBatch:
         """Returns the batch at an index of the run. While a batch is in use, each call returns the same object."""
-        return self._in_use.setdefault(batch_index, RowBatch(partial(self.keys, batch_index), self._read, batch_index))
+        return self._batches_in_use.setdefault(
+            batch_index, RowBatch(partial(self.keys, batch_index), self._read_rows, batch_index)
+        )
 
     def keys(self, batch_index: int) -> list[int]:
         """Returns this rank's row indices in the batch at an index of the run."""
@@ -234,13 +236,13 @@ class EpochBatches:
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
         """Returns the indices of at most `n` batches from `start` on, up to the last batch of the run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
-        end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
+        end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.n_repeats)
         return range(start, min(start + n, end))
 
-    def step(self, batch_index: int, accumulation: int) -> int:
+    def steps_before(self, batch_index: int, accumulation: int) -> int:
         """Returns the number of optimizer steps before a batch is used."""
         epochs, index = divmod(batch_index, self.n_batches)
-        return epochs * math.ceil(len(self) / accumulation) + index * self._shape.repeats // accumulation
+        return epochs * math.ceil(len(self) / accumulation) + index * self._shape.n_repeats // accumulation
 
     def coming(self, batch_index: int, n: int, max_steps: int, accumulation: int) -> list[int]:
         """Returns this rank's row indices in the next `n` batches. A sampler may have drawn fewer batches."""
@@ -262,8 +264,8 @@ class StreamBatches:
     """
     Batches of a stream. Row indices count the rows in the order of reading.
 
-    With `shards`, a rank reads only its own shards if the stream has at least one per rank. Ranks may then get
-    different numbers of batches. `from_first` skips rows before the first readable row of an epoch.
+    With `use_own_shards`, a rank reads only its own shards if the stream has at least one per rank. Ranks may then get
+    different numbers of batches. `skip_to_readable` skips rows before the first readable row of an epoch.
     """
 
     def __init__(
@@ -272,35 +274,35 @@ class StreamBatches:
         shape: BatchShape,
         read: Callable,
         columns: Collection[str] | None = None,
-        shards: bool = True,
-        from_first: Callable[[Iterator[Row]], Iterator[Row]] = iter,
+        use_own_shards: bool = True,
+        skip_to_readable: Callable[[Iterator[Row]], Iterator[Row]] = iter,
     ):
         self.left_out: Collection[int] = ()  # row indices to skip
-        self._row_indices = 0, 1  # first row index of this rank, and the step to the next
-        if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
+        self._first_and_step = 0, 1  # first row index of this rank, and the step to the next
+        if use_own_shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions_per_row == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
-            self._row_indices = shape.rank, shape.n_ranks
+            self._first_and_step = shape.rank, shape.n_ranks
             shape = replace(shape, n_ranks=1, rank=0)
-        self._dataset, self._shape, self._read, self._columns = dataset, shape, read, columns
-        self._from_first = from_first
+        self._dataset, self._shape, self._read_rows, self._columns = dataset, shape, read, columns
+        self._skip_to_readable = skip_to_readable
 
     def __len__(self) -> int:
         raise TypeError("A stream has no length.")
 
     def rows(self) -> Iterator[Row]:
-        for row_index, row in zip(count(*self._row_indices), self._dataset, strict=False):
+        for row_index, row in zip(count(*self._first_and_step), self._dataset, strict=False):
             if row_index not in self.left_out:
                 yield Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 
     def __iter__(self) -> Iterator[RowBatch]:
-        shape, rows, first = self._shape, self._from_first(self.rows()), []
+        shape, rows, first_rows = self._shape, self._skip_to_readable(self.rows()), []
         while chunk := list(islice(rows, shape.n_rows)):
-            first = first or chunk
-            batch = RowBatch(shape.keys(chunk, first), self._read)
-            for _ in range(shape.repeats if len(batch) else 0):
+            first_rows = first_rows or chunk
+            batch = RowBatch(shape.keys(chunk, first_rows), self._read_rows)
+            for _ in range(shape.n_repeats if len(batch) else 0):
                 yield batch
-        if shape.drop_last and len(first) < shape.n_rows:
-            raise shape.too_few_rows(len(first))
+        if shape.drop_last and len(first_rows) < shape.n_rows:
+            raise shape.too_few_rows_error(len(first_rows))
 
     def set_epoch(self, epoch: int) -> None:
         self._dataset.set_epoch(epoch)

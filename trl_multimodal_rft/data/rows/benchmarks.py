@@ -24,7 +24,7 @@ CHOICE_TEMPLATE = (
 PROBLEM_TEMPLATE = "{problem} Output the final answer in <answer> </answer>."
 
 # Keys of audio paths in the layouts
-_PATHS = ("audio_path", "audio", "audio_id")
+_AUDIO_PATH_KEYS = ("audio_path", "audio", "audio_id")
 
 
 def load_mmau(
@@ -74,14 +74,14 @@ def load_mmau(
     result = evaluate(model, processor, dataset, choice_reward, EvaluationConfig(group_by="task"))
     ```
     """
-    rows, audio = _read(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
+    rows, audio = _read_rows_and_audio(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
     rows = [
-        {**row, **(json.loads(field) if isinstance(field := row.get("other_attributes"), str) else field or {})}
+        {**row, **(json.loads(extra) if isinstance(extra := row.get("other_attributes"), str) else extra or {})}
         for row in rows
     ]
 
     names = ("id", "task", "category", "sub-category", "difficulty", "dataset")
-    return _assemble(rows, audio, template, names, ("question", "instruction"))
+    return _assemble_dataset(rows, audio, template, names, ("question", "instruction"))
 
 
 def load_avqa(
@@ -113,11 +113,11 @@ def load_avqa(
     trainer = MultimodalGRPOTrainer(model, [choice_reward, format_reward], args, dataset)
     ```
     """
-    rows, audio = _read(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
+    rows, audio = _read_rows_and_audio(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
     for index, row in enumerate(rows):
         row["question_text"] = required(row, index, "question_text").replace("video", "audio")
     names = ("id", "video_name", "question_relation", "question_type", "dataset_name")
-    return _assemble(rows, audio, template, names, ("question_text",), "multi_choice")
+    return _assemble_dataset(rows, audio, template, names, ("question_text",), "multi_choice")
 
 
 def load_audiomcq(
@@ -159,7 +159,7 @@ def load_audiomcq(
     dataset = load_audiomcq("AudioMCQ.jsonl", contribution="strong", audio_dir="audio")
     ```
     """
-    rows, audio = _read(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
+    rows, audio = _read_rows_and_audio(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
     if contribution is not None:
         labels = [required(row, index, "audio-contribution") for index, row in enumerate(rows)]
         row_indices = [index for index, label in enumerate(labels) if label == contribution]
@@ -168,14 +168,14 @@ def load_audiomcq(
         rows, audio = [rows[index] for index in row_indices], audio.select(row_indices)
 
     names = ("id", "source_dataset", "question_type", "audio-contribution")
-    dataset = _assemble(rows, audio, template, names, ("question",))
+    dataset = _assemble_dataset(rows, audio, template, names, ("question",))
     if task == "rl":
         return dataset
     answers = [[{"role": "assistant", "content": f"<answer>{text}</answer>"}] for text in dataset["solution"]]
     return dataset.remove_columns(["solution", "choices"]).add_column("completion", answers)
 
 
-def _read(
+def _read_rows_and_audio(
     path: str | Path,
     split: str,
     pattern: str,
@@ -195,7 +195,7 @@ def _read(
         rows = list(dataset)
     folder, audio_files = Path(path) if file is None else file.parent, {}
     for index, row in enumerate(rows):
-        name = required(row, index, *_PATHS)
+        name = required(row, index, *_AUDIO_PATH_KEYS)
         audio_file = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
         if audio_file.is_file():
             audio_files[index] = str(audio_file.absolute())
@@ -213,7 +213,7 @@ def _read(
     return [rows[index] for index in audio_files], Dataset.from_dict({"audio": list(audio_files.values())})
 
 
-def _assemble(
+def _assemble_dataset(
     rows: list[dict[str, Any]],
     audio: Dataset,
     template: str,
@@ -226,6 +226,7 @@ def _assemble(
     for index, row in enumerate(rows):
         row_choices, answer = required(row, index, choice_column), row.get("answer")
         if isinstance(answer, str) and answer:
+            # From here on, the index of the right choice
             answer = row_choices.index(answer) if answer in row_choices else -1
         if isinstance(answer, int) and not 0 <= answer < len(row_choices):
             raise ValueError(

@@ -12,37 +12,39 @@ import torch
 
 T = TypeVar("T")
 
-_ARRAYS = (np.generic, np.ndarray, torch.Tensor)
+_ARRAY_TYPES = (np.generic, np.ndarray, torch.Tensor)
 Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.generic | None
 
 
-def filled(cell: T) -> T | None:
+def cell_value(cell: T) -> T | None:
     """Returns a cell's value. A scalar array becomes a number, and NaN, a missing value, becomes `None`."""
-    value = cast(T, cell.tolist()) if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
+    value = cast(T, cell.tolist()) if isinstance(cell, _ARRAY_TYPES) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
 
-def finite_number(cell: Cell, column: str, row: int) -> float | None:
+def finite_number(cell: Cell, column: str, row_index: int) -> float | None:
     """Returns the number in a cell, `None` for a missing value. Raises a `ValueError` if it isn't a finite number."""
-    value = filled(cell)
+    value = cell_value(cell)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value):
         actual = f"{value!r:.40} of type {type(value).__name__}"
-        raise ValueError(f"row {row}, column '{column}': is {actual}; give a finite number, or None if it is missing.")
+        raise ValueError(
+            f"row {row_index}, column '{column}': is {actual}; give a finite number, or None if it is missing."
+        )
     return float(value)
 
 
-def truth_value(cell: Cell, column: str, row: int, *, is_required: bool = False) -> bool:
+def truth_value(cell: Cell, column: str, row_index: int, *, is_required: bool = False) -> bool:
     """
     Returns whether a cell is true. Cells are booleans, 0 or 1. A missing value counts as false. Raises a `ValueError`
     for other cells, and for a missing value if `is_required`.
     """
-    value = filled(cell)
+    value = cell_value(cell)
     if value is None and is_required:
-        raise ValueError(f"row {row}, column '{column}': is empty; fill it, or leave the row out.")
+        raise ValueError(f"row {row_index}, column '{column}': is empty; fill it, or leave the row out.")
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
         return bool(value)
     actual, missing = f"{value!r:.40} of type {type(value).__name__}", ", or None if it is missing" * (not is_required)
-    raise ValueError(f"row {row}, column '{column}': is {actual}; give True or False{missing}.")
+    raise ValueError(f"row {row_index}, column '{column}': is {actual}; give True or False{missing}.")

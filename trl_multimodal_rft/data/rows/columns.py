@@ -56,13 +56,13 @@ _HINTS = ("detail", "format", "media_type", "mime_type")
 
 _SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt`"
 
-# Prefix of the location of a medium that a tool returned
-FROM_TOOL = "tool "
+# Prefix of the column of a [`MediaRef`] to a medium that a tool returned
+TOOL_PREFIX = "tool "
 
 # Roles by the words that datasets use for them
 _ROLES = {**{role: role for role in ("user", "assistant", "system", "developer", "tool")}, "bot": "assistant"}
 # Words in the tags by which other tools mark media in texts, such as `<img>`
-_MARKS = {"image": "img|image|photo|pic", "audio": "audio|sound|speech|voice", "video": "video|clip|movie"}
+_TAG_WORDS = {"image": "img|image|photo|pic", "audio": "audio|sound|speech|voice", "video": "video|clip|movie"}
 
 # Types of text blocks, each with the key of its text
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -74,22 +74,22 @@ _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reaso
 # Keys that `further_keys` skips: the content, and labels of the speaker and the tool call, which a template may omit
 _LABELS = ("role", "content", "name", "tool_call_id", "id")
 
-# Types of blocks whose strings are text, even if they name a file
-_WORD_TYPES = {*_TEXT_KEYS, "thinking", "reasoning", "tool_use", "tool_call", "tool_result", "function"}
-_WORD_TYPES |= {"function_call"}
+# Types of blocks whose strings are text, even if the strings name a file
+_TEXT_TYPES = {*_TEXT_KEYS, "thinking", "reasoning", "tool_use", "tool_call", "tool_result", "function"}
+_TEXT_TYPES |= {"function_call"}
 
 KNOWN_TYPES = (
     "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so "
     "on), and those of the chat template"
 )
 
-_ENDINGS = {
+_FILE_ENDINGS = {
     "image": "png|jpe?g|webp|gif|bmp|tiff?|heic",
     "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g",
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
-_ENDING = re.compile(
-    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
+_FILE_ENDING = re.compile(
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _FILE_ENDINGS.items()) + r")(?:[?#]\S*)?$",
     re.IGNORECASE,
 )
 
@@ -144,18 +144,18 @@ def rows_to_messages(
             option.
     """
     readers = [_RowReader(getattr(row, "row_index", i), rules) for i, row in enumerate(rows)]
-    names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
-    prompts = [row[name] for name, row in zip(names, rows, strict=True)]
+    prompt_columns = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
+    prompts = [row[column] for column, row in zip(prompt_columns, rows, strict=True)]
     media = []
-    for reader, name, prompt, row in zip(readers, names, prompts, rows, strict=True):
-        reader.check_prompt(prompt, name)
+    for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
+        reader.check_prompt(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
-    if any(any(entry.values()) for entry in media) or not all(isinstance(prompt, str) for prompt in prompts):
+    if any(any(row_media.values()) for row_media in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for i, prompt in enumerate(prompts):
             is_text = isinstance(prompt, str)
             messages = [{"role": "user", "content": prompt}] if is_text else prompt
-            tag_modalities = [entry for entry in MODALITIES if not (is_text and f"<{entry}>" in placeholders)]
-            prompts[i] = readers[i].put_media(messages, media[i], names[i], tag_modalities)
+            tag_modalities = [modality for modality in MODALITIES if not (is_text and f"<{modality}>" in placeholders)]
+            prompts[i] = readers[i].put_media(messages, media[i], prompt_columns[i], tag_modalities)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
     return [
@@ -165,20 +165,20 @@ def rows_to_messages(
 
 
 def read_messages(
-    messages: str | list | None, column: str, row: int, rules: MediaRules = DEFAULT_RULES
+    messages: str | list | None, column: str, row_index: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Returns the messages of a column as [`rows_to_messages`] parses them. A text becomes one user message."""
-    reader = _RowReader(row, rules)
+    reader = _RowReader(row_index, rules)
     reader.check_prompt(messages, column)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
     return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(chat)]
 
 
 def blocks_to_refs(
-    blocks: Sequence[Any], path: str, row: int, rules: MediaRules = DEFAULT_RULES
+    blocks: Sequence[Any], path: str, row_index: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Returns content blocks from outside a dataset, such as a tool's, with each medium as a [`MediaRef`]."""
-    reader = _RowReader(row, rules)
+    reader = _RowReader(row_index, rules)
     parsed = [reader.parse_block(block, f"{path}[{b}]") for b, block in enumerate(blocks)]
     for ref in iter_refs(parsed):
         if ref.source is None:
@@ -187,7 +187,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether the prompt that a reward function gets holds media, not only placeholders."""
+    """Returns whether the prompt that a reward function gets holds media. A block of a placeholder has only a type."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -207,7 +207,7 @@ def file_modality(text: str) -> str | None:
         return uri.group(1)
     if len(text) > 4096 or text.startswith("data:") or "\n" in text:
         return None
-    ending = _ENDING.search(text)
+    ending = _FILE_ENDING.search(text)
     # A sentence may end with a file name, so a text of several words is a path only if it begins with a folder
     is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
     return ending.lastgroup if is_path else None
@@ -264,11 +264,11 @@ def strip_media(value: T) -> T:
     return cast(T, stripped)
 
 
-def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """Returns a prompt or a completion as one text. With `roles`, each of several messages begins with its role."""
+def as_text(messages: str | list[dict[str, Any]], with_roles: bool = True) -> str:
+    """Returns a prompt or a completion as one text. Several messages begin with their roles, if `with_roles`."""
     if isinstance(messages, str):
         return messages
-    if not roles:
+    if not with_roles:
         return "".join(message["content"] for message in messages)
     texts = []
     for message in messages:
@@ -280,31 +280,31 @@ def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
 
 
 def is_absent(value: Any) -> bool:
-    # Arrow fills keys of other rows with None, and a missing struct with a struct of None
+    # Arrow fills keys that only other rows have with None, and a missing struct with a struct of None
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
 def is_empty(value: str | float | list | dict | None) -> bool:
     """Returns whether a cell of a table holds nothing: it is absent, NaN, an empty list or a text of blanks."""
-    blank = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
-    return blank or is_absent(value) or (isinstance(value, list) and not value)
+    is_blank_or_nan = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
+    return is_blank_or_nan or is_absent(value) or (isinstance(value, list) and not value)
 
 
 @dataclass(frozen=True)
 class _RowReader:
     """Reader of the prompt and the media of a row. Errors name the index of the row."""
 
-    index: int
+    row_index: int
     rules: MediaRules
 
     def error(self, path: str, message: str) -> MediaError:
-        return MediaError(f"row {self.index}, column '{path}': {message}")
+        return MediaError(f"row {self.row_index}, column '{path}': {message}")
 
     def ref(self, modality: str, source: Any, path: str, options: dict[str, Any] | None = None) -> MediaRef:
-        return MediaRef(modality, source, options or {}, path, self.index, self.rules)
+        return MediaRef(modality, source, options or {}, path, self.row_index, self.rules)
 
     def check_prompt(self, prompt: Any, name: str) -> None:
-        check_decoded(prompt, name, self.index)
+        check_not_serialized(prompt, name, self.row_index)
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
             actual = "None" if prompt is None else f"of type {type(prompt).__name__}"
             actual = "an empty list" if prompt == [] else actual
@@ -312,19 +312,19 @@ class _RowReader:
 
     def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
         media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
-        replaced = {
+        prefixed_modalities = {
             modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
         }
         for name, modality in MEDIA_COLUMNS.items():
-            start = prefix if modality in replaced else ""
-            column, singular = f"{start}{name}", f"{start}{modality}"
+            column_prefix = prefix if modality in prefixed_modalities else ""
+            column, singular = f"{column_prefix}{name}", f"{column_prefix}{modality}"
             value = row.get(column)
             if value is None:
                 continue
             if is_absent(value):
                 raise self.error(column, f"{sorted(value)} are all None; set one of them, or the whole column to None")
             if column == singular:
-                if holds_several(modality, value):
+                if holds_several_media(modality, value):
                     raise self.error(column, f"holds a list; rename the column to '{column}s'")
                 refs = [self.ref(modality, value, column)]
             else:
@@ -352,10 +352,10 @@ class _RowReader:
         tag_modalities = [modality for modality in tag_modalities if media[modality] and not placeholders[modality]]
         if tag_modalities:
             for m, message in enumerate(messages):
-                self.open_tags(message, tag_modalities, f"{name}[{m}].content")
+                self.tags_to_placeholders(message, tag_modalities, f"{name}[{m}].content")
             placeholders = _placeholders(messages)
 
-        unplaced = []
+        unplaced_blocks = []
         for modality in MODALITIES:
             blocks, refs = placeholders[modality], media[modality]
             if blocks and not refs:
@@ -374,21 +374,25 @@ class _RowReader:
             for block, ref in zip(blocks, refs, strict=False):
                 block[modality] = replace(ref, options=block[modality].options)
             if not blocks and refs:
-                text = as_text([strip_media(turn) for turn in messages if turn["role"] not in ("assistant", "tool")])
-                mark = rf"<(?!(?-i:{modality})>)({_MARKS[modality]})[ _-]?\d*\s*/?>"
-                if problem := re.search(mark, text, re.IGNORECASE):
+                text = as_text(
+                    [strip_media(message) for message in messages if message["role"] not in ("assistant", "tool")]
+                )
+                tag_pattern = rf"<(?!(?-i:{modality})>)({_TAG_WORDS[modality]})[ _-]?\d*\s*/?>"
+                if foreign_tag := re.search(tag_pattern, text, re.IGNORECASE):
                     remedy = f"write '<{modality}>' where each goes, or blocks, which make such texts plain text"
-                    raise self.error(name, f"{problem[0]!r} in the text is no placeholder; {remedy}")
-                unplaced += [{"type": modality, modality: ref} for ref in refs]
+                    raise self.error(name, f"{foreign_tag[0]!r} in the text is no placeholder; {remedy}")
+                unplaced_blocks += [{"type": modality, modality: ref} for ref in refs]
 
-        if unplaced:
+        if unplaced_blocks:
             user = next((message for message in messages if message["role"] == "user"), None)
             if user is None:
-                raise next(iter_refs(unplaced)).error("no user message to put it in; add one, or a placeholder block")
-            user["content"] = unplaced + (_as_blocks(user).get("content") or [])
+                raise next(iter_refs(unplaced_blocks)).error(
+                    "no user message to put it in; add one, or a placeholder block"
+                )
+            user["content"] = unplaced_blocks + (_as_blocks(user).get("content") or [])
         return messages
 
-    def open_tags(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
+    def tags_to_placeholders(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
         """Turns literal texts of a message, such as `"<image>"`, into placeholders."""
         if message["role"] in ("assistant", "tool"):
             return
@@ -397,11 +401,11 @@ class _RowReader:
             if block["type"] != "text" or not tag.search(block.get("text", "")):
                 blocks.append(block)
                 continue
-            for i, part in enumerate(tag.split(block["text"])):  # text and modality alternate
+            for i, piece in enumerate(tag.split(block["text"])):  # text and modality alternate
                 if i % 2:
-                    blocks.append({"type": part, part: self.ref(part, None, path)})
-                elif part:
-                    blocks.append({**block, "text": part})
+                    blocks.append({"type": piece, piece: self.ref(piece, None, path)})
+                elif piece:
+                    blocks.append({**block, "text": piece})
         if any(block["type"] != "text" for block in blocks):
             message["content"] = blocks
 
@@ -419,11 +423,13 @@ class _RowReader:
         if message.get("tool_calls"):
             message["tool_calls"] = _without_absent(message["tool_calls"])
         content = message.get("content")
-        stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
+        stray_key = next(
+            (key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None
+        )
         if isinstance(content, list):
             message["content"] = [self.parse_block(block, f"{path}.content[{b}]") for b, block in enumerate(content)]
         elif not isinstance(content, str) and next(find_media(content), None) is not None:
-            stray = "content"
+            stray_key = "content"
         elif not isinstance(content, str) and not (
             content is None and message["role"] == "assistant" and further_keys(message)
         ):
@@ -433,10 +439,10 @@ class _RowReader:
                 f"the message has {actual}; give a text or a list of blocks, such as {{'type': 'text', 'text': ...}}, "
                 "or remove the row",
             )
-        if stray is not None:
+        if stray_key is not None:
             raise self.error(
                 path,
-                f"nothing reads the media in '{stray}' of a message; move each to a block of 'content', such as "
+                f"nothing reads the media in '{stray_key}' of a message; move each to a block of 'content', such as "
                 "{'type': 'image', 'image': ...}, or to a media column",
             )
         return message
@@ -448,22 +454,30 @@ class _RowReader:
             message = "a content block must be a dictionary with a 'type', such as {'type': 'text', 'text': ...}"
             raise self.error(path, f"{message}, got {actual}")
         block = {key: item for key, item in block.items() if not is_absent(item)}
-        name = block.pop("type", None)
-        text = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
-        if not isinstance(name, str) or not isinstance(text, str):
-            actual = f"text of type {type(text).__name__}" if isinstance(name, str) else "no type"
+        block_type = block.pop("type", None)
+        text = block.get(_TEXT_KEYS[block_type], "") if block_type in _TEXT_KEYS else ""
+        if not isinstance(block_type, str) or not isinstance(text, str):
+            actual = f"text of type {type(text).__name__}" if isinstance(block_type, str) else "no type"
             raise self.error(path, f"the block has {actual}; write {{'type': 'text', 'text': '...'}}, or a media type")
-        modality = block_modality(name)
+        modality = block_modality(block_type)
         sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
         # Of the remaining keys, only text and options are read, so other keys must not hold media. Strings under
-        # the keys in `texts` are text, even if they look like a file's name.
-        texts = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
-        stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in texts)), None)
-        if stray is not None or (modality is not None and name != modality and block and not sources):
+        # the keys in `text_keys` are text, even if they look like a file's name.
+        text_keys = (
+            {_TEXT_KEYS[block_type]}
+            if block_type in _TEXT_KEYS
+            else block.keys()
+            if sources or block_type in _TEXT_TYPES
+            else {}
+        )
+        stray_key = next(
+            (key for key, item in block.items() if _is_stray(key, item, count_file_names=key not in text_keys)), None
+        )
+        if stray_key is not None or (modality is not None and block_type != modality and block and not sources):
             raise self.error(
                 path,
-                f"nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so the model would not "
-                f"get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
+                f"nothing reads '{stray_key or next(iter(block))}' of a block of type '{block_type}', so the model "
+                f"would not get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
                 "{'type': 'audio', 'audio': ...}",
             )
         if modality is not None:
@@ -474,21 +488,21 @@ class _RowReader:
             ref = self.ref(modality, sources[0] if sources else None, path, options)
             _check_options(ref)
             return {"type": modality, modality: ref}
-        if name not in _TEXT_KEYS:
-            return {"type": name, **block}
-        empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
-        keys = [key for key in block if key not in _TEXT_HINTS and key not in empty]
-        if _TEXT_KEYS[name] not in block or not {*keys} <= {_TEXT_KEYS[name]}:
+        if block_type not in _TEXT_KEYS:
+            return {"type": block_type, **block}
+        empty_keys = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
+        filled_keys = [key for key in block if key not in _TEXT_HINTS and key not in empty_keys]
+        if _TEXT_KEYS[block_type] not in block or not {*filled_keys} <= {_TEXT_KEYS[block_type]}:
             raise self.error(
                 path,
-                f"a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing else, got {keys}; rename "
-                "the key of the text, and remove other keys",
+                f"a block of type '{block_type}' has its text in '{_TEXT_KEYS[block_type]}' and nothing else, got "
+                f"{filled_keys}; rename the key of the text, and remove other keys",
             )
-        return {"type": "text", "text": block[_TEXT_KEYS[name]]}
+        return {"type": "text", "text": block[_TEXT_KEYS[block_type]]}
 
 
 def _without_absent(value: T) -> T:
-    """Returns tool calls without keys of value `None`. A table adds such keys from the calls of other rows."""
+    """Returns tool calls without keys of value `None`, which a table adds if the calls of other rows have them."""
     if isinstance(value, list):
         return cast(T, [_without_absent(item) for item in value])
     if isinstance(value, Mapping):  # templates read the key `arguments` of each call
@@ -503,24 +517,24 @@ def further_keys(message: Mapping[str, Any]) -> list[str]:
     return [key for key, value in fields.items() if value not in ("", [], {})]
 
 
-def holds_several(modality: str, value: Any) -> bool:
+def holds_several_media(modality: str, value: Any) -> bool:
     """Returns whether a value is a list of media. A list of frames, of samples or of rows of pixels is one medium."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
         return not (value and isinstance(value[0], list))
-    first = next((item for item in value if not is_absent(item)), None)
+    entry = next((item for item in value if not is_absent(item)), None)
     if modality == "audio":
-        return isinstance(first, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(first, "get_all_samples")
-    if isinstance(first, dict):
-        first = next((first[key] for key in ("path", "url") if first.get(key) is not None), None)
-    if isinstance(first, (str, os.PathLike)):
+        return isinstance(entry, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(entry, "get_all_samples")
+    if isinstance(entry, dict):
+        entry = next((entry[key] for key in ("path", "url") if entry.get(key) is not None), None)
+    if isinstance(entry, (str, os.PathLike)):
         # Files of other types are the frames of one video
-        return (mimetypes.guess_type(urlsplit(os.fspath(first)).path)[0] or "").startswith("video/")
-    return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.modality == "video")
+        return (mimetypes.guess_type(urlsplit(os.fspath(entry)).path)[0] or "").startswith("video/")
+    return hasattr(entry, "get_frames_at") or (isinstance(entry, Encoded) and entry.modality == "video")
 
 
-def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
+def check_not_serialized(text: str | Sequence | None, column: str, row_index: int) -> None:
     """Raises a [`MediaError`] for a serialized list of messages, which would become the text of a user message."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
@@ -531,7 +545,7 @@ def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
             continue
         if all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages):
             raise MediaError(
-                f"row {row}, column '{column}': is the text of a list of messages; decode it: "
+                f"row {row_index}, column '{column}': is the text of a list of messages; decode it: "
                 f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
             )
         return
@@ -579,13 +593,13 @@ def _source(key: str, value: Any) -> Any:
     return value
 
 
-def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Returns whether an unread key holds media. With `files`, texts that name media files count as media, too."""
+def _is_stray(key: str, value: Any, count_file_names: bool) -> bool:
+    """Returns whether an unread key holds media. With `count_file_names`, names of media files count as media, too."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
-    if isinstance(value, str) and not files:
+    if isinstance(value, str) and not count_file_names:
         return False
-    return any(files or not isinstance(medium, str) for _, _, medium in find_media(value, key))
+    return any(count_file_names or not isinstance(medium, str) for _, _, medium in find_media(value, key))
 
 
 def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:

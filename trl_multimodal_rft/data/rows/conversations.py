@@ -8,10 +8,10 @@ from typing import Any
 
 from ...spelling import did_you_mean
 from ..reading.refs import shortened
-from .load import reading, required
+from .load import one_line_errors, required
 
 
-_NAME = "dataset_info.json"
+_INFO_FILE = "dataset_info.json"
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
 
@@ -23,17 +23,17 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     for its only entry. Other paths are returned unchanged.
     """
     source = Path(path).expanduser()
-    file = source.parent / _NAME
+    file = source.parent / _INFO_FILE
     if not file.is_file() or (source.exists() and source != file):
         return path, lambda row, index: row
-    with reading(str(file)):
+    with one_line_errors(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(entries, list):
         entries = {Path(item.get("dataset_path", "")).stem: item for item in entries}
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory maps its names to names in the file, and ms-swift the other way round
+    if "file_name" in entry:  # LLaMA-Factory maps its names to those in the file, ms-swift the file's to its own
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
@@ -89,15 +89,15 @@ def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     return messages or [turn]
 
 
-def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
+def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
     """Returns a prompt, its chosen and its rejected answer. In ms-swift's rows, the last message is chosen."""
     pair: dict[str, Any] = {"prompt": chat}
-    last = chat.pop() if row.get("chosen") is None and chat[-1]["role"] == "assistant" else None
+    last_message = chat.pop() if row.get("chosen") is None and chat[-1]["role"] == "assistant" else None
     for name, columns in (("chosen", ()), ("rejected", ("rejected_response", "rejected_messages"))):
-        value = last if name == "chosen" and last is not None else required(row, index, name, *columns)
+        value = last_message if name == "chosen" and last_message is not None else required(row, index, name, *columns)
         value = {"role": "assistant", "content": value} if isinstance(value, str) else value
-        *before, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
-        if answer["role"] != "assistant" or before not in ([], chat, chat[1:]):
+        *context, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
+        if answer["role"] != "assistant" or context not in ([], chat, chat[1:]):
             raise ValueError(f"row {index}: its {name} answer isn't the assistant's to the same prompt; correct it.")
         pair[name] = [answer]
     return pair

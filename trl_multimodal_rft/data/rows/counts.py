@@ -13,59 +13,62 @@ from .features import Rows, feature_leaves
 
 
 # Keys in prompts that hold no media: keys of messages and text blocks, options of placeholder blocks, and "" for texts
-_WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
+_KEYS_WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
 
 
-def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
+def max_media_per_row(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    Returns an upper bound on the number of media of a row by modality, or `None` if the table doesn't show it.
+    Returns upper bounds on the number of media of a row, by modality, or `None` if the table doesn't show them.
 
-    The bound includes the rows of the table that `select` leaves out.
+    They also hold for the rows of the table that `select` leaves out.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
     columns = [column for column in dataset.format["columns"] if column not in ignored]
     if "prompt" not in columns or not all(
-        key in _WITHOUT_MEDIA and isinstance(leaf, Value) for key, leaf in feature_leaves(dataset.features["prompt"])
+        key in _KEYS_WITHOUT_MEDIA and isinstance(leaf, Value)
+        for key, leaf in feature_leaves(dataset.features["prompt"])
     ):
         return None
-    most = dict.fromkeys(MODALITIES, 0)
+    bounds = dict.fromkeys(MODALITIES, 0)
     for column, modality in MEDIA_COLUMNS.items():
         if column not in columns:
             continue
-        media = dataset.data.column(column)
+        cells = dataset.data.column(column)
         if column == modality:
-            counts = pc.is_valid(media)
-        elif pa.types.is_list(media.type) or pa.types.is_large_list(media.type):
-            counts = pc.list_value_length(media)
-        elif pa.types.is_null(media.type):
+            cell_counts = pc.is_valid(cells)
+        elif pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
+            cell_counts = pc.list_value_length(cells)
+        elif pa.types.is_null(cells.type):
             continue
         else:  # reading the rows raises an error for such a column
             return None
-        most[modality] = max(most[modality], int(pc.max(pc.cast(counts, pa.int64())).as_py() or 0))
-    return most
+        bounds[modality] = max(bounds[modality], int(pc.max(pc.cast(cell_counts, pa.int64())).as_py() or 0))
+    return bounds
 
 
-def empty_rows(dataset: Dataset, column: str) -> list[int]:
-    """Returns the rows whose cell in a column of the table is empty, see [`~data.rows.columns.is_empty`]."""
+def empty_row_indices(dataset: Dataset, column: str) -> list[int]:
+    """Returns the indices of rows whose cell in a column is empty, see [`~data.rows.columns.is_empty`]."""
     cells = dataset.data.column(column)
-    empty = pc.is_null(cells, nan_is_null=True)
+    is_empty = pc.is_null(cells, nan_is_null=True)
     if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
-        empty = pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
+        is_empty = pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
     elif pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
-        empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(cells, "")), "")
-    indices = dataset._indices  # selected rows of the table, `None` for all
-    return pc.indices_nonzero(empty if indices is None else empty.take(indices.column(0))).to_pylist()
+        is_empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(cells, "")), "")
+    selection = dataset._indices  # selected rows of the table, `None` for all
+    return pc.indices_nonzero(is_empty if selection is None else is_empty.take(selection.column(0))).to_pylist()
 
 
-def empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
-    """Describes the columns of a dataset's table that are empty in some rows."""
+def describe_empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
+    """Names the columns of a dataset's table that are empty in some rows, with the number of these rows."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return ""
-    row_indices = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}
-    empty = {
+    row_indices = {
+        column: empty_row_indices(dataset, column) for column in columns if column in dataset.format["columns"]
+    }
+    row_texts = {
         column: f"{len(rows)} of {len(dataset)} rows, first in {rows[0]}"
         for column, rows in row_indices.items()
         if rows
     }
-    return "; ".join(f"column {column!r} is empty in {rows}" for column, rows in empty.items())
+    return "; ".join(f"column {column!r} is empty in {rows}" for column, rows in row_texts.items())

@@ -16,7 +16,7 @@ from .cells import finite_number
 PASS_RATE = "pass_rate"
 
 # Smallest weight of a row (the largest is 1), and weight of the newest measurement in a row's pass rate
-_SMALLEST_WEIGHT, _NEWEST = 0.1, 0.5
+_SMALLEST_WEIGHT, _NEWEST_WEIGHT = 0.1, 0.5
 
 
 class DifficultySampler:
@@ -24,7 +24,7 @@ class DifficultySampler:
     Random sampler of the rows of a batch, weighted by how often the policy solves them, after the curriculum sampling
     (RLCS) of [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
 
-    In the report, difficulty is measured by pass@k before training, and by the completions of each step during
+    In its report, difficulty is measured by pass@k before training, and by the completions of each step during
     training. Rows are grouped into tiers by difficulty. Each iteration lowers the share of tiers that are now too easy
     or too hard. The report gives no bounds of tiers and no shares. Here, a row of pass rate $p$ has the weight
     $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The first measurement sets $p$,
@@ -48,27 +48,28 @@ class DifficultySampler:
         pass_rates: Sequence[float | None] | None = None,  # by row, `None` where unknown
     ):
         rates = [None] * n_rows if pass_rates is None else pass_rates
-        rates = [finite_number(rate, PASS_RATE, row) for row, rate in enumerate(rates)]
-        for row, rate in enumerate(rates):
+        rates = [finite_number(rate, PASS_RATE, row_index) for row_index, rate in enumerate(rates)]
+        for row_index, rate in enumerate(rates):
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(
-                    f"row {row}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or remove it."
+                    f"row {row_index}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or "
+                    "remove it."
                 )
         self.rates = torch.tensor([math.nan if value is None else value for value in rates], dtype=torch.float64)
         self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched
-        self._drawn: dict[int, list[int]] = {}  # rows by the batch's index in the run
+        self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the rows of the batch to read. Draws rows for it and the prefetched batches, without `left_out`."""
+        """Returns the row indices of a batch. Draws them and those of prefetched batches, without `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
-            if index not in self._drawn:
-                self._drawn[index] = self._draw(index, left_out)
-        self._drawn = {index: rows for index, rows in self._drawn.items() if index >= batch_index}
-        return self._drawn[batch_index]
+            if index not in self._drawn_rows:
+                self._drawn_rows[index] = self._draw(index, left_out)
+        self._drawn_rows = {index: rows for index, rows in self._drawn_rows.items() if index >= batch_index}
+        return self._drawn_rows[batch_index]
 
     def coming(self, batch_indices: range) -> list[list[int]]:
-        """Returns the rows of the batches in `batch_indices` that are already drawn."""
-        return [self._drawn[batch_index] for batch_index in batch_indices if batch_index in self._drawn]
+        """Returns the row indices of the batches in `batch_indices` that are already drawn."""
+        return [self._drawn_rows[batch_index] for batch_index in batch_indices if batch_index in self._drawn_rows]
 
     def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
@@ -78,7 +79,7 @@ class DifficultySampler:
         keys = torch.rand(len(weights), generator=generator, dtype=torch.float64).log() / weights
         return keys.topk(self._batch_size).indices.tolist()
 
-    def measure(self, row_indices: torch.Tensor, rewards: torch.Tensor) -> None:
+    def update_pass_rates(self, row_indices: torch.Tensor, rewards: torch.Tensor) -> None:
         """
         Updates the pass rates of rows by rewards of their completions, where 1 is right and 0 is wrong.
 
@@ -86,12 +87,14 @@ class DifficultySampler:
         """
         row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
         has_reward = ~rewards.isnan()
-        rows, index = row_indices[has_reward].unique(return_inverse=True)
-        total, count = torch.zeros(2, len(rows), dtype=torch.float64)
-        total.index_add_(0, index, rewards[has_reward])
-        count.index_add_(0, index, torch.ones_like(rewards[has_reward]))
-        pass_rates, before = total / count, self.rates[rows]
-        self.rates[rows] = torch.where(before.isnan(), pass_rates, _NEWEST * pass_rates + (1 - _NEWEST) * before)
+        measured_rows, index = row_indices[has_reward].unique(return_inverse=True)
+        reward_sums, n_rewards = torch.zeros(2, len(measured_rows), dtype=torch.float64)
+        reward_sums.index_add_(0, index, rewards[has_reward])
+        n_rewards.index_add_(0, index, torch.ones_like(rewards[has_reward]))
+        pass_rates, old_rates = reward_sums / n_rewards, self.rates[measured_rows]
+        self.rates[measured_rows] = torch.where(
+            old_rates.isnan(), pass_rates, _NEWEST_WEIGHT * pass_rates + (1 - _NEWEST_WEIGHT) * old_rates
+        )
 
     def coverage(self) -> tuple[float, float]:
         """Returns the share of rows whose pass rate is known, and the mean of these rates, 0 if there are none."""
@@ -99,14 +102,14 @@ class DifficultySampler:
         return is_known.double().mean().item(), self.rates[is_known].mean().item() if is_known.any() else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates, "drawn": self._drawn}
+        return {"rates": self.rates, "drawn": self._drawn_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a [`state_dict`]. Ignores a state with another number of rows, and batches of another size."""
         if len(state["rates"]) != len(self.rates):
             return
         self.rates = state["rates"]
-        self._drawn = {
+        self._drawn_rows = {
             batch_index: rows for batch_index, rows in state["drawn"].items() if len(rows) == self._batch_size
         }
 

@@ -49,7 +49,7 @@ def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureT
 
 def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
     """Applies `change(item, path)` to items of nested lists and dictionaries. Doesn't copy unchanged containers."""
-    # `isinstance(value, list)` would decode a `Decoded`
+    # Not `isinstance(value, list)`, which would decode a `Decoded`
     if issubclass(type(value), list):
         before = cast(list, value)
         items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]
@@ -82,7 +82,7 @@ def _file_entry(value: Any) -> dict[str, Any] | None:
     return {"bytes": None, "path": value} if isinstance(value, str) else None
 
 
-_STORED = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
+_STORING_FEATURES = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
 
 @overload
@@ -100,7 +100,11 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
         if features is None or not any(map(_holds_media, features.values())):
             return dataset
         # `num_threads=0` turns off decoding in advance, the default of remote streams
-        return dataset.decode(num_threads=0).cast(_stored(features)).map(partial(_encoded_row, features=features))
+        return (
+            dataset.decode(num_threads=0)
+            .cast(_without_decoding(features))
+            .map(partial(_encoded_row, features=features))
+        )
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
         return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
     return dataset
@@ -111,7 +115,7 @@ class StoredRows:
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
-        self._stored = _stored(dataset.features)
+        self._stored_features = _without_decoding(dataset.features)
         self._tables = dataset.with_format("arrow", columns=dataset.format["columns"])
 
     def __len__(self) -> int:
@@ -119,7 +123,7 @@ class StoredRows:
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         # Decodes the features other than media
-        columns = self._stored.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())
+        columns = self._stored_features.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
 
@@ -140,15 +144,18 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
     """Returns rows with [`Decoded`] in place of [`Encoded`] media, for functions that read columns of the dataset."""
     proxies: dict[int, Decoded] = {}  # by the `id` of encoded media, which rows may share
 
-    def proxy(value: T, path: str, row: int) -> T | Decoded:
+    def proxy(value: T, path: str, row_index: int) -> T | Decoded:
         if not isinstance(value, Encoded):
             return value
         if id(value) not in proxies:
-            proxies[id(value)] = Decoded(MediaRef(value.modality, value, {}, path, row, rules))
+            proxies[id(value)] = Decoded(MediaRef(value.modality, value, {}, path, row_index, rules))
         return proxies[id(value)]
 
     return [
-        {key: map_items(value, partial(proxy, row=getattr(row, "row_index", i)), key) for key, value in row.items()}
+        {
+            key: map_items(value, partial(proxy, row_index=getattr(row, "row_index", i)), key)
+            for key, value in row.items()
+        }
         for i, row in enumerate(rows)
     ]
 
@@ -245,23 +252,27 @@ def _holds_media(feature: FeatureType | None) -> bool:
     return any(_decodes_media(leaf) for _, leaf in feature_leaves(feature))
 
 
-def _stored(feature: FeatureType) -> FeatureType:
+def _without_decoding(feature: FeatureType) -> FeatureType:
     """Returns a feature, which may be nested, with media features that don't decode."""
     if isinstance(feature, dict):
-        return type(feature)({key: _stored(item) for key, item in feature.items()})
+        return type(feature)({key: _without_decoding(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):
-        return replace(feature, feature=_stored(feature.feature))
+        return replace(feature, feature=_without_decoding(feature.feature))
     if not _decodes_media(feature):
         return feature
-    return next(stored(decode=False) for kind, stored in _STORED.items() if isinstance(feature, kind))
+    return next(
+        storing_type(decode=False)
+        for media_type, storing_type in _STORING_FEATURES.items()
+        if isinstance(feature, media_type)
+    )
 
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
     return {
-        column: map_features(value, features[column], _encoded) if _holds_media(features.get(column)) else value
+        column: map_features(value, features[column], _wrap_encoded) if _holds_media(features.get(column)) else value
         for column, value in row.items()
     }
 
 
-def _encoded(value: T, feature: FeatureType, path: str) -> T | Encoded:
+def _wrap_encoded(value: T, feature: FeatureType, path: str) -> T | Encoded:
     return Encoded(value, feature) if _decodes_media(feature) and isinstance(value, dict) else value

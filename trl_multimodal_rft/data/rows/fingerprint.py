@@ -13,42 +13,45 @@ from datasets import Dataset, IterableDataset
 from .features import Rows
 
 
-# Evenly spaced rows that are compared
-_ROWS = 64
+# Number of evenly spaced rows that are compared
+_N_ROWS = 64
 
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_LIST_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
-    """Returns values that identify a dataset, independent of its folder and history, unlike Datasets' fingerprint."""
+    """Returns values that identify a dataset, whatever its folder and history, unlike Datasets' fingerprint."""
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
     if not isinstance(dataset, Dataset):
         return {}
     columns = sorted(dataset.column_names)
-    row_indices = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
+    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
-    sums = {}
+    checksums = {}
     for i, row_index in enumerate(row_indices):
         chunks = (part for column in columns for part in _byte_chunks(table.slice(i, 1)[column], media_dir or ""))
-        sums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), chunks, 0)
-    return {"rows": len(dataset), "columns": columns, "checksums": sums}
+        checksums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), chunks, 0)
+    return {"rows": len(dataset), "columns": columns, "checksums": checksums}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describes the differences between two results of [`fingerprint`], in the values that both have."""
-    both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
+    common_names = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     texts = []
-    if "rows" in both and before["rows"] != now["rows"]:
+    if "rows" in common_names and before["rows"] != now["rows"]:
         texts.append(f"it has {now['rows']} rows, not {before['rows']}")
-    if "columns" in both and before["columns"] != now["columns"]:
+    if "columns" in common_names and before["columns"] != now["columns"]:
         texts.append(f"its columns are {', '.join(now['columns'])}, not {', '.join(before['columns'])}")
-    elif "checksums" in both:
-        sums = before["checksums"], now["checksums"]
-        changed = [row for row in sums[0] if row in sums[1] and sums[0][row] != sums[1][row]]
-        if changed:
-            names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
-            texts.append(f"of the {len(sums[1])} rows compared, {len(changed)} or their files differ (rows {names})")
+    elif "checksums" in common_names:
+        checksums = before["checksums"], now["checksums"]
+        changed_rows = [row for row in checksums[0] if row in checksums[1] and checksums[0][row] != checksums[1][row]]
+        if changed_rows:
+            row_names = ", ".join(changed_rows[:5]) + (", ..." if len(changed_rows) > 5 else "")
+            texts.append(
+                f"of the {len(checksums[1])} rows compared, {len(changed_rows)} or their files differ "
+                f"(rows {row_names})"
+            )
     return texts
 
 
@@ -63,7 +66,7 @@ def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator
         yield repr(values.is_valid().to_pylist()).encode()
         for part in values.flatten():
             yield from _byte_chunks(part, media_dir)
-    elif any(is_list(values.type) for is_list in _LISTS):
+    elif any(is_list(values.type) for is_list in _LIST_PREDICATES):
         yield repr(values.value_lengths().to_pylist()).encode()
         yield from _byte_chunks(values.flatten(), media_dir)
     elif pa.types.is_primitive(values.type) and not pa.types.is_boolean(values.type) and not values.null_count:

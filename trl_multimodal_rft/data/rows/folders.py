@@ -22,7 +22,7 @@ from .features import feature_leaves, is_media_feature, map_features
 
 
 # Bytes and rows after which another row group begins, and bytes after which another file begins
-_GROUP_BYTES, _GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
+_ROW_GROUP_BYTES, _ROW_GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
 
 T = TypeVar("T")
 
@@ -57,12 +57,12 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        data = Path(temporary, folder.name, "data")
-        data.mkdir(parents=True)
+        data_folder = Path(temporary, folder.name, "data")
+        data_folder.mkdir(parents=True)
         for split, rows in splits.items():
             with progress_bar(len(rows), f"write {split}") as bar:
-                _write_split(rows, data, str(split), rules, bar)
-        data.parent.replace(folder)
+                _write_split(rows, data_folder, str(split), rules, bar)
+        data_folder.parent.replace(folder)
 
 
 def check_empty(folder: str | os.PathLike) -> None:
@@ -78,21 +78,21 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
     if len(rows) == 0:
         raise ValueError(f"the split '{split}' has no rows, which `load_dataset` can't read; leave it out.")
     schema = rows.features.arrow_schema
-    files, groups = [], _groups(rows, schema, rules, bar)
-    group = next(groups, None)
-    while group is not None:
+    files, row_groups = [], _row_groups(rows, schema, rules, bar)
+    row_group = next(row_groups, None)
+    while row_group is not None:
         files.append(folder / f"{len(files):05}")
         with pq.ParquetWriter(files[-1], schema) as writer:
             n_bytes = 0
-            while group is not None and n_bytes < _FILE_BYTES:
-                writer.write_table(group)
-                n_bytes += group.nbytes
-                group = next(groups, None)
+            while row_group is not None and n_bytes < _FILE_BYTES:
+                writer.write_table(row_group)
+                n_bytes += row_group.nbytes
+                row_group = next(row_groups, None)
     for index, file in enumerate(files):  # as the Hub names files
         file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 
-def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
+def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
     """Yields row groups with the bytes of their media."""
 
     def embed(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
@@ -112,16 +112,16 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> I
         for column, feature in rows.features.items()
         if any(is_media_feature(leaf) for _, leaf in feature_leaves(feature))
     ]
-    group, size = [], 0
+    row_tables, n_bytes = [], 0
     for index in range(len(rows)):
         table = cast(pa.Table, tables[index : index + 1])
         for column in media_columns:
             value = map_features(table[column][0].as_py(), rows.features[column], embed, column)
             field = schema.field(column)
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))
-        group.append(table.select(schema.names).cast(schema))
-        size += group[-1].nbytes
+        row_tables.append(table.select(schema.names).cast(schema))
+        n_bytes += row_tables[-1].nbytes
         bar.update()
-        if size > _GROUP_BYTES or len(group) == _GROUP_ROWS or index == len(rows) - 1:
-            yield pa.concat_tables(group).combine_chunks()
-            group, size = [], 0
+        if n_bytes > _ROW_GROUP_BYTES or len(row_tables) == _ROW_GROUP_ROWS or index == len(rows) - 1:
+            yield pa.concat_tables(row_tables).combine_chunks()
+            row_tables, n_bytes = [], 0

@@ -23,7 +23,7 @@ from .batches import Row
 from .benchmarks import PROBLEM_TEMPLATE
 from .cells import truth_value
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
-from .conversations import conversation, source_of, with_answers
+from .conversations import conversation, preference_pair, source_of
 from .features import is_media_feature
 from .letters import without_letters
 from .load import json_file, load_rows, read_json, read_video_questions, required
@@ -46,14 +46,14 @@ LABELS = ("label", "kto_tag")
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
 # End of Omni-Preference's prompts: the question and two candidates
-_CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
+_JUDGE_CONTEXT = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
 _STEPS = {"A": 1, "B": -1, "equal": 1}  # step of the slice that puts the better candidate first
 
 # Columns of pairs of generated media: the text, the preferred file, and the other file
-_GENERATIONS = (("prompt", "path1", "path2"), ("caption", "jpg_0", "jpg_1"), ("caption", "chosen", "rejected"))
+_GENERATION_COLUMNS = (("prompt", "path1", "path2"), ("caption", "jpg_0", "jpg_1"), ("caption", "chosen", "rejected"))
 
 # Function of a row and its index that returns columns. The first column has messages, in which `<image>` marks media.
-_Convert = Callable[[dict[str, Any], int], dict[str, Any]]
+_RowConverter = Callable[[dict[str, Any], int], dict[str, Any]]
 
 
 def load_conversations(
@@ -112,7 +112,7 @@ def load_conversations(
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, column = conversation(row, index)
-        inputs.update(("instruction", "input", "output") if column == "instruction" else ())
+        converted_columns.update(("instruction", "input", "output") if column == "instruction" else ())
         if task == "dpo":
             is_pair = any(row.get(name) for name in ("rejected", "rejected_response", "rejected_messages"))
             label = None if is_pair else next((name for name in LABELS if row.get(name) is not None), None)
@@ -120,13 +120,14 @@ def load_conversations(
                 raise ValueError(
                     f"row {index} has one answer and its '{label}', no pair; convert with 'kto' as the task."
                 )
-            return with_answers(chat, row, index)
+            return preference_pair(chat, row, index)
         has_answer = chat[-1]["role"] == "assistant"
         if task in ("sft", "kto") and not has_answer:
-            other = "dpo" if row.get("chosen") and row.get("rejected") else "rl"
+            other_task = "dpo" if row.get("chosen") and row.get("rejected") else "rl"
             raise ValueError(
                 f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but rows of "
-                f"`task='{task}'` end with the assistant's; remove the row, or convert with '{other}' as the task."
+                f"`task='{task}'` end with the assistant's; remove the row, or convert with '{other_task}' as the "
+                "task."
             )
         if task == "sft":
             return {"messages": chat}
@@ -144,10 +145,14 @@ def load_conversations(
         solution = row.get("solution")
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
-    inputs = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
-    inputs |= {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
+    converted_columns = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
+    converted_columns |= (
+        {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
+    )
     path, rename = source_of(path)
-    dataset = _convert(path, split, media_dir, convert, inputs, rename, answers=task == "dpo")
+    dataset = _load_converted(
+        path, split, media_dir, convert, converted_columns, rename, allow_answer_media=task == "dpo"
+    )
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")
     return dataset
@@ -174,7 +179,7 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
         chat, _ = conversation(row, index, ("prompt",))
         return {"prompt": chat, "solution": _ground_truth(row, index)}
 
-    return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
+    return _load_converted(path, split, media_dir, convert, {"prompt", "reward_model"})
 
 
 def load_deepeyes(
@@ -202,7 +207,7 @@ def load_deepeyes(
         return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **extras}
 
     files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
-    return concatenate_datasets([_convert(file, split, media_dir, convert, None) for file in files])
+    return concatenate_datasets([_load_converted(file, split, media_dir, convert, None) for file in files])
 
 
 def load_charades_sta(
@@ -241,7 +246,9 @@ def load_charades_sta(
         prompt = [{"role": "user", "content": template.format(problem=row["sentence"])}]
         return {"prompt": prompt, "solution": row["span"], "video_id": row["video_id"]}
 
-    return _convert(path, split, media_dir, convert, None, read=partial(_charades_sta, total_pixels=total_pixels))
+    return _load_converted(
+        path, split, media_dir, convert, None, read=partial(_read_charades_sta, total_pixels=total_pixels)
+    )
 
 
 def load_easyr1(
@@ -275,7 +282,7 @@ def load_easyr1(
         text = template.format(problem=required(row, index, prompt_key))
         return {"prompt": [{"role": "user", "content": text}], "solution": required(row, index, answer_key)}
 
-    return _convert(path, split, media_dir, convert, {prompt_key, answer_key})
+    return _load_converted(path, split, media_dir, convert, {prompt_key, answer_key})
 
 
 def load_geo3k(
@@ -374,7 +381,7 @@ def load_video_r1(
         choices = without_letters(options) if options else None
         return {"prompt": chat, "solution": solution, "choices": choices, **extras}
 
-    return _convert(path, split, media_dir, convert, None, with_media, read_video_questions)
+    return _load_converted(path, split, media_dir, convert, None, with_media, read_video_questions)
 
 
 def load_preferences(
@@ -416,11 +423,11 @@ def load_preferences(
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return _pair(*(required(row, index, name) for name in ("question", "chosen", "rejected")))
 
-    read = partial(_sampled_rows, folder=Path(media_dir or Path(path).parent))
-    dataset = _convert(
+    read = partial(_read_sampled_rows, folder=Path(media_dir or Path(path).parent))
+    dataset = _load_converted(
         path, split, media_dir, convert, {"question"}, lambda row, _: {**row, "image": row.get("image") or None}, read
     )
-    return _for_task(dataset, task, template)
+    return _convert_for_task(dataset, task, template)
 
 
 def load_omni_preference(
@@ -456,23 +463,27 @@ def load_omni_preference(
     """
     source = Path(path).expanduser()
     root = Path(media_dir or (source if source.is_dir() else source.parent))
-    names = {_plain_name(file.name): file for file in (root / "audio_files").rglob("*.*")}
+    files_by_name = {_plain_name(file.name): file for file in (root / "audio_files").rglob("*.*")}
 
-    def locate(path: str) -> str:
-        below = path.removeprefix("/data/").rstrip("_")
-        files = (root / below, root / "video-dataset" / below, names.get(_plain_name(Path(below).name), root / below))
-        return str(next((file for file in files if file.is_file()), below))
+    def locate_file(path: str) -> str:
+        relative_path = path.removeprefix("/data/").rstrip("_")
+        files = (
+            root / relative_path,
+            root / "video-dataset" / relative_path,
+            files_by_name.get(_plain_name(Path(relative_path).name), root / relative_path),
+        )
+        return str(next((file for file in files if file.is_file()), relative_path))
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         columns = [f"{modality}s" for modality in MODALITIES]
         return {
             **row,
-            **{name: [locate(media_path) for media_path in row[name]] for name in columns if row.get(name)},
+            **{name: [locate_file(media_path) for media_path in row[name]] for name in columns if row.get(name)},
         }
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            match = _CANDIDATES.search(row["messages"][0]["content"].partition("### Context")[2])
+            match = _JUDGE_CONTEXT.search(row["messages"][0]["content"].partition("### Context")[2])
             question, *answers = match.groups() if match else ()
             verdict = json.loads(row["solution"])
             step, scores = _STEPS[verdict["better"]], [float(verdict[name]) for name in ("score_A", "score_B")]
@@ -481,17 +492,19 @@ def load_omni_preference(
                 f"row {index}: its 'messages' have no '### Context' with a question and two candidates, or its "
                 "'solution' is no JSON of a verdict and their scores; is it of another layout?"
             ) from error
-        ranked = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
-        return {**_pair(question, *answers[::step]), **ranked, TIE: verdict["better"] == "equal"}
+        ranked_scores = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
+        return {**_pair(question, *answers[::step]), **ranked_scores, TIE: verdict["better"] == "equal"}
 
     files = sorted(source.glob("dataset_jsonl/*/final_rl_data.jsonl")) or [path]
-    datasets = [_convert(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
+    datasets = [_load_converted(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
     dataset = concatenate_datasets(datasets)
     if task == "dpo":
-        indices = [index for index, tie in enumerate(dataset[TIE]) if not tie]
-        logger.warning(f"{len(dataset) - len(indices)} of {len(dataset)} pairs are skipped, which are equally good.")
-        dataset = dataset.select(indices).remove_columns(TIE)
-    return _for_task(dataset, task, template)
+        row_indices = [index for index, tie in enumerate(dataset[TIE]) if not tie]
+        logger.warning(
+            f"{len(dataset) - len(row_indices)} of {len(dataset)} pairs are skipped, which are equally good."
+        )
+        dataset = dataset.select(row_indices).remove_columns(TIE)
+    return _convert_for_task(dataset, task, template)
 
 
 def load_generations(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
@@ -517,15 +530,15 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
     ```
     """
 
-    def names_of(row: dict[str, Any], index: int) -> tuple[str, ...]:
-        names = next((names for names in _GENERATIONS if all(row.get(name) for name in names)), None)
+    def pair_columns(row: dict[str, Any], index: int) -> tuple[str, ...]:
+        names = next((names for names in _GENERATION_COLUMNS if all(row.get(name) for name in names)), None)
         if names is None:
-            needed = " or ".join(", ".join(names) for names in _GENERATIONS)
-            raise ValueError(f"row {index} has {sorted(row)}, and needs {needed}; is it of another layout?")
+            layouts_text = " or ".join(", ".join(names) for names in _GENERATION_COLUMNS)
+            raise ValueError(f"row {index} has {sorted(row)}, and needs {layouts_text}; is it of another layout?")
         return names
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        _, *names = names_of(row, index)
+        _, *names = pair_columns(row, index)
         if (label := row.get("label_0")) not in (None, 0, 0.5, 1):
             raise ValueError(f"row {index}, column 'label_0': is {label!r}; write 1, 0 or 0.5 (a tie).")
         files = [row[name] for name in (names[::-1] if label == 0 else names)]
@@ -534,10 +547,10 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         answer = "<video>" if row.get("videos") else "<image>"
-        return {**_pair(row[names_of(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
+        return {**_pair(row[pair_columns(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
 
-    inputs = {"label_0", *(name for names in _GENERATIONS for name in names)}
-    return _convert(path, split, media_dir, convert, inputs, with_media, answers=True)
+    converted_columns = {"label_0", *(name for names in _GENERATION_COLUMNS for name in names)}
+    return _load_converted(path, split, media_dir, convert, converted_columns, with_media, allow_answer_media=True)
 
 
 def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
@@ -546,7 +559,7 @@ def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": question}], **completions}
 
 
-def _for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | None) -> Dataset:
+def _convert_for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | None) -> Dataset:
     if task == "judge":
         return judge_rows(dataset, template or JUDGE_TEMPLATE)
     if template is not None:
@@ -554,15 +567,15 @@ def _for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | N
     return dataset
 
 
-def _sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
+def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
     """Reads the rows of a file, or of the parts that MMPR's `meta.json` names, sampled or repeated."""
     if file.name != "meta.json":
         return read_json(file)
     rows: list[dict[str, Any]] = []
     for part in json.loads(file.read_text(encoding="utf-8")).values():
-        lines, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
-        lines = random.Random(0).sample(lines, int(len(lines) * times)) if times < 1 else lines * int(times)
-        for row in lines:
+        entries, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
+        entries = random.Random(0).sample(entries, int(len(entries) * times)) if times < 1 else entries * int(times)
+        for row in entries:
             images = row.get("image") or []
             images = [os.path.join(part["root"], image) for image in ([images] if isinstance(images, str) else images)]
             rows.append({**row, "image": images})
@@ -570,16 +583,16 @@ def _sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _plain_name(name: str) -> str:
-    """Normalizes a file's name, which Omni-Preference's rows and files spell differently."""
+    """Normalizes a file's name, because Omni-Preference's rows and files spell it differently."""
     return html.unescape(name).replace("_", " ").strip().lower()
 
 
-def _charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
+def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
     rows, lines = [], file.read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
-        span, mark, sentence = line.partition("##")
+        span, separator, sentence = line.partition("##")
         words = span.split()
-        if not mark or len(words) != 3:
+        if not separator or len(words) != 3:
             raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
         video, start, end = words[0], float(words[1]), float(words[2])
         if start < end:
@@ -593,42 +606,53 @@ def _charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _convert(
+def _load_converted(
     path: str | Path,
     split: str,
     media_dir: str | Path | None,
-    convert: _Convert,
-    inputs: set[str] | None,
+    convert: _RowConverter,
+    converted_columns: set[str] | None,
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
-    answers: bool = False,
+    allow_answer_media: bool = False,
 ) -> Dataset:
     """
-    Returns a dataset of the columns that `convert` returns, the media, and the file's other columns except `inputs`
-    (`None` leaves out all other columns). With `answers`, marks in answers of pairs may be places of media.
+    Returns a dataset of the columns that `convert` returns, the media, and the file's columns besides
+    `converted_columns` (none if it is `None`). With `allow_answer_media`, marks in answers of pairs can stand for
+    media.
     """
-    rows, media = _read(path, split, media_dir, with_media, read)
-    converted = [convert(row, index) for index, row in enumerate(rows)]
-    columns = {name: [row[name] for row in converted] for name in converted[0]}
-    chat = next(iter(columns))
-    marks_answers = [answers and _marks_answers(pair, row) for pair, row in zip(converted, rows, strict=True)]
-    chats = (chat, *COMPLETIONS) if any(marks_answers) else (chat,)  # columns whose contents are blocks
+    rows, media = _read_rows_and_media(path, split, media_dir, with_media, read)
+    converted_rows = [convert(row, index) for index, row in enumerate(rows)]
+    columns = {name: [row[name] for row in converted_rows] for name in converted_rows[0]}
+    chat_column = next(iter(columns))
+    have_answer_media = [
+        allow_answer_media and _answers_hold_media(pair, row) for pair, row in zip(converted_rows, rows, strict=True)
+    ]
+    # Columns whose contents become blocks
+    chat_columns = (chat_column, *COMPLETIONS) if any(have_answer_media) else (chat_column,)
     for index, row in enumerate(rows):
-        texts = {name: columns[name][index] for name in chats}
-        for name, messages in _chats_with_placeholders(texts, row, index, marks_answers[index]).items():
+        row_chats = {name: columns[name][index] for name in chat_columns}
+        for name, messages in _chats_with_placeholders(row_chats, row, index, have_answer_media[index]).items():
             columns[name][index] = messages
-    if inputs is not None:
-        extras = {
-            key: None for row in rows for key in row if key not in inputs | columns.keys() and not _is_media(key)
+    if converted_columns is not None:
+        other_columns = {
+            key: None
+            for row in rows
+            for key in row
+            if key not in converted_columns | columns.keys() and not _is_media_column(key)
         }
-        columns |= {key: [row.get(key) for row in rows] for key in extras}
-    blocks = [b for name in chats for messages in columns[name] for message in messages for b in message["content"]]
+        columns |= {key: [row.get(key) for row in rows] for key in other_columns}
+    blocks = [
+        b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
+    ]
     options = sorted({key for block in blocks for key in block} - {"type", "text"})
     types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
     block = {"type": Value("string"), "text": Value("string"), **types}
     datasets = []
     for name, values in columns.items():
-        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if name in chats else None
+        features = (
+            Features({name: List({"role": Value("string"), "content": List(block)})}) if name in chat_columns else None
+        )
         try:
             datasets.append(Dataset.from_dict({name: values}, features))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -636,7 +660,7 @@ def _convert(
     return concatenate_datasets([datasets[0], *media, *datasets[1:]], axis=1)
 
 
-def _read(
+def _read_rows_and_media(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset]]:
     """
@@ -651,15 +675,15 @@ def _read(
         rows = read(file)
     else:
         dataset = load_rows(str(path), None, split, streaming=False)
-        media = [stored for name in dataset.column_names if (stored := _stored(dataset, name)) is not None]
+        media = [stored for name in dataset.column_names if (stored := _stored_media(dataset, name)) is not None]
         rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
     n_stored = len(media)
     if not rows:
         raise ValueError(f"{path} has no rows; is it another file that holds them?")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise ValueError(f"row {index} is a {kind}, not an object with columns; is it another layout?")
+            type_name = type(row).__name__
+            raise ValueError(f"row {index} is a {type_name}, not an object with columns; is it another layout?")
         if row.get("objects"):
             raise ValueError(
                 f"row {index}, column 'objects': boxes depend on the model and aren't converted; write them into the "
@@ -673,26 +697,26 @@ def _read(
                 media.append(Dataset.from_dict({f"{name}s": files}, Features({f"{name}s": List(feature)})))
     for stored in media[:n_stored]:
         (name,) = stored.column_names
-        array = stored.data.column(name)
-        lengths = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
+        cells = stored.data.column(name)
+        lengths = pc.list_value_length(cells) if name.endswith("s") else pc.cast(pc.is_valid(cells), pa.int32())
         for row, length in zip(rows, pc.fill_null(lengths, 0).to_pylist(), strict=True):
             row[name] = ["stored"] * length if name.endswith("s") else "stored" if length else None
     return rows, media
 
 
-def _is_media(column: str) -> bool:
+def _is_media_column(column: str) -> bool:
     return column.removeprefix(TEACHER) in MEDIA_COLUMNS
 
 
-def _stored(dataset: Dataset, name: str) -> Dataset | None:
+def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
     """Returns a column of stored media with the feature of its modality, `None` for other columns and for paths."""
-    if not _is_media(name):
+    if not _is_media_column(name):
         return None
     column, feature = dataset.select_columns([name]), dataset.features[name]
-    inner = feature.feature if isinstance(feature, List) else feature
-    if is_media_feature(inner):
+    item_feature = feature.feature if isinstance(feature, List) else feature
+    if is_media_feature(item_feature):
         return column
-    if not (isinstance(inner, dict) and "bytes" in inner and inner.keys() <= {"bytes", "path"}):
+    if not (isinstance(item_feature, dict) and "bytes" in item_feature and item_feature.keys() <= {"bytes", "path"}):
         return None
     media_feature = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
     return column.cast_column(name, List(media_feature) if isinstance(feature, List) else media_feature)
@@ -728,65 +752,77 @@ def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list
 
 
 def _ground_truth(row: dict[str, Any], index: int) -> Any:
-    answer = required(row, index, "reward_model")
-    return required(answer if isinstance(answer, dict) else {}, index, "ground_truth")
+    reward_model = required(row, index, "reward_model")
+    return required(reward_model if isinstance(reward_model, dict) else {}, index, "ground_truth")
 
 
-def _marks_answers(pair: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Returns whether the row has one medium per mark of the pair, so that marks in answers are places of media."""
-    texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
-    counts = {modality: [text.count(f"<{modality}>") for text in texts] for modality in MODALITIES}
-    return any(any(n[1:]) and sum(n) == len(row.get(f"{modality}s") or ()) for modality, n in counts.items())
+def _answers_hold_media(pair: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Returns whether the row has one medium per mark of the pair, so that marks in answers stand for media."""
+    chat_texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
+    mark_counts = {modality: [text.count(f"<{modality}>") for text in chat_texts] for modality in MODALITIES}
+    return any(
+        any(counts[1:]) and sum(counts) == len(row.get(f"{modality}s") or ())
+        for modality, counts in mark_counts.items()
+    )
 
 
 def _chats_with_placeholders(
-    chats: dict[str, list[dict[str, str]]], row: dict[str, Any], index: int, in_all: bool
+    chats: dict[str, list[dict[str, str]]], row: dict[str, Any], index: int, answers_hold_media: bool
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns a row's chats as messages of blocks, with placeholders in the first chat, or in all if `in_all`."""
+    """Returns a row's chats as messages of blocks, with placeholders in the prompt, and in answers that hold media."""
 
-    def blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
-        parts = [[*enumerate(marks.split(message["content"]))] for message in chat]
+    def split_into_blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
+        pieces_by_message = [[*enumerate(marks.split(message["content"]))] for message in chat]
         contents = [
-            [{"type": p} if i % 2 else {"type": "text", "text": p} for i, p in pieces if p] for pieces in parts
+            [{"type": piece} if i % 2 else {"type": "text", "text": piece} for i, piece in pieces if piece]
+            for pieces in pieces_by_message
         ]
         return [{**message, "content": content} for message, content in zip(chat, contents, strict=True)]
 
-    if not in_all:
-        first, *others = chats
-        texts = {name: blocks(chats[name], re.compile("(?!)")) for name in others}
-        return {first: _with_placeholders(chats[first], row, index), **texts}
-    placed = iter(_with_placeholders(blocks(sum(chats.values(), []), MARK), row, index))
-    return {name: [*islice(placed, len(chat))] for name, chat in chats.items()}
+    if not answers_hold_media:
+        prompt_name, *answer_names = chats
+        answer_chats = {name: split_into_blocks(chats[name], re.compile("(?!)")) for name in answer_names}
+        return {prompt_name: _with_placeholders(chats[prompt_name], row, index), **answer_chats}
+    placed_messages = iter(_with_placeholders(split_into_blocks(sum(chats.values(), []), MARK), row, index))
+    return {name: [*islice(placed_messages, len(chat))] for name, chat in chats.items()}
 
 
 def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     """Returns messages of blocks, with a placeholder block for each medium."""
     texts = [message["content"] for message in chat if message["role"] != "assistant"]
-    words = " ".join(text for text in texts if isinstance(text, str))
+    joined_text = " ".join(text for text in texts if isinstance(text, str))
     for modality in MODALITIES:
-        if f"<{modality}>" in words and not (row.get(modality) or row.get(f"{modality}s")):
-            firsts = {key: value[0] if isinstance(value, list) and value else value for key, value in row.items()}
-            files = {key: file for key, file in firsts.items() if isinstance(file, str) and not _is_media(key)}
-            named = next((key for key, file in files.items() if file_modality(file) == modality), None)
-            remedy = "add it, or remove the tag from the text" if named is None else f"rename the column '{named}'"
+        if f"<{modality}>" in joined_text and not (row.get(modality) or row.get(f"{modality}s")):
+            first_values = {
+                key: value[0] if isinstance(value, list) and value else value for key, value in row.items()
+            }
+            files = {
+                key: file for key, file in first_values.items() if isinstance(file, str) and not _is_media_column(key)
+            }
+            media_column = next((key for key, file in files.items() if file_modality(file) == modality), None)
+            remedy = (
+                "add it, or remove the tag from the text"
+                if media_column is None
+                else f"rename the column '{media_column}'"
+            )
             raise ValueError(
                 f"row {index}, column '{modality}s': has no {modality} for '<{modality}>' in the text; {remedy}."
             )
     media = {column: row[column] for column in MEDIA_COLUMNS if row.get(column)}
-    (placed,) = rows_to_messages([Row(index, {"prompt": chat, **media})])
+    (placed_row,) = rows_to_messages([Row(index, {"prompt": chat, **media})])
     messages = []
-    for message in placed["prompt"]:
+    for message in placed_row["prompt"]:
         content = message["content"]
         blocks = []
         for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             medium = block.get(block["type"])
-            options = _options(medium) if isinstance(medium, MediaRef) else {}
+            options = _source_options(medium) if isinstance(medium, MediaRef) else {}
             blocks.append({"type": block["type"], "text": block.get("text"), **options})
         messages.append({"role": message["role"], "content": blocks})
     return messages
 
 
-def _options(ref: MediaRef) -> dict[str, Any]:
+def _source_options(ref: MediaRef) -> dict[str, Any]:
     """Returns the options in the dictionary of a medium, such as verl's `{"video": path, "fps": 2}`."""
     item = ref.source if isinstance(ref.source, dict) else {}
     options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}

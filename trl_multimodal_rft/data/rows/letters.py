@@ -8,35 +8,35 @@ from collections.abc import Sequence
 # "B", "(B)", "B.", "B:" and "B)", alone or before text. Not "A woman": a letter before a space may be a word.
 LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re.DOTALL)
 # "option B", "(B", "The answer is B", "B is right, not A"
-_STATED = re.compile(
+_STATED_LETTER = re.compile(
     r"(?:the )?(?:(?:correct |right |best )?(?:option|choice|answer)(?: is)?:? )?[\[(*]*+([a-z])[\])*.:]*+"
     r"(?: is (?:the )?(?:correct|right|best|true)(?: (?:option|choice|answer|one))?)?(?:,? not \(?[a-z]\)?)?[.! ]*",
     re.IGNORECASE | re.ASCII,
 )
-_OPTION = re.compile(r"(?:option|choice) (?=\(?[a-z]\b)", re.IGNORECASE | re.ASCII)
-_LISTED = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
+_OPTION_WORD = re.compile(r"(?:option|choice) (?=\(?[a-z]\b)", re.IGNORECASE | re.ASCII)
+_LISTED_LETTER = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
 
 def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
     """Returns the letter of a choice that a text begins with or states, in upper case, and the index after it."""
-    stated = _STATED.fullmatch(text, start)
+    stated = _STATED_LETTER.fullmatch(text, start)
     if stated is not None:
         return stated[1].upper(), len(text)
-    option = _OPTION.match(text, start)
+    option = _OPTION_WORD.match(text, start)
     letter = LETTER.match(text, start if option is None else option.end())
     return None if letter is None else ((letter[1] or letter[2] or letter[3]).upper(), letter.start(4))
 
 
 def listed_letters(text: str) -> set[str]:
     """Returns the letters that a text lists, as in "B. cat C. dog"."""
-    return set(_LISTED.findall(text))
+    return set(_LISTED_LETTER.findall(text))
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
     """Returns choices without their letters, if all choices have letters in order."""
-    letters = [LETTER.match(choice) for choice in choices]
-    in_order = all(
-        letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
-        for i, letter in enumerate(letters)
+    matches = [LETTER.match(choice) for choice in choices]
+    letters_are_in_order = all(
+        match is not None and match[4] and (match[1] or match[2] or "") == chr(ord("A") + i)
+        for i, match in enumerate(matches)
     )
-    return [letter[4] for letter in letters if letter] if in_order else list(choices)
+    return [match[4] for match in matches if match] if letters_are_in_order else list(choices)

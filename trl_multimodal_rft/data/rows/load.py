@@ -21,18 +21,20 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
     """Returns the rows of a dataset's split. The dataset is a file, a folder or on the Hub."""
     path = local_path(name)
     hint = ", which is no local file or folder," if path is None and "://" not in name else ""
-    with reading(f"the dataset {name!r}{hint}"):
-        if config is not None and path is not None and (path.is_file() or is_saved(path)):
+    with one_line_errors(f"the dataset {name!r}{hint}"):
+        if config is not None and path is not None and (path.is_file() or is_saved_to_disk(path)):
             kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
             raise ValueError(f"{kind} has no configurations, so leave out {config!r}")
-        if path is not None and is_saved(path):
+        if path is not None and is_saved_to_disk(path):
             saved = datasets.load_from_disk(path)
             if isinstance(saved, dict) and split not in saved:
                 raise ValueError(f"it has the splits {sorted(saved)}, not {split!r}")
             rows = saved[split] if isinstance(saved, dict) else saved
             rows = rows.to_iterable_dataset() if streaming else rows
         else:
-            rows = datasets.load_dataset(**load_arguments(name, split), name=config, split=split, streaming=streaming)
+            rows = datasets.load_dataset(
+                **load_dataset_arguments(name, split), name=config, split=split, streaming=streaming
+            )
         if isinstance(rows, Dataset) and not len(rows):
             raise ValueError("it has no rows")
         check_separator(rows.column_names or ())
@@ -42,10 +44,11 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 def check_separator(columns: Collection[str]) -> None:
     """Raises a `ValueError` if a table was read with the wrong separator between cells."""
     for column in columns:
-        if mark := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
+        if separator := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
             raise ValueError(
-                f"column {column!r} is several, with {mark[0]!r} between them; save the table with commas as .csv or "
-                f"with tabs as .tsv, or load it with `load_dataset('csv', data_files=..., sep={mark[0]!r})`"
+                f"column {column!r} is several, with {separator[0]!r} between them; save the table with commas as "
+                f".csv or with tabs as .tsv, or load it with "
+                f"`load_dataset('csv', data_files=..., sep={separator[0]!r})`"
             )
 
 
@@ -57,8 +60,8 @@ def only_split(name: str, config: str | None) -> str | None:
     if path.is_file():
         words = re.split("[^a-z]+", path.stem.lower())
         return next((str(split) for split, names in SPLIT_KEYWORDS.items() if {*names} & {*words}), "train")
-    with reading(f"the dataset {name!r}"):
-        if not is_saved(path):
+    with one_line_errors(f"the dataset {name!r}"):
+        if not is_saved_to_disk(path):
             splits = datasets.get_dataset_split_names(str(path), config)
         elif isinstance(saved := datasets.load_from_disk(path), dict):
             splits = [*saved]
@@ -68,14 +71,14 @@ def only_split(name: str, config: str | None) -> str | None:
 
 
 @contextmanager
-def reading(label: str) -> Iterator[None]:
-    """Turns errors of `datasets` within the context into a `ValueError` of one line."""
+def one_line_errors(label: str) -> Iterator[None]:
+    """Turns errors of reading a dataset within the context into a `ValueError` of one line."""
     try:
         yield
     except StopIteration as error:  # raised for an empty file of JSON Lines
         raise ValueError(f"{label} can't be read: it has no rows") from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        # `DatasetGenerationError` says only that generating failed
+        # `DatasetGenerationError` says only that generating failed, so its cause is shown
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         reason = " ".join(str(cause).split())
         if isinstance(cause, RecursionError):
@@ -91,7 +94,7 @@ def reading(label: str) -> Iterator[None]:
         raise ValueError(f"{label} can't be read: {reason}") from error
 
 
-def load_arguments(name: str, split: str) -> dict[str, Any]:
+def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:
     """Returns the arguments by which `datasets.load_dataset` reads a dataset."""
     path = local_path(name)
     if path is None:
@@ -99,13 +102,13 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
     if path.is_file():  # without `/.`, `datasets` would run a script that is named like the folder
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
-    if is_saved(path):
+    if is_saved_to_disk(path):
         folder = path if (path / "state.json").is_file() else path / split
         return {"path": "arrow", "data_files": {split: f"{glob.escape(str(folder))}/*.arrow"}}
     return {"path": str(path)}
 
 
-def is_saved(path: Path) -> bool:
+def is_saved_to_disk(path: Path) -> bool:
     return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -122,7 +125,7 @@ def json_file(path: str | Path, pattern: str) -> Path | None:
 
 def read_json(file: Path) -> list[dict[str, Any]]:
     """Reads the rows of a file of JSON or JSON Lines."""
-    with reading(str(file)):
+    with one_line_errors(str(file)):
         text = file.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
             return json.loads(text)

@@ -35,7 +35,7 @@ _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
 # Marks of media in texts, such as `<image>`
 MARK = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
-_COLUMNS = ("prompt", *COMPLETIONS)
+_PAIR_COLUMNS = ("prompt", *COMPLETIONS)
 # Column that is true for pairs of equally good completions
 TIE = "tie"
 
@@ -72,32 +72,38 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     if sorted(parts[1::2]) != ["answer_a", "answer_b", "question"]:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
-    texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
-    for index, row in enumerate(texts):
+    pairs = dataset.select_columns([name for name in (*_PAIR_COLUMNS, TIE) if name in dataset.column_names])
+    for index, row in enumerate(pairs):
         chats = [read_answer(row[name], name, index) for name in COMPLETIONS]
         check_text_only(chats[0] + chats[1])
-        check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=("content",))
+        check_all_is_read(read_messages(row["prompt"], "prompt", index), "prompt", index, known_keys=("content",))
         for messages, name in zip(chats, COMPLETIONS, strict=True):
-            check_read(messages, name, index, keys=("tool_calls",))
-        # A tag in an answer stands for no medium
+            check_all_is_read(messages, name, index, known_keys=("tool_calls",))
+        # Tags in answers are changed, because they stand for no media
         answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
-            fields = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
-            content = [fields[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
-            columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
+            slots = {
+                "question": _prompt_blocks(row["prompt"]),
+                "answer_a": [_text_block(first)],
+                "answer_b": [_text_block(second)],
+            }
+            content = [slots[part] if i % 2 else [_text_block(part)] for i, part in enumerate(parts) if part]
+            columns["prompt"].append([{"role": "user", "content": _join_text_blocks(sum(content, []))}])
             columns["solution"].append("tie" if truth_value(tie, TIE, index) else better)
-    asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
-    features = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
-    rows = Dataset.from_dict(columns, features)
-    other_columns = dataset.remove_columns([*texts.column_names, *{"solution"} & {*dataset.column_names}])
+    has_prompt_blocks = isinstance(pairs[0]["prompt"], list) and isinstance(pairs[0]["prompt"][0]["content"], list)
+    features = (
+        Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if has_prompt_blocks else None
+    )
+    judge_prompts = Dataset.from_dict(columns, features)
+    other_columns = dataset.remove_columns([*pairs.column_names, *{"solution"} & {*dataset.column_names}])
     if not other_columns.column_names:
-        return rows
-    return concatenate_datasets([rows, other_columns.select(np.repeat(np.arange(len(dataset)), 2))], axis=1)
+        return judge_prompts
+    return concatenate_datasets([judge_prompts, other_columns.select(np.repeat(np.arange(len(dataset)), 2))], axis=1)
 
 
 def check_pairs(dataset: Dataset) -> None:
     """Raises a `ValueError` for a dataset without pairs."""
-    if missing := [name for name in _COLUMNS if name not in dataset.column_names]:
+    if missing := [name for name in _PAIR_COLUMNS if name not in dataset.column_names]:
         raise ValueError(
             f"Pairs need the columns `prompt`, `chosen` and `rejected`, but the dataset has {dataset.column_names}; "
             f"add {missing}, or, where both completions contain the prompt, call `dataset.map(trl.extract_prompt)`."
@@ -107,14 +113,16 @@ def check_pairs(dataset: Dataset) -> None:
 
 
 def read_answer(
-    completion: str | list | None, column: str, row: int, rules: MediaRules = DEFAULT_RULES
+    completion: str | list | None, column: str, row_index: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Returns the messages of a completion. Raises a `ValueError` unless the first message is the assistant's."""
-    messages = read_messages(completion, column, row, rules)
+    messages = read_messages(completion, column, row_index, rules)
     if isinstance(completion, str):
         return [{**messages[0], "role": "assistant"}]
     if (role := messages[0]["role"]) != "assistant":
-        raise ValueError(f"row {row}, column '{column}': an answer must be the assistant's, got one of {role!r}.")
+        raise ValueError(
+            f"row {row_index}, column '{column}': an answer must be the assistant's, got one of {role!r}."
+        )
     return messages
 
 
@@ -152,42 +160,46 @@ def put_answer_media(
     if next(iter_refs(answers), None) is None:
         return row
     chats = [read_messages(row.get("prompt"), "prompt", row.row_index, rules), *answers]
-    [placed] = rows_to_messages([Row(row.row_index, {**row, "prompt": sum(chats, [])})], ignored, placeholders, rules)
-    messages = iter(placed["prompt"])
-    columns = {name: list(islice(messages, len(chat))) for name, chat in zip(_COLUMNS, chats, strict=True)}
+    [placed_row] = rows_to_messages(
+        [Row(row.row_index, {**row, "prompt": sum(chats, [])})], ignored, placeholders, rules
+    )
+    messages = iter(placed_row["prompt"])
+    columns = {name: list(islice(messages, len(chat))) for name, chat in zip(_PAIR_COLUMNS, chats, strict=True)}
     return Row(row.row_index, {name: value for name, value in row.items() if name not in MEDIA_COLUMNS} | columns)
 
 
-def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises a [`MediaError`] for blocks of answers that aren't text or media, and for keys outside `keys`, if set."""
+def check_all_is_read(
+    messages: list[dict[str, Any]], column: str, row_index: int, known_keys: Collection[str] | None = None
+) -> None:
+    """Raises a [`MediaError`] for blocks of answers besides text and media, and for keys besides `known_keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
-        unread = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
-        unread += [key for key in further_keys(message) if key not in (keys or [key])]
-        if unread:
-            problem = f"nobody would read {unread[0]!r} of the message; write it as text, or remove it"
-            raise MediaError(f"row {row}, column '{column}[{m}]': {problem}")
+        unread_parts = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
+        unread_parts += [key for key in further_keys(message) if key not in (known_keys or [key])]
+        if unread_parts:
+            problem = f"nobody would read {unread_parts[0]!r} of the message; write it as text, or remove it"
+            raise MediaError(f"row {row_index}, column '{column}[{m}]': {problem}")
 
 
-def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _prompt_blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the blocks of a prompt, with the roles of its messages if there are several."""
     messages, blocks = [{"content": prompt}] if isinstance(prompt, str) else prompt, []
     for message in messages:
         content = message["content"] or ""
-        blocks += [_block(f"{message['role']}: ")] if len(messages) > 1 else []
-        blocks += [_block(content)] if isinstance(content, str) else content
-        blocks += [_block("\n")] if message is not messages[-1] else []
+        blocks += [_text_block(f"{message['role']}: ")] if len(messages) > 1 else []
+        blocks += [_text_block(content)] if isinstance(content, str) else content
+        blocks += [_text_block("\n")] if message is not messages[-1] else []
     return blocks
 
 
-def _joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Joins text blocks that follow each other, as some chat templates strip the text of each block."""
+def _join_text_blocks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins text blocks that follow each other, because some chat templates strip the text of each block."""
     joined: list[dict[str, Any]] = []
     for is_text, group in groupby(blocks, lambda block: block.get("text") is not None):
         members = [*group]
-        joined += [_block("".join(block["text"] for block in members))] if is_text else members
+        joined += [_text_block("".join(block["text"] for block in members))] if is_text else members
     return joined
 
 
-def _block(text: str) -> dict[str, Any]:
+def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}

@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 # Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # seconds to wait for workers that no signal ends, as while they read a hanging folder
+_END_SECONDS = 10.0  # to wait for workers that no signal ends, such as those that read a hanging folder
 
 
-class _Hanging(BrokenProcessPool):
+class _HangingWorkers(BrokenProcessPool):
     """Error of workers that finished no row in time."""
 
 
 class PrefetchPool(Generic[T]):
     """
-    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads rows itself.
+    Pool of processes that read rows in advance, forked at the first row. If forking fails, `take` reads rows itself.
 
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
     line, which ends the run without naming the row. They also need shared memory for tensors, and containers have
@@ -61,22 +61,22 @@ class PrefetchPool(Generic[T]):
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._can_fork = True
 
-    def want(self, rows: Iterable[int]) -> None:
-        """Starts to read `rows`, and drops all other rows."""
-        before, self._jobs = self._jobs, {}
-        for row in dict.fromkeys(rows):
-            self._jobs[row] = before.pop(row, None) or self._submit(row)
-        for job in before.values():
+    def prefetch(self, row_indices: Iterable[int]) -> None:
+        """Starts to read the rows at `row_indices`, and drops all other rows."""
+        old_jobs, self._jobs = self._jobs, {}
+        for row_index in dict.fromkeys(row_indices):
+            self._jobs[row_index] = old_jobs.pop(row_index, None) or self._submit(row_index)
+        for job in old_jobs.values():
             job.cancel()
 
-    def take(self, row: int) -> T:
+    def take(self, row_index: int) -> T:
         """Returns a row as soon as it is read, and drops it from the pool."""
-        job = self._jobs.pop(row, None) or self._submit(row)
+        job = self._jobs.pop(row_index, None) or self._submit(row_index)
         try:
-            data = self._result(job, row)
+            data = self._wait_for_result(job, row_index)
         except BrokenProcessPool:
-            data = self._isolate(row)
-        return self._read(row) if data is None else pickle.loads(data)
+            data = self._read_alone(row_index)
+        return self._read(row_index) if data is None else pickle.loads(data)
 
     def close(self) -> None:
         """Ends the workers, and drops all rows."""
@@ -84,78 +84,80 @@ class PrefetchPool(Generic[T]):
         if (pool := self._pool) is not None:
             self._pool = None
             thread = cast(threading.Thread | None, pool._executor_manager_thread)
-            results = pool._result_queue
+            result_queue = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
-            self._kill(results)
+            self._kill_workers(result_queue)
             if thread is not None:  # the thread closes a pipe to which an exiting interpreter would write
                 thread.join(timeout=_END_SECONDS)
 
-    def _kill(self, results: object) -> None:
+    def _kill_workers(self, result_queue: object) -> None:
         """Kills the workers, and closes the queue in which the pool's thread would wait for the rest of a row."""
         for worker in self._workers:
             worker.kill()
-        vars(results)["_writer"].close()
+        vars(result_queue)["_writer"].close()
 
-    def _result(self, job: Future, row: int) -> bytes | None:
+    def _wait_for_result(self, job: Future, row_index: int) -> bytes | None:
         """Returns the result of a row's job. Raises a `BrokenProcessPool` if a worker was killed, or all hang."""
-        since, n_read, seconds = time.monotonic(), -1, None
+        last_progress, n_read, limit = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None:
                 continue
             if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
-                since = time.monotonic()  # workers are reading earlier rows
+                last_progress = time.monotonic()  # workers are reading earlier rows
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
-                seconds = self._patience(row) if seconds is None and self._patience is not None else seconds
-                if seconds is None or time.monotonic() - since < seconds:
+                limit = self._patience(row_index) if limit is None and self._patience is not None else limit
+                if limit is None or time.monotonic() - last_progress < limit:
                     continue
-                error = _Hanging
-            self._kill(self._pool._result_queue)
+                error = _HangingWorkers
+            self._kill_workers(self._pool._result_queue)
             raise error
         return job.result()
 
-    def _isolate(self, row: int) -> bytes | None:
+    def _read_alone(self, row_index: int) -> bytes | None:
         """Reads a row again, alone, after a worker died. The pool lost all rows, and this row may be the cause."""
-        other_rows = list(self._jobs)
+        other_row_indices = list(self._jobs)
         self.close()
         try:
-            return self._result(self._submit(row), row)
-        except _Hanging as error:
+            return self._wait_for_result(self._submit(row_index), row_index)
+        except _HangingWorkers as error:
             self.close()
             raise MediaError(
-                f"row {row}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove it, or "
-                "raise `media_timeout`"
+                f"row {row_index}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove "
+                "it, or raise `media_timeout`"
             ) from error
         except BrokenProcessPool as error:
             self.close()
             raise MediaError(
-                f"row {row}: the process that decoded its media was killed, by a decoder that crashed or out of "
+                f"row {row_index}: the process that decoded its media was killed, by a decoder that crashed or out of "
                 "memory; remove the row, or write its media again"
             ) from error
         finally:
-            self.want(other_rows)
+            self.prefetch(other_row_indices)
 
-    def _submit(self, row: int) -> Future:
+    def _submit(self, row_index: int) -> Future:
         while self._can_fork:
             try:
                 if self._pool is None:
-                    return self._fork(row)
-                return self._pool.submit(_work, row)
+                    return self._fork_workers(row_index)
+                return self._pool.submit(_read_and_pickle, row_index)
             except BrokenProcessPool:  # a worker was killed while it read another row
                 self._pool = None
             except OSError as error:  # raised by `fork`
                 logger.warning(f"Media prefetching is disabled, as no worker can be forked: {error}")
                 self._can_fork, self._pool = False, None
-        empty_job: Future = Future()
+        empty_job: Future = Future()  # for `None`, `take` reads the row itself
         empty_job.set_result(None)
         return empty_job
 
-    def _fork(self, row: int) -> Future:
+    def _fork_workers(self, row_index: int) -> Future:
         """Starts the workers, and has them read a first row."""
-        self._pool = ProcessPoolExecutor(self._num_workers, multiprocessing.get_context("fork"), _start, (self._read,))
-        gc.freeze()  # workers can't free the parent's tensors on a GPU, so their garbage collector must not find any
+        self._pool = ProcessPoolExecutor(
+            self._num_workers, multiprocessing.get_context("fork"), _start_worker, (self._read,)
+        )
+        gc.freeze()  # so that garbage collectors of workers find no tensors on a GPU, which they can't free
         try:
-            return self._pool.submit(_work, row)
+            return self._pool.submit(_read_and_pickle, row_index)
         finally:
             gc.unfreeze()
             self._workers = [*self._pool._processes.values()]
@@ -164,7 +166,7 @@ class PrefetchPool(Generic[T]):
 _read: Callable[[int], object]
 
 
-def _start(read: Callable[[int], object]) -> None:
+def _start_worker(read: Callable[[int], object]) -> None:
     global _read
     _read = read
     torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
@@ -180,8 +182,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(row: int) -> bytes | None:
-    result = _read(row)
+def _read_and_pickle(row_index: int) -> bytes | None:
+    result = _read(row_index)
     try:
         return pickle.dumps(result, protocol=5)  # for tensors, five times as fast as the default
     except (pickle.PicklingError, TypeError, AttributeError):  # decoders can't be pickled

@@ -12,19 +12,19 @@ from datasets.features.features import FeatureType
 from ...credentials import shown_url
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
-from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several, is_absent, is_empty
-from .counts import empty_rows
+from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several_media, is_absent, is_empty
+from .counts import empty_row_indices
 from .features import Rows, feature_leaves
 from .load import check_separator
 
 
-# Evenly spaced rows that are inspected
+# Number of evenly spaced rows that are inspected
 _N_ROWS = 16
 
 # Names of prompt columns in other tools
-_PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+_PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns that identify the layouts of other tools, supersets first. Names of layouts of pairs include `--task dpo`.
+# Columns that identify the layouts of other tools, supersets first. Names of layouts of pairs end with `--task dpo`.
 _LAYOUTS = (
     ("verl", {"prompt", "data_source", "reward_model"}),
     ("video-r1", {"problem", "data_type", "path"}),
@@ -41,10 +41,10 @@ _LAYOUTS = (
     ("sharegpt", {"conversations"}),
 )
 
-_FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
+_MODALITIES_BY_FEATURE = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
 # Words in column names that show the modality of media, if the media themselves don't
-_NAMES = {
+_MODALITY_WORDS = {
     "audio": "audio|sound|speech|voice|wav|music",
     "image": "image|img|picture|photo|figure|screenshot",
     "video": "video|movie|film",
@@ -52,7 +52,7 @@ _NAMES = {
 
 
 @dataclass
-class _Unread:
+class _UnreadMedia:
     """Media of a column that no prompt contains."""
 
     column: str
@@ -65,9 +65,11 @@ class _Unread:
 
     @property
     def likely_modality(self) -> str | None:
-        return self.modality or next((k for k, names in _NAMES.items() if re.search(names, self.path.lower())), None)
+        return self.modality or next(
+            (k for k, names in _MODALITY_WORDS.items() if re.search(names, self.path.lower())), None
+        )
 
-    def is_of(self, modalities: Collection[str]) -> bool:
+    def suits_any(self, modalities: Collection[str]) -> bool:
         return bool(modalities) if self.likely_modality is None else self.likely_modality in modalities
 
     def describe(self, columns: Collection[str]) -> str:
@@ -91,77 +93,89 @@ def check_columns(
     name: str,
     ignored: Collection[str] = (),
     *,
-    reads: Collection[str] = ("prompt",),
+    message_columns: Collection[str] = ("prompt",),
     needs_prompt: bool = True,
-    extent: Literal["all", "first", "some"] = "all",
-    takes: Collection[str] = (),
-    needs: Mapping[str, set[str]] | None = None,
+    dataset_part: Literal["all", "first", "some"] = "all",
+    model_modalities: Collection[str] = (),
+    option_modalities: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
     Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
     to 16 rows, without decoding media. Doesn't look at rows of streams and of datasets with a transform.
 
-    `reads` are the columns of messages, `takes` the model's modalities, and `extent` tells whether `dataset` is the
-    whole dataset, its first rows, or some of its rows. `needs` maps options to the modalities that they change.
-    Prompts must have one of an option's modalities.
+    `message_columns` hold messages, `model_modalities` are the inputs of the model, and `dataset_part` tells whether
+    `dataset` is the whole dataset, its first rows, or some of its rows. `option_modalities` maps options to the
+    modalities that they change. Prompts must have one of an option's modalities.
     """
-    features, rows, modalities = _inspect(dataset, reads, ignored)
+    features, rows, modalities = _inspect_dataset(dataset, message_columns, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
     modalities = modalities.union(
-        *(_row_modalities(row, reads, ignored) for row in (dataset if isinstance(dataset, Sequence) else rows))
+        *(
+            _row_modalities(row, message_columns, ignored)
+            for row in (dataset if isinstance(dataset, Sequence) else rows)
+        )
     )
     has_media = bool(modalities - {None})
     if single_messages := [
         name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)
     ]:
-        convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in single_messages)
+        remedy = f", or {prepare_remedy('llama-factory --task dpo')}" * ("chosen" in single_messages)
         raise MediaError(
-            f"{name}: column {single_messages[0]!r} holds a message; write a list of messages, `[...]`{convert}."
+            f"{name}: column {single_messages[0]!r} holds a message; write a list of messages, `[...]`{remedy}."
         )
     for modality in MODALITIES:
         feature = features.get(modality)
         is_list = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
-        if modality not in ignored and (is_list or any(holds_several(modality, row.get(modality)) for row in rows)):
+        if modality not in ignored and (
+            is_list or any(holds_several_media(modality, row.get(modality)) for row in rows)
+        ):
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
-    other_columns = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
+    other_columns = [column for column in columns if column not in {*message_columns, *ignored, *MEDIA_COLUMNS}]
     findings = [
         _media_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
     ]
-    unread = [media for media in findings if media is not None]
+    unread_media = [media for media in findings if media is not None]
     media_columns, message = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], None
-    if unread:
-        answer_paths = [media.path for media in unread if re.search("chosen|rejected", media.column)]
-        if answer_paths and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
+    if unread_media:
+        paths_in_answers = [media.path for media in unread_media if re.search("chosen|rejected", media.column)]
+        if paths_in_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
             raise MediaError(
-                f"{name}: no answer gets {answer_paths}; put media of answers into blocks of 'chosen' and 'rejected', "
-                "or name the columns in `ignored_media_columns`"
+                f"{name}: no answer gets {paths_in_answers}; put media of answers into blocks of 'chosen' and "
+                "'rejected', or name the columns in `ignored_media_columns`"
             )
-        takes = {*MODALITIES}.intersection(takes)
-        certain = any(media.is_certain or (media.in_every_cell and media.is_of(takes)) for media in unread)
-        alone = certain and not (has_media or (extent == "first" and media_columns))
+        model_modalities = {*MODALITIES}.intersection(model_modalities)
+        is_certain = any(
+            media.is_certain or (media.in_every_cell and media.suits_any(model_modalities)) for media in unread_media
+        )
+        is_text_alone = is_certain and not (has_media or (dataset_part == "first" and media_columns))
         layout = other_layout(sample)
         message = (
             f"{name}: no prompt gets these "
-            f"media{', and there are no others, so that the model would get text alone' * alone}: "
-            f"{'; '.join(media.describe(columns) for media in unread)}. If only reward functions read a column, name "
-            "it in `ignored_media_columns`."
+            f"media{', and there are no others, so that the model would get text alone' * is_text_alone}: "
+            f"{'; '.join(media.describe(columns) for media in unread_media)}. If only reward functions read a column, "
+            "name it in `ignored_media_columns`."
         )
-        message += "" if layout is None else f" Or {prepared(layout)}."
-        if alone and extent != "some":
+        message += "" if layout is None else f" Or {prepare_remedy(layout)}."
+        if is_text_alone and dataset_part != "some":
             raise MediaError(message)
-    modalities |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
+    modalities |= {
+        MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
+    } - {None}
     is_known = columns and None not in modalities and not isinstance(dataset, IterableDataset)
-    for option, targets in (needs or {}).items():
-        if is_known and not modalities.intersection(targets):
-            held = ", ".join(sorted(modalities)) or "text alone"
-            message = f"{name}: {option} changes {' or '.join(sorted(targets))}, and prompts hold {held}; remove it."
-            if extent == "all":
+    for option, option_targets in (option_modalities or {}).items():
+        if is_known and not modalities.intersection(option_targets):
+            modalities_text = ", ".join(sorted(modalities)) or "text alone"
+            message = (
+                f"{name}: {option} changes {' or '.join(sorted(option_targets))}, and prompts hold {modalities_text}; "
+                "remove it."
+            )
+            if dataset_part == "all":
                 raise ValueError(message)
-    if media_columns and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
+    if media_columns and not has_media and dataset_part == "all" and not isinstance(dataset, IterableDataset):
         raise MediaError(
             f"{name}: no row has anything in {', '.join(map(repr, media_columns))}, so that the model would get text "
             "alone; fill in the media, or remove the column."
@@ -187,14 +201,14 @@ def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> No
 def other_layout(row: Mapping[str, Any]) -> str | None:
     """Returns the name of the other tool's layout that fits the columns of a row, `None` if none does."""
     nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
-    for layout, columns in _LAYOUTS:
+    for layout, needed_columns in _LAYOUTS:
         column, keys = nested_keys.get(layout, ("", set()))
-        if columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
+        if needed_columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
             return layout
     return None
 
 
-def prepared(layout: str, options: str = "") -> str:
+def prepare_remedy(layout: str, options: str = "") -> str:
     """Returns the remedy for rows of another layout."""
     return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
@@ -204,19 +218,21 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
     if "prompt" in columns or not needs_prompt:
         if "solution" not in columns and other_layout(row) == "verl":
             raise ValueError(
-                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add "
-                "'solution' for reward functions."
+                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepare_remedy('verl')}, "
+                "or add 'solution' for reward functions."
             )
         return
-    likely = next((column for other in _PROMPTS for column in columns if column.strip().lower() == other), None)
-    remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
-    if likely == "messages":  # the last message may be the answer
-        remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
+    likely_prompt = next(
+        (column for other in _PROMPT_NAMES for column in columns if column.strip().lower() == other), None
+    )
+    remedy = "rename the right one" if likely_prompt is None else f"rename {likely_prompt!r} to 'prompt'"
+    if likely_prompt == "messages":  # the last message may be the answer
+        remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
         options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
-        alternative = "" if likely is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
-        remedy = alternative + prepared(layout, options.get(layout, ""))
+        alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
+        remedy = alternative + prepare_remedy(layout, options.get(layout, ""))
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
@@ -234,8 +250,8 @@ def lists_columns(dataset: Rows) -> bool:
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _inspect(
-    dataset: Rows, reads: Collection[str], ignored: Collection[str]
+def _inspect_dataset(
+    dataset: Rows, message_columns: Collection[str], ignored: Collection[str]
 ) -> tuple[dict[str, Any], list[dict], set]:
     """Returns the features of a dataset, text columns of some rows, and modalities of prompts (`None`: unknown)."""
     if not lists_columns(dataset):
@@ -245,30 +261,40 @@ def _inspect(
     if isinstance(dataset, Sequence):
         return {}, [dataset[i] for i in indices], set()
     features = dict(dataset.features)
-    filled = {column for column in features if column in MEDIA_COLUMNS}
+    filled_columns = {column for column in features if column in MEDIA_COLUMNS}
     rows = []
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
-        filled = {c for c in filled & features.keys() if len(empty_rows(dataset, c)) < len(dataset)}
+        filled_columns = {
+            c for c in filled_columns & features.keys() if len(empty_row_indices(dataset, c)) < len(dataset)
+        }
         # Other columns aren't read, which would decode their media. Their features show the media.
-        texts = [c for c, entry in features.items() if _holds_text(entry) and not [*_media_in_feature(entry, c)]]
-        values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
-        rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
+        text_columns = [
+            c for c, entry in features.items() if _holds_text(entry) and not [*_media_in_feature(entry, c)]
+        ]
+        values = dataset.select_columns(text_columns).with_format(None)[indices] if text_columns else {}
+        rows = [
+            dict(zip(text_columns, row, strict=True)) for row in zip(*(values[c] for c in text_columns), strict=True)
+        ]
     modalities = {
-        MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]
+        MEDIA_COLUMNS[column] for column in filled_columns.difference(ignored) if [*feature_leaves(features[column])]
     }
-    leaves = [entry for column in reads for entry in feature_leaves(features.get(column, Value("null")))]
+    leaves = [entry for column in message_columns for entry in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
         modalities |= {*MODALITIES}
     # JSON may hold media of any modality
-    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}
-    return features, rows, modalities | unknown | {block_modality(key) for key, _ in leaves if block_modality(key)}
+    unknown_modality = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}
+    return (
+        features,
+        rows,
+        modalities | unknown_modality | {block_modality(key) for key, _ in leaves if block_modality(key)},
+    )
 
 
-def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
+def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _UnreadMedia | None:
     """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _media_in_feature(feature, column):
-        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
+        return _UnreadMedia(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
     media = [[*find_media(value, column)] for value in values]
     in_every_cell = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
@@ -277,18 +303,20 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
             continue  # its feature was found above
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
-            return _Unread(column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell)
+            return _UnreadMedia(
+                column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell
+            )
         is_block = isinstance(medium, dict) and block_modality(medium.get("type")) is not None
         evidence = "blocks" if is_block else f"of type {type(medium).__name__}"
-        return _Unread(column, path, modality, is_list, evidence, is_certain=True)
+        return _UnreadMedia(column, path, modality, is_list, evidence, is_certain=True)
     return None
 
 
 def _media_in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[str, str | None, str]]:
     """Yields the path and the modality of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
-    if name in _FEATURES:
-        yield path, _FEATURES[name], f"feature {name}"
+    if name in _MODALITIES_BY_FEATURE:
+        yield path, _MODALITIES_BY_FEATURE[name], f"feature {name}"
     elif isinstance(feature, (List, LargeList)):
         yield from _media_in_feature(feature.feature, path)
     elif isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys():
@@ -305,8 +333,17 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
-def _row_modalities(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
+def _row_modalities(row: dict[str, Any], message_columns: Collection[str], ignored: Collection[str]) -> set[str]:
     """Returns the modalities of the media of a row, or all modalities if a medium doesn't show its own."""
     columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
-    inside = [modality for c in reads if not isinstance(row.get(c), str) for _, modality, _ in find_media(row.get(c))]
-    return {*MODALITIES} if None in inside else {*map(MEDIA_COLUMNS.__getitem__, columns), *filter(None, inside)}
+    block_modalities = [
+        modality
+        for c in message_columns
+        if not isinstance(row.get(c), str)
+        for _, modality, _ in find_media(row.get(c))
+    ]
+    return (
+        {*MODALITIES}
+        if None in block_modalities
+        else {*map(MEDIA_COLUMNS.__getitem__, columns), *filter(None, block_modalities)}
+    )

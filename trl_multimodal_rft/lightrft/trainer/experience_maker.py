@@ -249,7 +249,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if not self._checked_columns:
             self._checked_columns = True
             ignored = self.strategy.ignored_media_columns
-            warning = check_columns(rows, "The rows", ignored, extent="some")
+            warning = check_columns(rows, "The rows", ignored, dataset_part="some")
             if warning is not None and self._is_main:
                 logger.warning(warning)
         encoder = PromptEncoder(
