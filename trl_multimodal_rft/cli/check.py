@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..credentials import shown_url, without_credentials
+from ..credentials import masked_url, without_credentials
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
@@ -124,7 +124,7 @@ class RowChecker(torch.utils.data.Dataset):
             checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
             if isinstance(path, str | os.PathLike):
-                checked.files[ref.column] = shown_url(os.path.basename(path))
+                checked.files[ref.column] = masked_url(os.path.basename(path))
             with suppress(MediaError):  # encoding reports the error below
                 for name, size in media_size(ref).items():
                     checked.sizes.setdefault(f"{name} {_OF_MODALITY[ref.modality]}", []).append(size)

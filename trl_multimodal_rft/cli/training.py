@@ -17,7 +17,7 @@ from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
 
 from ..data.rows.load import only_split
-from ..progress import announce, write
+from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
@@ -87,7 +87,7 @@ class ScriptCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run and state.is_world_process_zero:
-            write(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
+            print_above_bars(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
 
 
 @contextmanager

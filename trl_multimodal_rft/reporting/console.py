@@ -36,7 +36,7 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
-from ..progress import in_notebook, progress_bar, write
+from ..progress import in_notebook, print_above_bars, progress_bar
 from .events import EventPart
 
 
@@ -118,7 +118,7 @@ class CompactLogCallback(TrainerCallback):
         if self._trainer_name is not None and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
             model_name = type(unwrapped(None, model)).__name__
-            write(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
+            print_above_bars(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
             # An optimizer that the user passed has rates of its own
@@ -179,7 +179,7 @@ class CompactLogCallback(TrainerCallback):
         if rewards:
             shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
             lines.append(f"rewards: {', '.join(shown)}")
-        write(*lines)
+        print_above_bars(*lines)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # before other callbacks evaluate
@@ -246,7 +246,7 @@ class CompactLogCallback(TrainerCallback):
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
             first, *further = [f"{name} {value}" for name, value in values.items()] or [""]
             head = [f"{label} {first}".strip()] if label or first else []
-            write(" | ".join([step, *head, *further, *times]))
+            print_above_bars(" | ".join([step, *head, *further, *times]))
         elif values:
             row = {f"{label} {name}".strip(): value for name, value in values.items()}
             self._table.write_line({"step": state.global_step, **row})
@@ -263,7 +263,7 @@ def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | Non
 
 def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
     """Prints the parts of a model, with their sizes, trained parameters and learning rates."""
-    write(*parts_lines(count_parts(model), rates))
+    print_above_bars(*parts_lines(count_parts(model), rates))
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:

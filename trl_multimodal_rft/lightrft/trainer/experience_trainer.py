@@ -23,7 +23,7 @@ from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -101,7 +101,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
-        args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
+        args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
         """Prepares models and optimizer for steps outside of `fit`, unless they are prepared."""

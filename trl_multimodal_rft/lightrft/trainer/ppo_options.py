@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
 from .experience_config import check_options
@@ -73,7 +73,7 @@ def config_of(
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
-        options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **settings})
+        options["advantage_estimator"] = join_settings("gae", {**strategy.estimator.settings, **settings})
     check_options({name: value for name, value in generate_kwargs.items() if name not in discounts.values()})
     # A copy, as `dataclasses.replace` would set up devices and processes again
     config = copy.copy(strategy)

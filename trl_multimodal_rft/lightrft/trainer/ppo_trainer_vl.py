@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...models.modes import kept_random_state
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
@@ -144,8 +144,8 @@ class PPOTrainerVL:
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
         options = {field: arguments[name] for name, field in OPTIONS.items() if name in arguments} | {
-            "kl_target": spelled(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
-            "vf_coef": spelled(str(strategy.value_loss.coef), {"cliprange": value_clip}),
+            "kl_target": join_settings(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
+            "vf_coef": join_settings(str(strategy.value_loss.coef), {"cliprange": value_clip}),
             "dataloader_pin_memory": dataloader_pin_memory,
             "ema_decay": None if ema_model is None else ema_beta,
             "save_only_model": disable_ds_ckpt,
