@@ -48,8 +48,8 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     if "value_clip" in options:
         fields["vf_coef"] = join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": options["value_clip"]})
     if "advantage_estimator" in options:
-        discounts = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
-        settings = {name: float(options[option]) for name, option in discounts.items() if option in options}
+        discount_options = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
+        settings = {name: float(options[option]) for name, option in discount_options.items() if option in options}
         fields["advantage_estimator"] = join_settings(options["advantage_estimator"], settings)
     uses_k3 = options.get("use_kl_estimator_k3")
     if options.get("use_kl_loss"):
