@@ -7,7 +7,7 @@ fix` does it, too.
 import json
 from pathlib import Path
 
-from trl_multimodal_rft.cli.option_table import collect
+from trl_multimodal_rft.cli.option_table import collect_options
 
 
 TABLE = Path(__file__).parents[1] / "trl_multimodal_rft" / "cli" / "options.json"
@@ -20,7 +20,7 @@ TRL's configs work, too. `make fix` wrote this.
 
 def stored() -> dict[Path, str]:
     """The table as it is stored, and the options in it that this package's configs define, as a page."""
-    collected = collect()
+    collected = collect_options()
     options, trainers = collected.pop("options"), {}
     lines = ",\n".join(json.dumps(option) for option in options)
     for option in sorted(options, key=lambda option: (-len(option["commands"]), option["name"])):

@@ -46,7 +46,7 @@ from tasks import handwritten_digits, leading_answer_reward
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.cli.commands import ppo
-from trl_multimodal_rft.cli.inputs import critic_inputs
+from trl_multimodal_rft.cli.inputs import ppo_inputs
 from trl_multimodal_rft.rewards import accuracy_reward
 
 
@@ -73,7 +73,7 @@ def demo(script_args, training_args, model_args):
     trainer = MultimodalPPOTrainer(
         **demo_inputs(model, processor, dataset, training_args, model_args),
         reward_funcs=[accuracy_reward, leading_answer_reward],
-        **critic_inputs(script_args),
+        **ppo_inputs(script_args),
     )
     train_and_measure(trainer, script_args, dataset["test"], "digits")
 

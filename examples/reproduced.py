@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from trl_multimodal_rft.cli.options import packaged, read_config
+from trl_multimodal_rft.cli.options import config_path, read_config
 
 
 # Options of a recipe that its evaluation has, too
@@ -29,7 +29,7 @@ def settings_of(recipe: str, options: list[str]) -> list[str]:
     Raises:
         `ValueError`: If there is no such recipe, or if it has no command or no reward function.
     """
-    path = packaged("recipes", recipe)
+    path = config_path("recipes", recipe)
     settings, comments = read_config(path), Path(path).read_text()
     command = re.search(r"^# .*trl-multimodal-rft (\w+) --config", comments, re.MULTILINE)
     if command is None or not settings.get("reward_funcs"):

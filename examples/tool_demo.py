@@ -12,7 +12,7 @@ from trl import ModelConfig
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.arguments import RLScriptArguments
 from trl_multimodal_rft.cli.inputs import trainer_inputs
-from trl_multimodal_rft.cli.training import curves, script_run
+from trl_multimodal_rft.cli.training import curves_callbacks, script_run
 from trl_multimodal_rft.rewards import accuracy_reward
 
 
@@ -102,6 +102,6 @@ def train_by_name(
         for name in ("train_dataset", "eval_dataset"):
             if inputs[name] is not None:
                 inputs[name] = prepare(inputs[name])
-        trainer = MultimodalGRPOTrainer(**inputs, environment_factory=environment, callbacks=curves())
+        trainer = MultimodalGRPOTrainer(**inputs, environment_factory=environment, callbacks=curves_callbacks())
         train(trainer, script_args)
         publish(trainer, script_args)

@@ -198,7 +198,10 @@ def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, ca
     ],
 )
 def test_why_rows_are_dropped(correct, without, reason):
-    assert filter.why_dropped({"correct": correct, "correct_without": without}, "image", 0.5, 0.25) == reason
+    assert (
+        filter.drop_reason_by_contribution({"correct": correct, "correct_without": without}, "image", 0.5, 0.25)
+        == reason
+    )
 
 
 # Replaced media

@@ -36,8 +36,8 @@ from helpers.trainer_utils import saved
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
 from trl_multimodal_rft.cli import COMMANDS, main, options, parsers, preflight
-from trl_multimodal_rft.cli.options import FIRST, GROUPS, table
-from trl_multimodal_rft.cli.preflight import check_batch, check_rewards, process_count
+from trl_multimodal_rft.cli.options import FIRST_OPTIONS, GROUPS, table
+from trl_multimodal_rft.cli.preflight import check_batch, check_functions, process_count
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
@@ -126,7 +126,7 @@ def test_first_options_are_those_of_the_examples():
     files = [code for text in texts for code in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
     used = {*re.findall(r"--(\w+)", " ".join(shells)), *(name for code in files for name in yaml.safe_load(code))}
     common = {name for name, count in counts.items() if count >= len(recipes) / 10}
-    assert len(used) > 25 and len(common) > 30 and {*FIRST} <= used | {*counts, "num_processes"}
+    assert len(used) > 25 and len(common) > 30 and {*FIRST_OPTIONS} <= used | {*counts, "num_processes"}
     for command in COMMANDS:
         parser = cli._parser(command)
         block, *_ = (each for each in parser._action_groups if each.title == "options")
@@ -224,11 +224,11 @@ def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
 
 
 def test_names_of_rewards_and_tools():
-    check_rewards([*table()["rewards"], "mine.even", "box_iou_reward(iou_threshold=0.5)"])
-    check_rewards(["zoom(scale=1000)", "mine.even"], "tool")
+    check_functions([*table()["rewards"], "mine.even", "box_iou_reward(iou_threshold=0.5)"])
+    check_functions(["zoom(scale=1000)", "mine.even"], "tool")
     for name, kind in (("box_iou(a=1)", "reward function"), ("zooms", "tool")):
         with pytest.raises(ValueError, match=f"no {kind} '{re.escape(name.partition('(')[0])}'"):
-            check_rewards(name, kind)
+            check_functions(name, kind)
 
 
 def test_another_release_of_trl_has_its_own_options(monkeypatch):

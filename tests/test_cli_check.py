@@ -25,8 +25,8 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft import cli
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
-from trl_multimodal_rft.cli.parsers import of_run_check
+from trl_multimodal_rft.cli.check import RowChecker, checked_rows, without_weights
+from trl_multimodal_rft.cli.parsers import options_for_check
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.reading.sizes import media_size
@@ -201,7 +201,7 @@ def test_a_batch_of_a_run_needs_its_rows(tmp_path, said):
 )
 def test_sizes_of_a_run_are_integers(name, value):
     with pytest.raises(ValueError, match=f"`{name}` is .*, which isn't an integer"):
-        of_run_check({"num_generations": 2, name: value})
+        options_for_check({"num_generations": 2, name: value})
 
 
 def test_no_weights_are_read(tmp_path, said):
@@ -228,9 +228,9 @@ def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
                 block["sampling_rate"] = RATE
         checked = checker[i, {"prompt": prompt}]
         encoded = encode_prompt(rows_to_messages([{"prompt": prompt}])[0]["prompt"], processor, model)
-        assert (checked.index, checked.error, checked.tokens) == (i, None, len(encoded))
-        assert checked.media.keys() == checked.media_tokens.keys() == encoded.modalities
-        assert all(0 < number < len(encoded) for number in checked.media_tokens.values())
+        assert (checked.index, checked.error, checked.n_tokens) == (i, None, len(encoded))
+        assert checked.n_media.keys() == checked.n_placeholders.keys() == encoded.modalities
+        assert all(0 < number < len(encoded) for number in checked.n_placeholders.values())
         kinds |= encoded.modalities
     assert kinds == set(FAMILIES[name].modalities)
 
@@ -244,7 +244,7 @@ class Killed(torch.utils.data.Dataset):
 
 def test_a_killed_process_is_named():
     with pytest.raises(ValueError, match="killed while it read one of the rows from 0 on"):
-        list(check(Dataset.from_dict({"prompt": ["?"] * 2}), Killed(), 1))
+        list(checked_rows(Dataset.from_dict({"prompt": ["?"] * 2}), Killed(), 1))
 
 
 def test_datasets_that_have_no_rows_to_train_on(tmp_path, said):

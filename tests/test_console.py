@@ -30,8 +30,8 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.reporting.console import (
-    described_media,
     evaluation_values,
+    media_descriptions,
     metric_values,
     prompt_text,
 )
@@ -129,7 +129,7 @@ def test_placeholders_of_a_prompt(family, row, expected):
         row = {"audio": {"array": row["audio"], "sampling_rate": RATE}}
     (placed,) = rows_to_messages([{"prompt": [{"role": "user", "content": "What is it?"}], **row}])
     encoded = encode_prompt(placed["prompt"], processor, model)
-    placeholders, media = placeholder_token_ids(model, processor), described_media(placed["prompt"])
+    placeholders, media = placeholder_token_ids(model, processor), media_descriptions(placed["prompt"])
     text = prompt_text(encoded.input_ids.tolist(), processor.tokenizer, placeholders, media)
     assert re.search(expected, text, re.DOTALL), text
     kinds = re.findall(r"<(image|audio|video): (\d+) tokens, ", text)

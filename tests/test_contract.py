@@ -54,8 +54,8 @@ from trl_multimodal_rft.versions import (
     bounds,
     cache_name,
     check_versions,
-    installed,
-    side,
+    compare_with_tested,
+    installed_versions,
     unfit_packages,
 )
 
@@ -339,7 +339,7 @@ def test_an_older_version_is_an_error_with_the_remedy(package, number, tmp_path,
     ],
 )
 def test_versions_are_compared_by_their_releases(found, expected):
-    assert side(found, ">=5.16,<5.25") == expected
+    assert compare_with_tested(found, ">=5.16,<5.25") == expected
 
 
 def bounds_in(requirements) -> dict[str, str]:
@@ -361,7 +361,9 @@ def test_pip_resolves_what_the_package_accepts(tmp_path, monkeypatch):
     contract = {path.split(".")[0].split(":")[0] for path in (*CALLED, *ALL_OVERRIDDEN)}
     assert contract | {"torch", "vllm"} == {*expected}
     assert bounds() == expected, "run `pip install -e .` again, as `make` does"
-    assert all(SpecifierSet(expected[name]).contains(each, True) for name, each in installed(expected).items())
+    assert all(
+        SpecifierSet(expected[name]).contains(each, True) for name, each in installed_versions(expected).items()
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "trl_multimodal_rft").mkdir()

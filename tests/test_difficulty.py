@@ -335,4 +335,4 @@ def test_filter_refuses(options, message, tmp_path):
     [([True, None], "not scored"), ([False] * 9 + [True], None), ([True] * 9 + [False], None), ([True], "too easy")],
 )
 def test_why_rows_are_dropped(correct, reason):
-    assert filter.why_dropped_by_accuracy({"correct": correct}, 0.1, 0.9) == reason
+    assert filter.drop_reason_by_accuracy({"correct": correct}, 0.1, 0.9) == reason

@@ -124,8 +124,10 @@ def execute(page, each=lambda namespace: None):
 
 
 README, CONTRIBUTING, BENCHMARKS = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))
-FIRST = [README, first_run_page.AGENT]
-WITH_CODE = [page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md" and page not in FIRST]
+FIRST_OPTIONS = [README, first_run_page.AGENT]
+WITH_CODE = [
+    page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md" and page not in FIRST_OPTIONS
+]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def look(namespace):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", FIRST_OPTIONS, ids=lambda page: page.name)
 def test_code_runs_on_the_first_files(page, first_day, capsys):
     """Code needs what `first_run.py` writes and nothing else; a trajectory has a turn, a look and a turn."""
     steps = execute(page, look)["trainer"].state.global_step

@@ -34,7 +34,7 @@ def test_steps_whose_rewards_are_equal(grouped, rollouts, steps, monkeypatch):
     monkeypatch.setattr(hints.logger, "warning", warned.append)
     hint = hints.EqualRewardsHint(grouped, patience=1)
     for step, (rewards, differ) in enumerate(rollouts):
-        hint.measure(torch.tensor(rewards, dtype=torch.float32), torch.full((4,), differ), step)
+        hint.record_rewards(torch.tensor(rewards, dtype=torch.float32), torch.full((4,), differ), step)
     hint.on_log(None, SimpleNamespace(global_step=len(rollouts), log_history=[{"reward": 1.0, "step": 2}]), None)
     assert len(warned) == (steps > 0) and all(f"for {steps} steps" in each for each in warned)
 

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 
 from trl_multimodal_rft.cli.arguments import PPOScriptArguments, PromptArguments, parse
-from trl_multimodal_rft.cli.inputs import critic_inputs, load_split
+from trl_multimodal_rft.cli.inputs import load_split, ppo_inputs
 from trl_multimodal_rft.data import load_easyr1
 from trl_multimodal_rft.rewards.named import load_reward_funcs
 
@@ -169,7 +169,7 @@ def test_functions_by_dotted_paths(tmp_path, monkeypatch):
 
 def test_supervised_rows_of_ppo_and_other_layouts(folder):
     (args,) = parse([PPOScriptArguments], ["--ptx_dataset_name", "./rows.jsonl"])
-    assert len(critic_inputs(args)["ptx_dataset"]) == 4
+    assert len(ppo_inputs(args)["ptx_dataset"]) == 4
     Path("home", "r1.jsonl").write_text(json.dumps({"problem": "2 + 2", "answer": "4"}) + "\n")
     assert load_easyr1("~/r1.jsonl")["solution"] == ["4"]
     with pytest.raises(ValueError, match="There is no file or folder './r1.jsonl'; "):

@@ -29,7 +29,7 @@ from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.cli.commands import script_of
 from trl_multimodal_rft.cli.inputs import trainer_inputs
-from trl_multimodal_rft.cli.options import launched_parser, options_of
+from trl_multimodal_rft.cli.options import launched_command_parser, options_of
 from trl_multimodal_rft.cli.preflight import check_names
 from trl_multimodal_rft.extras import estimate
 from trl_multimodal_rft.rollout.tools import TOOLS
@@ -210,7 +210,7 @@ def prepared(path, handmade, tmp_path):
 def arguments(name, **changes):
     """Returns the parsed arguments: `--accelerate_config`, and the script's arguments, some with other values."""
     command = method(RECIPES[name])
-    parser = launched_parser(command, options_of(command))
+    parser = launched_command_parser(command, options_of(command))
     known = {action.dest for action in parser._actions}
     values = {key: value if isinstance(value, list) else [value] for key, value in changes.items() if key in known}
     words = [word for key, value in values.items() for word in (f"--{key}", *map(str, value))]

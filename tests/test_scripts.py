@@ -24,7 +24,7 @@ from trl_multimodal_rft.cli.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.cli.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.cli.inputs import load_split, with_prompts
 from trl_multimodal_rft.cli.option_table import options
-from trl_multimodal_rft.cli.options import launched_parser
+from trl_multimodal_rft.cli.options import launched_command_parser
 from trl_multimodal_rft.data.reading.refs import Encoded
 from trl_multimodal_rft.data.rows.features import undecoded
 
@@ -111,7 +111,7 @@ def test_command_line_is_read_as_by_trl(script):
     assert len(words) > 40
     every = [word for pair in words for word in pair]
     expected = vars(TrlParser(script.ARGUMENTS).parse_known_args(every)[0])
-    parsed = vars(launched_parser("", options(script.ARGUMENTS)).parse_args(every))
+    parsed = vars(launched_command_parser("", options(script.ARGUMENTS)).parse_args(every))
     assert parsed == {name: expected[name] for name in parsed} and len(parsed) == len(words)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 
-# A URL within a text. Quotes may be part of the URL.
+# A URL within a text. Quotes can be part of the URL.
 _URL = re.compile(
     r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
     r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
@@ -21,7 +21,7 @@ _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[
 _TOKEN = re.compile(r"\b(hf|api_org|sk|ghp|github_pat|glpat|xox[bp])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}")
 _HEADER = re.compile(r"(?i)\b(bearer|basic) +(?!auth|realm)[\w.~+/=-]+")
 # A name and its value: `name=value`, `"name": "value"`, `--name value`
-_ASSIGNED = re.compile(
+_ASSIGNMENT = re.compile(
     r"""(?<![\w-])-{0,2}(?P<name>[A-Za-z][\w-]*)(?P<sign>=|["'] *[:=] *|(?<=authorization): *|(?<=key): +)"""
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&()"'\]}]+)""",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value
 
 Setting = str | float | Sequence | Mapping | None  # a value of YAML and JSON
 
-_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 # Words that make a name secret, regardless of its other words
 _SECRET_WORDS = set(
     "secret secrets password passwords passwd passphrase pwd credential credentials authorization auth".split()
@@ -61,7 +61,7 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
     Returns:
         `bool`: Whether the name is the name of a secret.
     """
-    words = [word.lower() for word in _WORDS.findall(name)]
+    words = [word.lower() for word in _WORD.findall(name)]
     if {*words} & _SECRET_WORDS or is_variable and {"key", "token"} & {*words}:
         return True
     words = words[:-1] if words[-1:] == ["id"] and "key" in words else words
@@ -85,7 +85,7 @@ def masked(text: str) -> str:
             return match[0]
         return f"{match[0][: -len(value)]}{quote}***{quote}"
 
-    text = _OPTION.sub(mask, _ASSIGNED.sub(mask, text))
+    text = _OPTION.sub(mask, _ASSIGNMENT.sub(mask, text))
     return _TOKEN.sub(lambda match: f"{match[1] or match[3]}{match[2] or ''}***", text)
 
 
@@ -123,12 +123,12 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a [`masked`] text, also without user information and queries in URLs. Queries may hold signatures."""
-    text = _URL.sub(lambda match: shown_url(match[0]), text)
+    """Returns a [`masked`] text, also without user information and queries in URLs. Queries can hold signatures."""
+    text = _URL.sub(lambda match: masked_url(match[0]), text)
     return masked(re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text)))
 
 
-def shown_url(url: str) -> str:
+def masked_url(url: str) -> str:
     """Masks user information, query and fragment of a URL, also behind encoded separators, and the data of `data:`."""
     if url[:5].lower() == "data:":
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
@@ -140,7 +140,8 @@ def shown_url(url: str) -> str:
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
-        # A password may contain characters that end an authority. A colon may precede a password or a port.
+        # A colon in an authority precedes a port or a password. Since a password can contain characters that end an
+        # authority, any later `@` counts as the end of a password.
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (

@@ -14,22 +14,22 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports its `TYPE_CHECKING` block lazily."""
     (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    modules = {
+    origins = {
         alias.asname or alias.name: ("." * node.level + str(node.module), alias.name)
         for node in imports
         for alias in node.names
     }
 
     def load(name: str):
-        if name not in modules:
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         check_versions()
         try:
-            module, name = modules[name]
+            module, name = origins[name]
             return getattr(importlib.import_module(module, package), name)
         except Exception as error:
             if (unfit := unfit_packages(error)) is None:
                 raise
             raise ImportError(unfit, name=PACKAGE) from error
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), sorted(modules)
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *origins}), sorted(origins)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 # Extensions of configs, and of files that `datasets` reads, also compressed
-_ROWS = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?ml)(\.(gz|bz2|xz|zst|lz4))?\Z")
+_EXTENSION = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?ml)(\.(gz|bz2|xz|zst|lz4))?\Z")
 
 
 def local_path(name: str) -> Path | None:
@@ -18,13 +18,13 @@ def local_path(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
-    is_path = path.is_absolute() or any(part.startswith((".", "~")) for part in name.split("/"))
-    if not is_path and name.count("/") < 2 and not _ROWS.search(name):
+    looks_like_path = path.is_absolute() or any(part.startswith((".", "~")) for part in name.split("/"))
+    if not looks_like_path and name.count("/") < 2 and not _EXTENSION.search(name):
         return None
-    raise ValueError(f"There is no file or folder {name!r}; {nearest(path)[0]}.")
+    raise ValueError(f"There is no file or folder {name!r}; {similar_names(path)[0]}.")
 
 
-def nearest(path: Path) -> tuple[str, bool]:
+def similar_names(path: Path) -> tuple[str, bool]:
     """Returns a text about similar names in the last existing folder of a path, and whether such names exist."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]

@@ -25,7 +25,7 @@ def progress_bar(
     return tqdm(desc=label, total=total, unit=unit, initial=initial, leave=False, dynamic_ncols=True, **hidden)
 
 
-def write(*lines: str) -> None:
+def print_above_bars(*lines: str) -> None:
     """Prints lines above the bars."""
     tqdm.write("\n".join(lines))
     sys.stdout.flush()

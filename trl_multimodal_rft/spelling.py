@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from .paths import nearest
+from .paths import similar_names
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -88,15 +88,15 @@ def _literal(value: ast.expr) -> Any:
     try:
         return ast.literal_eval(value)
     except ValueError:
-        written = ast.unparse(value)
-        quoted = f"; quote it, as in {written!r}" if isinstance(value, ast.Name) else ""
-        raise ValueError(f"`{written}` is no value{quoted}") from None
+        text = ast.unparse(value)
+        remedy = f"; quote it, as in {text!r}" if isinstance(value, ast.Name) else ""
+        raise ValueError(f"`{text}` is no value{remedy}") from None
 
 
-def spelled(name: str, settings: dict[str, Any]) -> str:
-    """Returns a name and settings as the text that [`split_settings`] reads."""
-    listed = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-    return f"{name}({listed})" if listed else name
+def join_settings(name: str, settings: dict[str, Any]) -> str:
+    """Joins a name and its settings to the text that [`split_settings`] splits."""
+    listing = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    return f"{name}({listing})" if listing else name
 
 
 def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
@@ -144,7 +144,7 @@ def read_settings(cls: Callable[..., T], option: str, text: str | float | None) 
     """
     first, *parameters = inspect.signature(cls).parameters.values()
     name, settings = split_settings(text) if isinstance(text, str) else (text, None)
-    if isinstance(name, str) and {*_kinds(first.annotation)[0]} == {float}:
+    if isinstance(name, str) and {*_types_and_interval(first.annotation)[0]} == {float}:
         name = as_number(name)
         if isinstance(name, str):
             raise ValueError(f"`{option}` must be a number, such as 0.1, also with settings behind it, got {text!r}.")
@@ -161,7 +161,7 @@ def as_number(value: T) -> T | float:
         return value
 
 
-def _kinds(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
+def _types_and_interval(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
     """Returns the types that an annotation names, and its interval, if any."""
     interval = None
     if get_origin(annotation) is Annotated:
@@ -176,22 +176,22 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     `bool`, `int`, `float`, `Annotated[float, "[0, 1)"]` for a number within an interval, `list[float]` for finite
     numbers, and their unions with `None`. Other annotations allow any value.
     """
-    kinds, interval = _kinds(annotation)
-    if value is None and (NoneType in kinds or interval is None):
+    types, interval = _types_and_interval(annotation)
+    if value is None and (NoneType in types or interval is None):
         return
-    kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    if get_origin(kinds[0]) is Literal:
-        check_choice(name, value, get_args(kinds[0]))
-    elif kinds == (bool,) and isinstance(value, str):
+    types = tuple(cls for cls in types if cls is not NoneType)
+    if get_origin(types[0]) is Literal:
+        check_choice(name, value, get_args(types[0]))
+    elif types == (bool,) and isinstance(value, str):
         raise ValueError(f"{name} must be `True` or `False`, got the text {value!r}; write it without quotes.")
-    elif {*kinds} <= {int, float}:
+    elif {*types} <= {int, float}:
         if isinstance(value, str):
             raise ValueError(f"{name} must be a number, got the text {value!r}; write it without quotes.")
         if isinstance(value, bool):
             raise ValueError(f"{name} must be a number, got {value}; {remedy}.")
         if interval is not None:
             check_interval(name, value, interval, remedy)
-    elif kinds == (list[float],):
+    elif types == (list[float],):
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(item, (bool, str)) or not math.isfinite(item):
                 raise ValueError(f"{name} must be a list of finite numbers, got {item!r}; {remedy}.")
@@ -233,7 +233,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     except (ImportError, AttributeError, SyntaxError) as error:
         near = did_you_mean(function, vars(sys.modules.get(module, error)))
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
-            near = f" {nearest(Path(f'{module}.py'))[0]}."
+            near = f" {similar_names(Path(f'{module}.py'))[0]}."
         raise ValueError(f"There is no {kind} {name!r}: {error}.{near}") from error
     if not callable(target):
         raise ValueError(f"There is no {kind} {name!r}: it is of type {type(target).__name__}.")
@@ -241,7 +241,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
 
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
-    """Raises `ValueError` if a name is registered already, as the new function would silently replace the old one."""
+    """Raises a `ValueError` if a name is registered already, so that no function silently replaces another."""
     if duplicates := sorted({*names} & {*used}):
         raise ValueError(
             f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."

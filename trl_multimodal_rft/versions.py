@@ -173,21 +173,21 @@ def bounds() -> dict[str, str]:
     return {}
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of the installed packages among `names`."""
     return {name: distribution.version for name in names for distribution in [*distributions(name=name)][:1]}
 
 
-def side(installed: str, tested: str) -> int:
+def compare_with_tested(installed_version: str, tested: str) -> int:
     """Returns -1 for a version below the tested ones, 1 above them, else 0. A pre-release counts as its release."""
-    texts = [re.split(r"[^\d.]", installed)[0].strip("."), *re.findall(r"[\d.]+", tested)]
+    texts = [re.split(r"[^\d.]", installed_version)[0].strip("."), *re.findall(r"[\d.]+", tested)]
     current, *ends = ([*map(int, text.split("."))] for text in texts)
     return (current >= ends[1]) - (current < ends[0]) if ends else 0
 
 
 def missing_parts() -> dict[str, str]:
     """Returns names and parameters that this package needs and the installed packages lack, by package."""
-    missing: dict[str, list[str]] = {name: [] for name in installed(bounds())}
+    missing: dict[str, list[str]] = {name: [] for name in installed_versions(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
         if package not in missing:
@@ -214,12 +214,12 @@ def check_versions() -> None:
     Raises:
         ImportError: If a package is too old, or is newer and lacks names or parameters that this package uses.
     """
-    versions = installed(name for name in bounds() if name != "vllm")
-    newer = {name: number for name, number in versions.items() if side(number, bounds()[name]) > 0}
-    old = {name: "is too old" for name, number in versions.items() if side(number, bounds()[name]) < 0}
-    if wrong := old or (missing_parts() if newer else {}):
-        complaints = "; ".join(f"{name} {versions[name]} {complaint}" for name, complaint in wrong.items())
-        pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**wrong, **newer})
+    versions = installed_versions(name for name in bounds() if name != "vllm")
+    newer = {name: number for name, number in versions.items() if compare_with_tested(number, bounds()[name]) > 0}
+    old = {name: "is too old" for name, number in versions.items() if compare_with_tested(number, bounds()[name]) < 0}
+    if unfit := old or (missing_parts() if newer else {}):
+        complaints = "; ".join(f"{name} {versions[name]} {complaint}" for name, complaint in unfit.items())
+        pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**unfit, **newer})
         reason = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
         raise ImportError(f"{complaints}. {reason}: run `pip install {pins}`, or update it.", name=PACKAGE)
     warn_of_newer(newer)
@@ -227,12 +227,12 @@ def check_versions() -> None:
 
 def warn_of_newer(newer: dict[str, str]) -> None:
     """Warns of versions newer than the tested ones, once for this process and all processes that it starts."""
-    listed = ", ".join(f"{name} {number}" for name, number in newer.items())
-    before = os.environ.get(WARNED, "").split("; ")
-    if newer and listed not in before and os.environ.get("RANK", "0") == "0":
-        os.environ[WARNED] = "; ".join([*before, listed])
+    listing = ", ".join(f"{name} {number}" for name, number in newer.items())
+    earlier = os.environ.get(WARNED, "").split("; ")
+    if newer and listing not in earlier and os.environ.get("RANK", "0") == "0":
+        os.environ[WARNED] = "; ".join([*earlier, listing])
         tested = ", ".join(name + bounds()[name] for name in newer)
-        warnings.warn(f"{listed}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
+        warnings.warn(f"{listing}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
 
 
 @lru_cache
@@ -255,16 +255,16 @@ def is_torchcodec_usable() -> bool:
 
 def unfit_packages(error: BaseException) -> str | None:
     """Returns a message about packages that don't fit together if their imports raised the error, else `None`."""
-    is_named = re.compile(r"Could not import module|Failed to import").match  # transformers and TRL chain the cause
+    wraps_cause = re.compile(r"Could not import module|Failed to import").match  # in messages of transformers and TRL
     cause = error
-    while is_named(str(cause)) and cause.__cause__ is not None:
+    while wraps_cause(str(cause)) and cause.__cause__ is not None:
         cause = cause.__cause__
     if getattr(cause, "name", None) == PACKAGE:
         return str(cause)
     if cause is error and not _is_import_failure(error):
         return None
     text = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
-    versions = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
+    versions = ", ".join(map(" ".join, installed_versions(("torch", "torchvision", "transformers", "trl")).items()))
     return (
         f"packages of this environment don't fit together: {' '.join(text.split())}. It has {versions or 'no torch'}; "
         "install versions that fit, see 'Packages that don't fit' in docs/install.md."
@@ -273,9 +273,11 @@ def unfit_packages(error: BaseException) -> str | None:
 
 def _is_import_failure(error: BaseException) -> bool:
     """Returns whether an import failed in an installed package or in this one, not in a user's module."""
-    imports = isinstance(error, ImportError) and error.name  # otherwise only statements of modules count
+    is_import_error = isinstance(error, ImportError) and error.name  # else only statements at the top of modules count
     frames = [
-        entry for entry, _ in traceback.walk_tb(error.__traceback__) if imports or entry.f_code.co_name == "<module>"
+        entry
+        for entry, _ in traceback.walk_tb(error.__traceback__)
+        if is_import_error or entry.f_code.co_name == "<module>"
     ]
     names = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     names = [name for name in names if name not in {"__main__", *sys.stdlib_module_names}]

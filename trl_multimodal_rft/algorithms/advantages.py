@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ..spelling import check_settings, check_unused, spelled, split_settings
+from ..spelling import check_settings, check_unused, join_settings, split_settings
 from .kl import approx_kl
 from .papers import Paper, cite, paper_of
 from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
@@ -46,7 +46,7 @@ class Estimator:
     @property
     def spelling(self) -> str:
         """The name with its settings, as a value of `advantage_estimator`."""
-        return spelled(self.name, self.settings)
+        return join_settings(self.name, self.settings)
 
 
 ESTIMATORS: dict[str, Estimator] = {}

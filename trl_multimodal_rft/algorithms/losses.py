@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from ..spelling import check_settings, check_unused, spelled, split_settings
+from ..spelling import check_settings, check_unused, join_settings, split_settings
 from .kl import approx_kl
 from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
 from .papers import Paper, cite, paper_of
@@ -104,7 +104,7 @@ class LossType:
     @property
     def spelling(self) -> str:
         """The name with its settings, as a value of `loss_type`."""
-        return spelled(self.name, self.settings)
+        return join_settings(self.name, self.settings)
 
     @property
     def is_mean(self) -> bool:

@@ -14,7 +14,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, input_modalities
 from ..forward.processes import modalities_of
 from ..policy import Fallbacks, PolicyForward
-from ..progress import write
+from ..progress import print_above_bars
 from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
@@ -122,4 +122,4 @@ class Checks:
     def _show(self) -> None:
         logger.info(str(self.self_check))
         if self.accelerator.is_local_main_process:
-            write(str(self.self_check))
+            print_above_bars(str(self.self_check))

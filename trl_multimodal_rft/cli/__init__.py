@@ -12,7 +12,7 @@ from ..spelling import did_you_mean
 from ..versions import check_versions
 from . import parsers
 from .errors import input_error
-from .options import Parser, launched_parser, options_of
+from .options import Parser, launched_command_parser, options_of
 from .preflight import check_names
 from .registry import COMMANDS, EXTRAS, LAUNCHED
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from ..progress import announce
 
         parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
-        args = parser.parse_with_config(argv[1:], getattr(parsers, f"of_run_{name}", None))
+        args = parser.parse_with_config(argv[1:], getattr(parsers, f"options_for_{name}", None))
         announce("loading libraries")
         if name in LAUNCHED:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser(name: str, shows_all: bool = False) -> Parser:
     prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
-        return launched_parser(prog, options_of(name), description, shows_all=shows_all)
+        return launched_command_parser(prog, options_of(name), description, shows_all=shows_all)
     parser = Parser(prog, description)
     getattr(parsers, name, lambda parser: None)(parser)  # `families` has no options
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -13,7 +13,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from ..rewards.named import load_reward_funcs, load_reward_recipe
 from ..rollout.tools import load_tools
 from .option_table import options
-from .options import launched_parser
+from .options import launched_command_parser
 
 
 T = TypeVar("T")
@@ -57,8 +57,8 @@ class RFTScriptArguments(PromptArguments):
     reward_funcs: list[str] | None = option(
         None,
         "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
-        'settings: `"box_iou_reward(iou_threshold=0.5)"`. By default, without a reward model, '
-        "`accuracy_reward` and `format_reward`, whose tags prompts must request.",
+        'settings: `"box_iou_reward(iou_threshold=0.5)"`. The default, without a reward model, is '
+        "`accuracy_reward` and `format_reward`; prompts must then request the tags of `format_reward`.",
     )
     reward_recipe: dict | None = option(
         None,
@@ -72,16 +72,16 @@ class RFTScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.reward_funcs, str):  # a config file may name one function as a string
+        if isinstance(self.reward_funcs, str):  # a config file can name one function as a string
             self.reward_funcs = [self.reward_funcs]
         if self.reward_funcs is not None and self.reward_recipe is not None:
             raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
 
-    def load_rewards(self, default: Sequence[str]) -> list[Callable]:
-        """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default`."""
+    def load_rewards(self, default_names: Sequence[str]) -> list[Callable]:
+        """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default_names`."""
         if self.reward_recipe is not None:
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
-        return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)
+        return load_reward_funcs(default_names if self.reward_funcs is None else self.reward_funcs)
 
 
 @dataclass
@@ -91,11 +91,11 @@ class ToolArguments:
     tools: list[str] | None = option(
         None,
         'Tools that the model may call: `zoom`, `"zoom(scale=1000)"`, or dotted paths of functions and of '
-        "a class of environments.",
+        "an environment class.",
     )
 
     def tool_inputs(self) -> dict[str, Any]:
-        """Loads tools as keyword arguments of a trainer or evaluation. A config file may name one tool as a string."""
+        """Loads tools as keyword arguments of a trainer or evaluation. A config file can name one tool as a string."""
         return load_tools([self.tools] if isinstance(self.tools, str) else self.tools or [])
 
 
@@ -159,7 +159,7 @@ def parse(
 ) -> tuple[Any, ...]:
     """Parses a command line into one instance per class. `demo` holds defaults for a command line without a model."""
     argv = sys.argv[1:] if argv is None else argv
-    parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
+    parsed = vars(launched_command_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
     values = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
     instances = tuple(
         cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.init and entry.name in values})

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..credentials import shown_url, without_credentials
+from ..credentials import masked_url, without_credentials
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
@@ -45,9 +45,9 @@ from ..rollout.prompt_encoder import PromptEncoder
 from .prompts import with_system_message, with_texts
 
 
-_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
-_SILENCE = 1e-3  # peak below which a sound counts as silence
-_TOKENS = ("prompt", "text", *MODALITIES)
+_MAX_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
+_SILENT_PEAK = 1e-3  # peak below which a sound counts as silence
+_LENGTHS = ("prompt", "text", *MODALITIES)  # rows of the table of lengths
 _POINTS = "min | median | p90 | p99 | max"  # columns for a distribution
 _OF_MODALITY = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 
@@ -57,21 +57,21 @@ class CheckedRow:
     """Findings on one row."""
 
     index: int  # row index in the dataset
-    media: dict[str, int] = field(default_factory=dict)  # number of media by modality
-    tokens: int | None = None  # tokens of the prompt, `None` if it can't be encoded
-    thinks: bool = False  # whether the prompt ends with an open `<think>`
-    media_tokens: dict[str, int] = field(default_factory=dict)  # number of placeholders in the prompt, by modality
+    n_media: dict[str, int] = field(default_factory=dict)  # by modality
+    n_tokens: int | None = None  # of the prompt, `None` if it can't be encoded
+    opens_thoughts: bool = False  # whether the prompt ends with an open `<think>`
+    n_placeholders: dict[str, int] = field(default_factory=dict)  # in the prompt, by modality
     sizes: dict[str, list[float]] = field(default_factory=dict)  # by measure, such as 'seconds of a sound'
-    is_cut: bool = False  # whether the row has audio longer than the model's window
-    files: dict[str, str] = field(default_factory=dict)  # names of media files by column
-    silent: str | None = None  # column of the first silent sound
+    has_overlong_audio: bool = False  # whether the row has audio longer than the model's window
+    file_names: dict[str, str] = field(default_factory=dict)  # names of media files by column
+    silent_column: str | None = None  # column of the first silent sound
     digest: bytes = b""  # digest of the prompt and the decoded media
     error: str | None = None  # reason why the row would not train
-    column: str | None = None  # column that the error names
+    error_column: str | None = None  # column that the error names
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """Dataset that encodes rows like the trainers. A key is a row index, or a tuple of row index and row."""
+    """Dataset that encodes rows as the trainers do. A key is a row index, or a tuple of row index and row."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RowChecker(torch.utils.data.Dataset):
         args: argparse.Namespace,
     ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
-        self.raises_overlong = args.audio_overlong == "raise"
+        self.rejects_overlong_audio = args.audio_overlong == "raise"
         self.encoder = PromptEncoder(
             model,
             processor,
@@ -90,8 +90,8 @@ class RowChecker(torch.utils.data.Dataset):
             ignored_media_columns=args.ignored_media_columns or (),
             keep_decoded=True,
         )
-        self.token_ids = {
-            kind: torch.tensor(sorted(ids)) for kind, ids in placeholder_token_ids(model, processor).items()
+        self.placeholder_ids = {
+            modality: torch.tensor(sorted(ids)) for modality, ids in placeholder_token_ids(model, processor).items()
         }
 
     def __getitem__(self, key: int | tuple[int, dict[str, Any]]) -> CheckedRow:
@@ -104,7 +104,7 @@ class RowChecker(torch.utils.data.Dataset):
             if location is None:
                 checked.error = f"{type(error).__name__}: {text}"
             else:
-                checked.column, file = location.groups()
+                checked.error_column, file = location.groups()
                 checked.error = f"'{file}': " * (file is not None) + text[location.end() :]
         return checked
 
@@ -121,10 +121,10 @@ class RowChecker(torch.utils.data.Dataset):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media
         refs, answer_refs = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
         for ref in refs + answer_refs:
-            checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
+            checked.n_media[ref.modality] = checked.n_media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
             if isinstance(path, str | os.PathLike):
-                checked.files[ref.column] = shown_url(os.path.basename(path))
+                checked.file_names[ref.column] = masked_url(os.path.basename(path))
             with suppress(MediaError):  # encoding reports the error below
                 for name, size in media_size(ref).items():
                     checked.sizes.setdefault(f"{name} {_OF_MODALITY[ref.modality]}", []).append(size)
@@ -132,33 +132,35 @@ class RowChecker(torch.utils.data.Dataset):
         try:
             encoded = self.encoder.encode(prompt, row.row_index)
         except ValueError as error:
-            if "audio" not in checked.media:
+            if "audio" not in checked.n_media:
                 raise
             try:  # if the row is valid with cut audio, its audio is too long
                 encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.row_index)
             except ValueError:
                 raise error from None
-            checked.is_cut = True
-            if self.raises_overlong:
+            checked.has_overlong_audio = True
+            if self.rejects_overlong_audio:
                 raise
-        checked.tokens = len(encoded)
-        checked.thinks = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
+        checked.n_tokens = len(encoded)
+        checked.opens_thoughts = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         audio_columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
                 digest.update(np.asarray(medium).tobytes())
             for sound, column in zip(decoded.media.get("audio", ()), audio_columns, strict=False):
-                if np.abs(sound).max() < _SILENCE:
-                    checked.silent = checked.silent or column
+                if np.abs(sound).max() < _SILENT_PEAK:
+                    checked.silent_column = checked.silent_column or column
             for frames in decoded.media.get("video", ()):
                 height, width = sorted(frames.shape[1:])[1:]  # the smallest dimension is the channels
                 checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
                 checked.sizes.setdefault("pixels of all sampled frames", []).append(len(frames) * height * width)
-        counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
-        if checked.media.keys() == {"video"} and not counts["video"]:
+        counts = {
+            modality: int(torch.isin(encoded.input_ids, ids).sum()) for modality, ids in self.placeholder_ids.items()
+        }
+        if checked.n_media.keys() == {"video"} and not counts["video"]:
             counts["video"] = counts["image"]  # some processors write videos with the image's token
-        checked.media_tokens = {kind: counts[kind] for kind in checked.media}
+        checked.n_placeholders = {modality: counts[modality] for modality in checked.n_media}
         checked.digest = digest.digest()
 
 
@@ -168,7 +170,8 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
         return model_class._from_config(config)
 
 
-def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
+def checked_rows(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
+    """Yields the findings on each row. Worker processes encode the rows."""
     # Workers read a dataset's rows by index. A stream is read in this process, which sends the rows to the workers.
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
@@ -187,25 +190,28 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
 
 
 @dataclass
-class Rows:
+class Finding:
     """Rows with the same finding."""
 
     example: str = ""  # error of the first row
     count: int = 0
-    first: list[str] = field(default_factory=list)  # indices of the first rows, with a file or an earlier equal row
+    # Row indices of the first rows, with the name of a file or the index of an earlier equal row
+    first_rows: list[str] = field(default_factory=list)
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
     def add(self, row: CheckedRow, note: str | None = None) -> None:
         self.count += 1
-        if len(self.first) < _LISTED:
-            note = note or row.files.get(row.column or row.silent or next(iter(row.files), ""))
-            self.first.append(f"{row.index} ({note})" if note else str(row.index))
-        if row.column is not None and len(self.columns) < _LISTED:
-            self.columns[row.column] = None
+        if len(self.first_rows) < _MAX_LISTED:
+            note = note or row.file_names.get(row.error_column or row.silent_column or next(iter(row.file_names), ""))
+            self.first_rows.append(f"{row.index} ({note})" if note else str(row.index))
+        if row.error_column is not None and len(self.columns) < _MAX_LISTED:
+            self.columns[row.error_column] = None
 
     @property
-    def listed(self) -> str:
-        return ", ".join(self.first) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
+    def listing(self) -> str:
+        return ", ".join(self.first_rows) + (
+            f" and {self.count - len(self.first_rows)} more" * (self.count > _MAX_LISTED)
+        )
 
 
 @dataclass
@@ -216,88 +222,92 @@ class Report:
     """
 
     title: str
-    limit: int | None  # maximum number of tokens of a prompt
-    cuts: bool  # whether audio beyond the model's window is cut
+    max_tokens: int | None  # of a prompt
+    cuts_audio: bool  # whether audio beyond the model's window is cut
     warnings: list[str] = field(default_factory=list)
-    empty: str = ""  # note on columns with empty cells
+    empty_note: str = ""  # on columns with empty cells
     is_refused: bool = False  # whether the dataset as a whole would not train
-    rows: int = 0
-    sizes: dict[str, array] = field(default_factory=dict)
-    causes: dict[tuple[str, str], Rows] = field(default_factory=dict)  # by column and masked error
-    overlong: Rows = field(default_factory=Rows)
-    cut: Rows = field(default_factory=Rows)
-    silent: Rows = field(default_factory=Rows)
-    repeated: Rows = field(default_factory=Rows)
-    thinks: int = 0  # rows whose prompt ends with an open `<think>`
-    first_rows: dict[bytes, int] = field(default_factory=dict)  # index of the first row with a digest
-    tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
-    media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
+    n_rows: int = 0
+    sizes: dict[str, array] = field(default_factory=dict)  # by measure
+    causes: dict[tuple[str, str], Finding] = field(default_factory=dict)  # by column and masked error
+    overlong_prompts: Finding = field(default_factory=Finding)
+    overlong_audio: Finding = field(default_factory=Finding)
+    silent: Finding = field(default_factory=Finding)
+    repeated: Finding = field(default_factory=Finding)
+    n_opening_thoughts: int = 0  # rows whose prompt ends with an open `<think>`
+    first_indices: dict[bytes, int] = field(default_factory=dict)  # row index of the first row, by digest
+    tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _LENGTHS})
+    media_counts: dict[str, array] = field(default_factory=lambda: {modality: array("q") for modality in MODALITIES})
 
     @property
-    def failed(self) -> int:
+    def n_failed(self) -> int:
         """Number of rows that would not train."""
         if self.is_refused:
-            return self.rows
-        return sum(cause.count for cause in self.causes.values()) + self.overlong.count
+            return self.n_rows
+        return sum(cause.count for cause in self.causes.values()) + self.overlong_prompts.count
 
     def add(self, row: CheckedRow) -> None:
-        self.rows += 1
-        for kind, number in row.media.items():
-            self.media[kind].append(number)
+        self.n_rows += 1
+        for modality, number in row.n_media.items():
+            self.media_counts[modality].append(number)
         for name, values in row.sizes.items():
             self.sizes.setdefault(name, array("d")).extend(values)
-        if row.is_cut:
-            self.cut.add(row)
+        if row.has_overlong_audio:
+            self.overlong_audio.add(row)
         if row.error is not None:
             # Errors with one cause quote different names, numbers and objects, so these are masked
-            key = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
-            column = re.sub(r"\[\d+\]", "[]", row.column or "")
-            self.causes.setdefault((column, key), Rows(row.error)).add(row)
-        if row.tokens is None:
+            masked_error = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
+            column = re.sub(r"\[\d+\]", "[]", row.error_column or "")
+            self.causes.setdefault((column, masked_error), Finding(row.error)).add(row)
+        if row.n_tokens is None:
             return
-        self.thinks += row.thinks
-        if row.silent is not None:
+        self.n_opening_thoughts += row.opens_thoughts
+        if row.silent_column is not None:
             self.silent.add(row)
-        first = self.first_rows.setdefault(row.digest, row.index)
-        if first != row.index:
-            self.repeated.add(row, f"as {first}")
-        text = row.tokens - sum(row.media_tokens.values())
-        for name, number in {"prompt": row.tokens, "text": text, **row.media_tokens}.items():
+        first_index = self.first_indices.setdefault(row.digest, row.index)
+        if first_index != row.index:
+            self.repeated.add(row, f"as {first_index}")
+        n_text = row.n_tokens - sum(row.n_placeholders.values())
+        for name, number in {"prompt": row.n_tokens, "text": n_text, **row.n_placeholders}.items():
             self.tokens[name].append(number)
-        if self.limit is not None and row.tokens > self.limit:
-            self.overlong.add(row)
+        if self.max_tokens is not None and row.n_tokens > self.max_tokens:
+            self.overlong_prompts.add(row)
 
     def text(self) -> str:
-        verdict = f"{self._share(self.failed)} would not" if self.failed else f"All {self.rows} rows would"
-        parts = [f"# Check of {self.title}", f"{verdict} train." + f" Note: {self.empty}." * bool(self.empty)]
+        verdict = f"{self._share(self.n_failed)} would not" if self.n_failed else f"All {self.n_rows} rows would"
+        parts = [
+            f"# Check of {self.title}",
+            f"{verdict} train." + f" Note: {self.empty_note}." * bool(self.empty_note),
+        ]
         parts += [f"    {' '.join(warning.split())}" for warning in self.warnings]
         parts += ["## What would fail"] if self.causes else []
         for cause in sorted(self.causes.values(), key=lambda cause: -cause.count):
             columns = f" in {', '.join(map(in_code, cause.columns))}" if cause.columns else ""
             parts += [f"### {self._share(cause.count)}{columns}", f"    {' '.join(cause.example.split())}"]
-            parts.append(f"Rows: {cause.listed}")
+            parts.append(f"Rows: {cause.listing}")
         total = sum(self.tokens["prompt"])
         lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _percentiles(self.tokens)]
         parts += _section("## Lengths", f"tokens of | rows | {_POINTS} | share", lengths)
-        if self.limit is not None and lengths:
-            parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
+        if self.max_tokens is not None and lengths:
+            parts.append(f"Overlong, of more than {self.max_tokens} tokens: {self._summary(self.overlong_prompts)}")
         parts += _section("## Sizes of media", f"size | number | {_POINTS}", _percentiles(self.sizes))
-        counts = {kind: numbers for kind, numbers in self.media.items() if numbers}
-        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in counts.items()]
+        counts = {modality: numbers for modality, numbers in self.media_counts.items() if numbers}
+        rows = [[modality, len(n), min(n), int(np.median(n)), max(n), sum(n)] for modality, n in counts.items()]
         parts += _section("## Media of a row", "kind | rows | min | median | max | all", rows)
         if "audio" in counts:
-            parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
-            parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
-        parts.append(f"Rows that repeat the prompt and media of an earlier row: {self._listed(self.repeated)}")
-        opened = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs"
-        parts += [f"{opened}: {self._share(self.thinks)}."] * bool(self.thinks)
+            note = ", which is cut" * self.cuts_audio
+            parts.append(f"Audio beyond the model's window{note}: {self._summary(self.overlong_audio)}")
+            parts.append(f"Silence, nowhere above -60 dB: {self._summary(self.silent)}")
+        parts.append(f"Rows that repeat the prompt and media of an earlier row: {self._summary(self.repeated)}")
+        opening_note = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs"
+        parts += [f"{opening_note}: {self._share(self.n_opening_thoughts)}."] * bool(self.n_opening_thoughts)
         return "\n\n".join(parts) + "\n"
 
     def _share(self, count: int) -> str:
-        return f"{count} of {self.rows} rows ({100 * count / self.rows:.3g} %)"
+        return f"{count} of {self.n_rows} rows ({100 * count / self.n_rows:.3g} %)"
 
-    def _listed(self, rows: Rows) -> str:
-        return self._share(rows.count) + f". Rows: {rows.listed}" * bool(rows.count)
+    def _summary(self, rows: Finding) -> str:
+        return self._share(rows.count) + f". Rows: {rows.listing}" * bool(rows.count)
 
 
 def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
@@ -318,27 +328,35 @@ def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> li
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
     check_plot(args.plot)
-    source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
-    config, model_class = read_config(args.model_name_or_path, **source)
+    model_source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+    config, model_class = read_config(args.model_name_or_path, **model_source)
     try:
-        processor = load_processor(args.model_name_or_path, **source)
+        processor = load_processor(args.model_name_or_path, **model_source)
     except OSError as error:
         raise ValueError(f"{args.model_name_or_path!r} has no processor: {error}") from error
     model = without_weights(config, model_class)
-    limit = args.max_prompt_length
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    contexts = [length for length in (positions, args.vllm_max_model_length) if length is not None]
-    if limit is None and contexts:
-        limit = min(contexts) - args.max_completion_length
+    max_tokens = args.max_prompt_length
+    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context_lengths = [length for length in (max_positions, args.vllm_max_model_length) if length is not None]
+    if max_tokens is None and context_lengths:
+        max_tokens = min(context_lengths) - args.max_completion_length
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
-    report = Report(title, limit, args.audio_overlong == "truncate")
+    report = Report(title, max_tokens, args.audio_overlong == "truncate")
     try:
-        ignored, takes = args.ignored_media_columns or (), input_modalities(model)
+        ignored, modalities = args.ignored_media_columns or (), input_modalities(model)
         warning = check_columns(
-            rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=takes
-        )
+            rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=
+@@@<<<<<<< /
+takes
+        
+@@@||||||| /
+takes
+@@@=======
+modalities
+@@@>>>>>>> /
+)
         if warning is not None:
             report.warnings.append(warning)
         report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
@@ -347,16 +365,16 @@ def run(args: argparse.Namespace) -> None:
     except ValueError as error:  # an error of the dataset as a whole
         report.warnings.append(str(error))
         report.is_refused = True
-    report.empty = describe_empty_cells(
+    report.empty_note = describe_empty_cells(
         rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
     )
     if "prompt" in (rows.column_names or ()):
         columns = ("prompt", *COMPLETIONS, "completion", "label", *MEDIA_COLUMNS)
         rows = rows.select_columns([name for name in rows.column_names if name in columns])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
-    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
+    for checked in checked_rows(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)
-    if not report.rows:
+    if not report.n_rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")
     text = report.text()
     print(text, end="")
@@ -365,5 +383,5 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
         save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
-    if report.failed:
+    if report.n_failed:
         raise SystemExit(1)

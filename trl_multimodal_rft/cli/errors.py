@@ -12,7 +12,7 @@ from ..versions import unfit_packages
 
 
 # Environment variable with the folder for input errors of launched processes. The command shows the first error.
-FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
+FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
@@ -25,27 +25,27 @@ _CHECKING_PACKAGES = {"trl_multimodal_rft", "trl", "transformers", "huggingface_
 
 
 def input_error(error: BaseException) -> str | None:
-    """Returns the message of an input error or of a user's reward function in one line, or `None` for other errors."""
+    """Returns the message, in one line, of an input error or of a reward function's error; `None` for other errors."""
     if isinstance(error, RewardError):
         return masked(one_line(str(error)))
     if (unfit := unfit_packages(error)) is not None:
         return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
-    source, frame = "", error.__traceback__
+    raising_package, frame = "", error.__traceback__
     while frame is not None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
-        source = source if package in sys.stdlib_module_names else package
+        raising_package = raising_package if package in sys.stdlib_module_names else package
         frame = frame.tb_next
-    return masked(one_line(str(error))) if source in _CHECKING_PACKAGES else None
+    return masked(one_line(str(error))) if raising_package in _CHECKING_PACKAGES else None
 
 
-def leave(error: BaseException) -> None:
+def write_input_error(error: BaseException) -> None:
     """
-    Writes an input error of a launched process to the folder in `FOLDER`, where the command reads it. For an error of
-    a reward function, also prints the traceback of the user's code. Raises other errors.
+    Writes an input error of a launched process to the folder in `FOLDER_VARIABLE`, where the command reads it. For an
+    error of a reward function, also prints the traceback of the user's code. Raises other errors.
     """
-    text, folder = input_error(error), os.environ.get(FOLDER)
+    text, folder = input_error(error), os.environ.get(FOLDER_VARIABLE)
     if text is None or folder is None:
         raise error
     if isinstance(error, RewardError):

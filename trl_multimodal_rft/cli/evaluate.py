@@ -79,7 +79,7 @@ class EvaluationArguments(ToolArguments):
 
 @dataclass
 class PairArguments(EvaluationArguments):
-    """Arguments of an evaluation whose rows may be pairs for a judge or a reward model."""
+    """Arguments of an evaluation of rows, or of pairs for a judge or a reward model."""
 
     pairs: bool = option(
         False,
@@ -97,7 +97,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
     if script_args.dataset_streaming:
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
-    audio = {"audio_dir": evaluation_args.media_dir} if benchmark in ("mmau", "avqa") else {}
+    loader_options = {"audio_dir": evaluation_args.media_dir} if benchmark in ("mmau", "avqa") else {}
     if benchmark is None and evaluation_args.benchmark_version is not None:
         raise ValueError("`--benchmark_version` is of a `--benchmark`; name one, or leave it out.")
     if benchmark == "mmau" and evaluation_args.benchmark_version is None:
@@ -108,7 +108,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     if benchmark is None:
         dataset: Any = load_split(script_args, split)
     else:
-        dataset = with_prompts(benchmark_of(benchmark)[0](name, split, **audio), script_args)
+        dataset = with_prompts(benchmark_of(benchmark)[0](name, split, **loader_options), script_args)
     return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
 
 
@@ -127,15 +127,15 @@ def score_by_name(
     accelerator: Accelerator,
 ) -> EvaluationResult:
     """Loads a reward model and pairs by their names, and measures the model on the pairs."""
-    name, trusts = str(script_args.reward_model_name_or_path), pair_args.trust_remote_code
+    name = str(script_args.reward_model_name_or_path)
     if model_args.model_name_or_path is not None:
         raise ValueError(
             "`--pairs` measures one of `--model_name_or_path` and `--reward_model_name_or_path`; leave the other out."
         )
-    options: dict[str, Any] = {**model_init_kwargs(model_args), "trust_remote_code": trusts}
-    model, processor = load_trained_reward_model(name, **options)
-    size, overlong = 2 * config.batch_size, pair_args.audio_overlong
-    reward = RewardModel(model.to(accelerator.device), processor, batch_size=size, audio_overlong=overlong)
+    model_options: dict[str, Any] = {**model_init_kwargs(model_args), "trust_remote_code": pair_args.trust_remote_code}
+    model, processor = load_trained_reward_model(name, **model_options)
+    batch_size, overlong = 2 * config.batch_size, pair_args.audio_overlong
+    reward = RewardModel(model.to(accelerator.device), processor, batch_size=batch_size, audio_overlong=overlong)
     rules = MediaRules(media_dir=pair_args.media_dir, **budgets_of(config))
     with accelerator.main_process_first():
         dataset = load_rows(script_args, pair_args, split)
@@ -153,9 +153,9 @@ def evaluate_by_name(
     split: str,
     accelerator: Accelerator,
     load: Callable[..., Dataset] = load_rows,
-    default: Sequence[str] = ("accuracy_reward", "format_reward"),
+    default_rewards: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
-    """Loads and evaluates a model on a dataset, both by name. Rewards default to the benchmark's or `default`."""
+    """Loads and evaluates a model on a dataset, both by name. By default, rewards are the benchmark's."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
@@ -167,7 +167,7 @@ def evaluate_by_name(
             "`--reward_model_name_or_path` gives a score, which can't say which answers are correct; leave it out."
         )
     benchmark = evaluation_args.benchmark
-    reward_funcs = script_args.load_rewards(default if benchmark is None else benchmark_of(benchmark)[1])
+    reward_funcs = script_args.load_rewards(default_rewards if benchmark is None else benchmark_of(benchmark)[1])
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
     announce("loading the dataset")
     with accelerator.main_process_first():
@@ -217,6 +217,7 @@ def main(
     accelerator, train_split = Accelerator(), script_args.dataset_train_split
     split, name, benchmark = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     single_split = only_split(name, script_args.dataset_config) if benchmark is None and name is not None else None
+    # "test" is the default of `dataset_test_split`, which stands for the only split of a file, too
     split = single_split if single_split is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if is_harness(benchmark):

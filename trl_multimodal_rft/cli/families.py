@@ -15,9 +15,9 @@ def rows() -> list[tuple[str, str, str, str]]:
     for model_type, class_name in sorted({**classes_with_media(), **trained_parts}.items()):
         family, part = family_of(model_type), trained_parts.get(model_type)
         modalities = input_modalities(getattr(transformers, class_name))
-        kinds = [kind for kind in MODALITIES if kind in modalities]
-        if kinds:
-            lines.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))
+        ordered_modalities = [modality for modality in MODALITIES if modality in modalities]
+        if ordered_modalities:
+            lines.append((model_type, ", ".join(ordered_modalities), family.isolate or "", part or ""))
     return lines
 
 

@@ -60,9 +60,9 @@ class FilterArguments(EvaluationArguments):
                 )
 
 
-def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
+def drop_reason_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
     """Returns the reason to drop a row for its share of correct completions, or `None` to keep it."""
-    pass_rate = _share(record["correct"])
+    pass_rate = _share_correct(record["correct"])
     if pass_rate is None:
         return "not scored"
     if pass_rate < smallest:
@@ -70,13 +70,13 @@ def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: fl
     return "too easy" if pass_rate > largest else None
 
 
-def why_dropped(
+def drop_reason_by_contribution(
     record: dict[str, Any], modality: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
     """Returns the reason to drop a row, or `None` if correct completions need the row's medium."""
     if record["correct_without"] is None:
         return f"no {modality}"
-    accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
+    accuracy_with, accuracy_without = _share_correct(record["correct"]), _share_correct(record["correct_without"])
     if accuracy_with is None or accuracy_without is None:
         return "not scored"
     if accuracy_without > max_accuracy_without:
@@ -86,7 +86,7 @@ def why_dropped(
     return None
 
 
-def _share(correct: Sequence[bool | None] | None) -> float | None:
+def _share_correct(correct: Sequence[bool | None] | None) -> float | None:
     return None if correct is None or None in correct else sum(map(bool, correct)) / len(correct)
 
 
@@ -94,16 +94,16 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
     """Returns the content of `filter.json`."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
-    names, shares = ["min", "max"], {PASS_RATE: "correct"}
+    thresholds, keys_of_shares = ["min", "max"], {PASS_RATE: "correct"}
     if args.by == "contribution":
-        names = ["min_accuracy_with", "max_accuracy_without"]
-        shares = {"accuracy_with": "correct", "accuracy_without": "correct_without"}
+        thresholds = ["min_accuracy_with", "max_accuracy_without"]
+        keys_of_shares = {"accuracy_with": "correct", "accuracy_without": "correct_without"}
     return {
         "by": args.by,
         "rows": n_rows,
         "kept": n_rows - len(dropped),
         "dropped": dict(Counter(dropped.values()).most_common()),
-        **{name: getattr(args, name) for name in names},
+        **{name: getattr(args, name) for name in thresholds},
         "metrics": result.metrics,
         "settings": result.settings,
         "unreadable": result.skipped,
@@ -111,7 +111,7 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
             {
                 "row": index,
                 "reason": reason,
-                **{name: _share(records.get(index, {}).get(key)) for name, key in shares.items()},
+                **{name: _share_correct(records.get(index, {}).get(key)) for name, key in keys_of_shares.items()},
             }
             for index, reason in sorted(dropped.items())
         ],
@@ -162,18 +162,18 @@ def main(
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
     dataset, result = evaluate_by_name(*arguments, script_args.dataset_train_split, accelerator)
-    reason_of: Any = why_dropped
-    bounds: tuple = config.ablate, filter_args.min_accuracy_with, filter_args.max_accuracy_without
+    reason_of: Any = drop_reason_by_contribution
+    criteria: tuple = config.ablate, filter_args.min_accuracy_with, filter_args.max_accuracy_without
     if filter_args.by == "accuracy":
-        reason_of, bounds = why_dropped_by_accuracy, (filter_args.min, filter_args.max)
-    reasons = {record["index"]: reason_of(record, *bounds) for record in result.rows}
+        reason_of, criteria = drop_reason_by_accuracy, (filter_args.min, filter_args.max)
+    reasons = {record["index"]: reason_of(record, *criteria) for record in result.rows}
     dropped = dict.fromkeys(result.skipped, "can't be read")
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
     accelerator.print(_text(report))
     if filter_args.plot is not None and accelerator.is_main_process:
         names = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
-        rates = {name: [_share(record.get(key)) for record in result.rows] for name, key in names.items()}
+        rates = {name: [_share_correct(record.get(key)) for record in result.rows] for name, key in names.items()}
         scored = {name: [rate for rate in values if rate is not None] for name, values in rates.items()}
         n = config.num_samples
         save_figure(histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)]), Path(filter_args.plot))
@@ -183,7 +183,7 @@ def main(
         kept = [index for index in range(len(dataset)) if index not in dropped]
         rows = dataset.select(kept)
         if filter_args.by == "accuracy":
-            shares = {record["index"]: _share(record["correct"]) for record in result.rows}
+            shares = {record["index"]: _share_correct(record["correct"]) for record in result.rows}
             rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
             rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
         write_folder(rows, filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))

@@ -68,11 +68,11 @@ def trainer_inputs(
 ) -> dict[str, Any]:
     """Makes a trainer's keyword arguments from the arguments of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    options = training_args.model_init_kwargs  # a dictionary, as the config has parsed the option's JSON
+    options = training_args.model_init_kwargs  # a dictionary, since the config has parsed the option's JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
-        _check_same_rows(script_args)
+        _check_separate_rows(script_args)
     inputs = {
         "model": model_args.model_name_or_path,
         "args": training_args,
@@ -90,11 +90,11 @@ def trainer_inputs(
     if isinstance(script_args, ToolArguments) and script_args.tools:
         inputs |= script_args.tool_inputs()
     if isinstance(script_args, PPOScriptArguments):
-        inputs |= critic_inputs(script_args)
+        inputs |= ppo_inputs(script_args)
     return inputs
 
 
-def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
+def ppo_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
     """Returns the keyword arguments that only the PPO trainer has."""
     name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
     return {
@@ -121,7 +121,7 @@ def _with_chat_template(
     return processor
 
 
-def _check_same_rows(script_args: PromptArguments) -> None:
+def _check_separate_rows(script_args: PromptArguments) -> None:
     """Raises a `ValueError` if training and evaluation would use the same rows of one file."""
     name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)

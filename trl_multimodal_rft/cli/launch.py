@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from .errors import FOLDER
-from .options import TRACEBACK, packaged
+from .errors import FOLDER_VARIABLE
+from .options import TRACEBACK, config_path
 from .preflight import check_run, is_harness
 
 
@@ -25,35 +25,35 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
-    words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
+    words = [] if config is None else [f"--config_file={config_path('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
     words += ["--module", "trl_multimodal_rft.cli.launched", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         if not getattr(args, TRACEBACK, False):
-            os.environ[FOLDER] = folder
+            os.environ[FOLDER_VARIABLE] = folder
         try:
-            code = _exit_code(words)
+            exit_code = _launch_and_wait(words)
         finally:
-            os.environ.pop(FOLDER, None)
+            os.environ.pop(FOLDER_VARIABLE, None)
         messages = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
-    if code < 0 and code != -signal.SIGINT:
-        cause = ", as when memory runs out" * (code == -signal.SIGKILL)
-        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{cause}.")
-    sys.exit(code if code >= 0 else 128 - code)
+    if exit_code < 0 and exit_code != -signal.SIGINT:
+        cause = ", as when memory runs out" * (exit_code == -signal.SIGKILL)
+        raise ValueError(f"A process was killed by {signal.Signals(-exit_code).name}{cause}.")
+    sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
-def _exit_code(words: Sequence[str]) -> int:
+def _launch_and_wait(words: Sequence[str]) -> int:
     """Launches a script, and returns its exit code. Hides messages of accelerate and torch."""
     logging.disable(logging.ERROR)
-    # Ctrl-C also reaches the launched processes, which may save a checkpoint. So this process ignores it and waits.
+    # Ctrl-C also reaches the launched processes, which may still save a checkpoint. This process ignores it and waits.
     # Torch's launcher of several processes would kill them 30 seconds after Ctrl-C, so it gets a longer timeout.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        _launch(words)
+        _run_accelerate(words)
         return 0
     except CalledProcessError as error:
         return error.returncode
@@ -68,7 +68,7 @@ def _exit_code(words: Sequence[str]) -> int:
         logging.disable(logging.NOTSET)
 
 
-def _launch(words: Sequence[str]) -> None:
+def _run_accelerate(words: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     launch_command(launch_command_parser().parse_args(words))

@@ -4,7 +4,7 @@
 import importlib
 import sys
 
-from .errors import leave
+from .errors import write_input_error
 
 
 if __name__ == "__main__":
@@ -14,5 +14,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        leave(error)
+        write_input_error(error)
         sys.exit(1)

@@ -23,7 +23,7 @@ from .registry import LAUNCHED
 _RESERVED = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
 
-def collect() -> dict[str, Any]:
+def collect_options() -> dict[str, Any]:
     """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
     for script in LAUNCHED:
@@ -48,14 +48,14 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
 
 
 def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, Any]:
-    kind = getattr(action.type, "__name__", "str")
-    kind = "bool" if kind in ("string_to_bool", "str_to_bool") else kind
-    kind = "str" if action.choices is not None or kind == "DebugOption" else kind
+    type_name = getattr(action.type, "__name__", "str")
+    type_name = "bool" if type_name in ("string_to_bool", "str_to_bool") else type_name
+    type_name = "str" if action.choices is not None or type_name == "DebugOption" else type_name
     default = [] if action.default == () else action.default
     return {
         "name": action.dest,
         "group": group,
-        "type": kind if kind in ("str", "int", "float", "bool") else "json",
+        "type": type_name if type_name in ("str", "int", "float", "bool") else "json",
         "nargs": action.nargs if action.nargs == "+" else None,
         "optional": optional,
         "default": default.value if isinstance(default, enum.Enum) else default,
@@ -65,7 +65,7 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """Returns the group of a field. For a trainer's config, it is the package that defines the field last."""
+    """Returns the group of a field. For a trainer's config, the group is the package that defines the field last."""
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
@@ -82,6 +82,6 @@ def _launch_options() -> list[dict[str, Any]]:
             continue
         name = next(flag[2:] for flag in action.option_strings if flag.startswith("--"))
         option = _option(action, "launch", False)
-        kind = option["type"] if option["type"] in ("int", "float") else "str"
-        rows.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
+        type_name = option["type"] if option["type"] in ("int", "float") else "str"
+        rows.append({**option, "name": name, "type": "bool" if action.nargs == 0 else type_name, "commands": []})
     return rows

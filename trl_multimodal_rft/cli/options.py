@@ -34,25 +34,26 @@ GROUPS = {
 }
 _ONLY_IN_FULL_HELP = ("transformers", "launch")
 # Options in the first block of `--help`: an example, a README, `first_run.md` or a tenth of the recipes sets them
-FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
-FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
-FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
-FIRST += ("batch_size", "num_processes", "max_steps", "num_train_epochs", "per_device_train_batch_size")
-FIRST += ("logging_steps", "save_steps", "gradient_accumulation_steps", "steps_per_generation", "num_generations")
-FIRST += ("num_samples", "pass_at", "max_completion_length", "temperature", "use_vllm", "vllm_mode")
-FIRST += ("vllm_gpu_memory_utilization", "vllm_max_model_length", "max_tool_calling_iterations", "packing")
-FIRST += ("max_tokens_per_microbatch", "gradient_checkpointing", "learning_rate", "value_learning_rate")
-FIRST += ("max_context_media", "freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay")
-FIRST += ("max_grad_norm", "beta", "entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
-# Options that name a model, a dataset or a folder
-NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
-NAMES += ("dataset_name", "ptx_dataset_name")
-_FOLDERS = ("output_dir", "compare_with", "plot")
+FIRST_OPTIONS = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze")
+FIRST_OPTIONS += ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt")
+FIRST_OPTIONS += ("min_pixels", "max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir")
+FIRST_OPTIONS += ("dry_run", "batch_size", "num_processes", "max_steps", "num_train_epochs")
+FIRST_OPTIONS += ("per_device_train_batch_size", "logging_steps", "save_steps", "gradient_accumulation_steps")
+FIRST_OPTIONS += ("steps_per_generation", "num_generations", "num_samples", "pass_at", "max_completion_length")
+FIRST_OPTIONS += ("temperature", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length")
+FIRST_OPTIONS += ("max_tool_calling_iterations", "packing", "max_tokens_per_microbatch", "gradient_checkpointing")
+FIRST_OPTIONS += ("learning_rate", "value_learning_rate", "max_context_media", "freezing_actor_steps")
+FIRST_OPTIONS += ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta", "entropy_coef")
+FIRST_OPTIONS += ("epsilon", "epsilon_high", "delta", "loss_type")
+# Options that name a model or a dataset, and options that name another folder or file
+NAME_OPTIONS = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
+NAME_OPTIONS += ("dataset_name", "ptx_dataset_name")
+_PATHS = ("output_dir", "compare_with", "plot")
 TRACEBACK = "traceback"  # destination of `--debug`
-_LAUNCH = "launch "  # prefix of `dest` for options of `accelerate launch`
-_DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
+_LAUNCH_PREFIX = "launch "  # prefix of `dest` for options of `accelerate launch`
+_OPTION_WORD = re.compile(r"^--([\w-]+)(?==|\Z)")
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
-_LISTED = 8  # maximum number of choices that `--help` shows beside the option
+_MAX_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
 
 Value = bool | int | float | str | list | dict | None
@@ -86,11 +87,11 @@ def read_config(path: str) -> dict[str, Value]:
 
 
 def _option_name(key: str) -> str:
-    """Returns a key as the name of an option. Keys may have dashes, as on the command line."""
+    """Returns a key as the name of an option. Keys can have dashes, as on the command line."""
     return str(key).replace("-", "_")
 
 
-def packaged(folder: str, name: str) -> str:
+def config_path(folder: str, name: str) -> str:
     """Returns `name` if it is a file's path, or else the path of the YAML file `name` in a folder of this package."""
     if Path(name).is_file():
         return name
@@ -98,11 +99,11 @@ def packaged(folder: str, name: str) -> str:
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
         stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
-        close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
-        alike = [f"`{file}`" for file in files if Path(file).name in close]
-        if not alike and not hint:
+        near_stems = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
+        near = [f"`{file}`" for file in files if Path(file).name in near_stems]
+        if not near and not hint:
             local_path(name)  # raises for names that look like paths
-        hint = f" Did you mean {' or '.join(alike)}?" if alike else hint or f" This package has {', '.join(files)}."
+        hint = f" Did you mean {' or '.join(near)}?" if near else hint or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{hint}")
     return str(files[name])
 
@@ -120,23 +121,23 @@ class Parser(argparse.ArgumentParser):
         add_help: bool = True,
     ):
         formatter = functools.partial(_HelpFormatter, max_help_position=32)
-        about = {"prog": prog, "usage": usage, "description": description, "epilog": epilog, "add_help": add_help}
-        super().__init__(**about, allow_abbrev=False, formatter_class=formatter)
-        self.table: list[dict[str, Any]] = []  # options of a launched command
-        self.optional: set[str] = set()  # options that may be null in a config file
-        self.file = ""  # prefix of error messages while a config file is read
+        texts = {"prog": prog, "usage": usage, "description": description, "epilog": epilog, "add_help": add_help}
+        super().__init__(**texts, allow_abbrev=False, formatter_class=formatter)
+        self.options: list[dict[str, Any]] = []  # options of a launched command
+        self.nullable: set[str] = set()  # options that accept null in a config file
+        self.error_prefix = ""  # of messages while a config file is read
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.file}{one_line(message)}\n")
+        self.exit(2, f"{self.prog}: error: {self.error_prefix}{one_line(message)}\n")
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """
-        Parses a command line. Names of options may have dashes in place of underscores. Unknown options are reported
+        Parses a command line. Names of options can have dashes in place of underscores. Unknown options are reported
         first, before missing required options.
         """
-        words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
+        words = [_OPTION_WORD.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
         for name in (word.split("=")[0] for word in words if word.startswith("--")):
             if name not in self._option_string_actions:
                 names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
@@ -150,15 +151,17 @@ class Parser(argparse.ArgumentParser):
         trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
             default = defaults.get(name, options[name]["default"])
-            _add_option(self if name in FIRST else trainer_group, {**options[name], "default": default}, default)
+            _add_option(
+                self if name in FIRST_OPTIONS else trainer_group, {**options[name], "default": default}, default
+            )
 
     def parse_with_config(
-        self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
+        self, argv: Sequence[str], convert_run_config: Callable[[dict[str, Value]], dict[str, Value]] | None = None
     ) -> argparse.Namespace:
         """
         Parses a command line, and the file or built-in recipe of its `--config`. The command line takes precedence.
-        `of_run` converts the config of a training run to options of another command. Entries that aren't options of
-        the command are then dropped.
+        `convert_run_config` converts the config of a training run to options of this command. Entries that aren't
+        options of the command are then dropped.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
@@ -166,42 +169,44 @@ class Parser(argparse.ArgumentParser):
         name = finder.parse_known_args(argv)[0].config
         namespace = argparse.Namespace()
         if name is not None and not _HELP & {word.partition("=")[0] for word in argv}:
-            path = packaged("recipes", name)
+            path = config_path("recipes", name)
             entries = read_config(path)
-            if of_run is not None:
+            if convert_run_config is not None:
                 entries = {
-                    key: value for key, value in of_run(entries).items() if f"--{key}" in self._option_string_actions
+                    key: value
+                    for key, value in convert_run_config(entries).items()
+                    if f"--{key}" in self._option_string_actions
                 }
             elif isinstance(env := entries.pop("env", None), dict):
                 os.environ.update({name: str(value) for name, value in env.items()})
                 namespace.env = env
-            self.file = f"{path}: "
-            self._read(entries, namespace)
-            self.file = ""
+            self.error_prefix = f"{path}: "
+            self._parse_entries(entries, namespace)
+            self.error_prefix = ""
         parsed = self.parse_args(argv, namespace)
-        launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH)}
+        launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH_PREFIX)}
         for name in launch:
             delattr(parsed, name)
         if launch:
-            parsed.launch = {name.removeprefix(_LAUNCH): value for name, value in launch.items()}
-        for option in (*NAMES, *_FOLDERS):
+            parsed.launch = {name.removeprefix(_LAUNCH_PREFIX): value for name, value in launch.items()}
+        for option in (*NAME_OPTIONS, *_PATHS):
             if (getattr(parsed, option, None) or "").startswith("~"):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
         return parsed
 
-    def _read(self, entries: dict[str, Value], namespace: argparse.Namespace) -> None:
+    def _parse_entries(self, entries: dict[str, Value], namespace: argparse.Namespace) -> None:
         """Parses a config file's entries like a command line. Options that the file sets are no longer required."""
         words = []
         for name, value in entries.items():
             action = self._option_string_actions.get(f"--{name}")
             if value is None:
-                if name in self.optional:
+                if name in self.nullable:
                     setattr(namespace, name, None)
                 continue
             if action is not None:
                 action.required = False
             if action is not None and action.nargs == 0 and isinstance(value, str):
-                words += [f"--{name}"] if _bool(value) else []
+                words += [f"--{name}"] if _parse_bool(value) else []
             elif isinstance(value, list) and action is not None and action.nargs == "+":
                 words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
             else:
@@ -241,7 +246,7 @@ def _first_options(parser: Parser) -> str:
     width = shutil.get_terminal_size().columns - 37
     lines, n_first = [f"usage: {parser.usage}", "", str(parser.description)], 0
     for group, title in GROUPS.items():
-        rows = [option for option in parser.table if option["group"] == group and option["name"] in FIRST]
+        rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
         lines += ["", f"{title}:"] if rows else []
         n_first += len(rows)
         for option in rows:
@@ -249,7 +254,7 @@ def _first_options(parser: Parser) -> str:
             default = "" if option["default"] in (None, False) else f" ({option['default']})"
             summary = textwrap.shorten(sentence + default, max(width, 20), placeholder=" ...")
             lines.append(f"  --{option['name']:30} {summary}")
-    n_others = len(parser.table) - n_first
+    n_others = len(parser.options) - n_first
     lines += ["", f"`--help WORD` explains options, such as `--help lora`; `--help_all` shows {n_others} more."]
     return "\n".join([*lines, "`--config FILE` reads options from a file or a recipe, `--no_...` turns one off.", ""])
 
@@ -257,10 +262,10 @@ def _first_options(parser: Parser) -> str:
 def _matching_options(parser: Parser, word: str) -> str:
     """Returns the help of the options that have a word in their names, or else in their descriptions."""
     word = word.lstrip("-").lower()
-    options = [option for option in parser.table if _option_name(word) in option["name"].lower()]
-    options = options or [option for option in parser.table if word in option["help"].lower()]
+    options = [option for option in parser.options if _option_name(word) in option["name"].lower()]
+    options = options or [option for option in parser.options if word in option["help"].lower()]
     if not options:
-        parser.error(f"no option has {word!r}.{did_you_mean(word, [option['name'] for option in parser.table])}")
+        parser.error(f"no option has {word!r}.{did_you_mean(word, [option['name'] for option in parser.options])}")
     help_parser = Parser(parser.prog, usage=argparse.SUPPRESS, add_help=False)
     for option in options:
         _add_option(help_parser, option)
@@ -268,6 +273,7 @@ def _matching_options(parser: Parser, word: str) -> str:
 
 
 def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
+    """Adds the default to a help text, unless the default is trivial or the text states it."""
     if default in (None, False, argparse.SUPPRESS) or default in ([], (), {}) or "efault" in text:
         return text
     default_text = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
@@ -281,9 +287,9 @@ def table() -> dict[str, Any]:
     saved = json.loads(file.read_text(encoding="utf-8"))
     if saved["versions"] == {name: version(name) for name in saved["versions"]}:
         return saved
-    from .option_table import collect  # imports TRL and transformers, which takes seconds
+    from .option_table import collect_options  # imports TRL and transformers, which takes seconds
 
-    return json.loads(json.dumps(collect()))
+    return json.loads(json.dumps(collect_options()))
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
@@ -291,7 +297,7 @@ def options_of(command: str) -> list[dict[str, Any]]:
     return [option for option in table()["options"] if command in option["commands"]]
 
 
-def launched_parser(
+def launched_command_parser(
     prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
 ) -> Parser:
     """Returns the parser of a launched command."""
@@ -310,19 +316,19 @@ def launched_parser(
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    unique: dict[str, dict[str, Any]] = {}  # by name; the command's options win over `accelerate launch`
+    by_name: dict[str, dict[str, Any]] = {}  # the command's options win over `accelerate launch`
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
-        unique.setdefault(option["name"], option)
-    unique.pop("debug", None)  # transformers' `debug` isn't the `--debug` above
-    parser.table = [*unique.values()]
-    first = [unique.pop(name) for name in FIRST if name in unique]
-    sections = {"": first, **{group: [row for row in unique.values() if row["group"] == group] for group in GROUPS}}
+        by_name.setdefault(option["name"], option)
+    by_name.pop("debug", None)  # transformers' `debug` isn't the `--debug` above
+    parser.options = [*by_name.values()]
+    first = [by_name.pop(name) for name in FIRST_OPTIONS if name in by_name]
+    sections = {"": first, **{group: [row for row in by_name.values() if row["group"] == group] for group in GROUPS}}
     for group, rows in sections.items():
         section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
             _add_option(section, option if shows_all or group not in _ONLY_IN_FULL_HELP else {**option, "help": None})
             if option["optional"]:
-                parser.optional.add(option["name"])
+                parser.nullable.add(option["name"])
     return parser
 
 
@@ -334,15 +340,17 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
         text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
     if choices is None:
         arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
-    elif len(choices) > _LISTED:
+    elif len(choices) > _MAX_LISTED:
         arguments["metavar"] = "NAME"
         text += f" One of {', '.join(choices)}." * (text != argparse.SUPPRESS)
-    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _bool, "json": _json}.get(kind, str)
+    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": _parse_json}.get(
+        kind, str
+    )
     if option["optional"] and kind != "str":
         convert = _or_none(convert)
     is_launch = option["group"] == "launch"
     if is_launch:
-        arguments["dest"] = f"{_LAUNCH}{name}"
+        arguments["dest"] = f"{_LAUNCH_PREFIX}{name}"
     if is_launch and kind == "bool":
         group.add_argument(f"--{name}", dest=arguments["dest"], action="store_true", default=default, help=text)
         return
@@ -354,7 +362,7 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     group.add_argument(f"--{name}", type=convert, choices=choices, help=text, **arguments)
 
 
-def _bool(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
     values = dict.fromkeys(("yes", "true", "t", "y", "1", "on"), True)
     values |= dict.fromkeys(("no", "false", "f", "n", "0", "off"), False)
@@ -363,11 +371,11 @@ def _bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _json(text: str) -> Value:
+def _parse_json(text: str) -> Value:
     return json.loads(text)
 
 
-_bool.__name__, _json.__name__ = "bool", "json"  # messages of argparse show these names
+_parse_bool.__name__, _parse_json.__name__ = "bool", "json"  # messages of argparse show these names
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
 from ..spelling import split_settings
 from ..trainers.batches import batch_size
-from .options import Parser, Value, options_of, packaged, read_config
+from .options import Parser, Value, config_path, options_of, read_config
 from .preflight import integer, process_count
 
 
@@ -46,30 +46,31 @@ OPTIMIZERS = {
     "paged_adamw_8bit": (0, False),
     "sgd": (0, False),
 }
-# Options of the launched commands that `check` (`_OF_ROWS`) and `estimate` (`_OF_MEMORY`) have, too
-_OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
-_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
-_OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
-_OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
-_OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
-_OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation", "lora_modules_to_save")
-_OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-_OF_BATCH += ("generation_batch_size", "num_generations")
-_LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
-_CONFIG = "run config or built-in recipe; keys for other commands are ignored"
+# Options of the launched commands that `check` and `estimate` have, too, and options that set the size of a batch
+_CHECK_OPTIONS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs")
+_CHECK_OPTIONS += ("trust_remote_code", "vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
+_ESTIMATE_OPTIONS = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
+_ESTIMATE_OPTIONS += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze")
+_ESTIMATE_OPTIONS += ("use_peft", "lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization")
+_ESTIMATE_OPTIONS += ("vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "offload_during_generation")
+_ESTIMATE_OPTIONS += ("lora_modules_to_save",)
+_BATCH_OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+_BATCH_OPTIONS += ("generation_batch_size", "num_generations")
+_RULES_HELP = "sources and sizes of media, as in the trainer's config, as JSON"
+_CONFIG_HELP = "run config or built-in recipe; keys for other commands are ignored"
 
 
 def chat(parser: Parser) -> None:
     add = parser.add_argument
-    model = "folder of a trained model or adapter, or name on the Hub"
+    model_help = "folder of a trained model or adapter, or name on the Hub"
     model_group = parser.add_mutually_exclusive_group(required=True)
-    model_group.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
+    model_group.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model_help)
     model_group.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # as in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    switch = "use_audio_in_video"  # a flag, which can't take the model's name as its value
-    parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
-    add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
+    flag = "use_audio_in_video"  # without a value, which would otherwise be the model's name behind it
+    parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != flag))
+    add(f"--{flag}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
@@ -78,14 +79,14 @@ def chat(parser: Parser) -> None:
 
 def check(parser: Parser) -> None:
     add = parser.add_argument
-    add("--config", help=_CONFIG)
+    add("--config", help=_CONFIG_HELP)
     add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
     add("--dataset_split", default="train", help="split to check")
     add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
     add("--batch_rows", type=int, default=1, help="rows of a batch, as far as `--config` has `num_generations`")
     add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
-    parser.add_options("grpo", *_OF_ROWS, max_completion_length=256, model_revision=None)
-    add("--media_rules", type=json.loads, help=_LIMITS)
+    parser.add_options("grpo", *_CHECK_OPTIONS, max_completion_length=256, model_revision=None)
+    add("--media_rules", type=json.loads, help=_RULES_HELP)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
@@ -93,22 +94,24 @@ def check(parser: Parser) -> None:
     add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
-def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `check` from the keys of a run config."""
-    options = {"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {}
-    config = keys.get("accelerate_config")
-    processes = process_count(keys, None if config is None else str(config))
-    if "num_generations" in keys and processes is not None:
-        sizes = {option["name"]: option["default"] for option in options_of("grpo") if option["name"] in _OF_BATCH}
-        sizes |= {name: integer(name, keys[name]) for name in _OF_BATCH if keys.get(name) is not None}
-        size = batch_size(SimpleNamespace(**sizes, world_size=processes))
-        options["batch_rows"] = size // max(sizes["num_generations"], 1)
-    return keys | options
+def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
+    """Returns options of `check` from a run config."""
+    options = {"dataset_split": run_config["dataset_train_split"]} if "dataset_train_split" in run_config else {}
+    config = run_config.get("accelerate_config")
+    processes = process_count(run_config, None if config is None else str(config))
+    if "num_generations" in run_config and processes is not None:
+        sizes = {
+            option["name"]: option["default"] for option in options_of("grpo") if option["name"] in _BATCH_OPTIONS
+        }
+        sizes |= {name: integer(name, run_config[name]) for name in _BATCH_OPTIONS if run_config.get(name) is not None}
+        n_completions = batch_size(SimpleNamespace(**sizes, world_size=processes))
+        options["batch_rows"] = n_completions // max(sizes["num_generations"], 1)
+    return run_config | options
 
 
 def estimate(parser: Parser) -> None:
     add = parser.add_argument
-    add("--config", help=_CONFIG)
+    add("--config", help=_CONFIG_HELP)
     add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
     add("--strategy", choices=[*SHARDS], default="single", help="how weights, gradients and optimizer are sharded")
     add("--gpus", type=int, default=1, help="number of GPUs")
@@ -119,7 +122,9 @@ def estimate(parser: Parser) -> None:
     add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
     add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
     add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
-    parser.add_options("ppo", *_OF_MEMORY, bf16=True, steps_per_generation=1, lora_target_modules=["all-linear"])
+    parser.add_options(
+        "ppo", *_ESTIMATE_OPTIONS, bf16=True, steps_per_generation=1, lora_target_modules=["all-linear"]
+    )
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
     add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
     add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")
@@ -128,10 +133,13 @@ def estimate(parser: Parser) -> None:
     add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
 
 
-def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `estimate` from the keys of a run config."""
-    launch = {**read_config(packaged("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
-    deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
+def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
+    """Returns options of `estimate` from a run config."""
+    launch = {
+        **read_config(config_path("accelerate_configs", str(run_config.get("accelerate_config", "single_gpu")))),
+        **run_config,
+    }
+    deepspeed, parallelism = launch.get("deepspeed_config"), launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
     names = {
@@ -140,10 +148,10 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
-    if isinstance(sizes, dict):  # `gpus` counts the GPUs that shard one copy of the weights
-        size = "parallelism_config_dp_shard_size"
-        options["gpus"] = keys.get(size, sizes.get(size, 1))
-    options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
+    if isinstance(parallelism, dict):  # `gpus` counts the GPUs that shard one copy of the weights
+        shard_key = "parallelism_config_dp_shard_size"
+        options["gpus"] = run_config.get(shard_key, parallelism.get(shard_key, 1))
+    options |= {**run_config, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
     packing = split_settings(str(options.pop("packing", None)))[0]
     if packing in ("prefix", "padded"):  # `packing` of supervised training is another option
         options["packing"] = packing
@@ -157,17 +165,17 @@ def prepare(parser: Parser) -> None:
     add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
     add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
     add("--media_dir", help="folder with the media files (default: the folder of the file)")
-    template = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
-    add("--template", help=f"{template}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
+    template_help = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
+    add("--template", help=f"{template_help}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
     add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
-    tasks = (
+    task_help = (
         "whole conversations, or prompts with a solution; pairs, labelled answers, or pairs in both orders for a judge"
     )
-    add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=tasks)
+    add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
     add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    add("--media_rules", type=json.loads, help=_LIMITS)
+    add("--media_rules", type=json.loads, help=_RULES_HELP)

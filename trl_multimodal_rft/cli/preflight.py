@@ -14,7 +14,7 @@ from ..data.reading.rules import OWN_NAMES, rules_of
 from ..paths import local_path
 from ..spelling import did_you_mean, recipe_names, split_settings
 from ..trainers.batches import batch_options, batch_size, check_batches
-from .options import NAMES, Value, options_of, packaged, read_config, table
+from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, table
 
 
 # Device files of GPUs and other accelerators. By default, `accelerate launch` starts one process per accelerator.
@@ -32,8 +32,8 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     check_names(args)
     check_batch(command, args)
     recipe = getattr(args, "reward_recipe", None)
-    check_rewards(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
-    check_rewards(getattr(args, "tools", None) or (), "tool")
+    check_functions(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
+    check_functions(getattr(args, "tools", None) or (), "tool")
 
 
 def is_harness(benchmark: str | None) -> bool:
@@ -58,16 +58,18 @@ def check_ablated_modality(ablate: str | None) -> None:
 
 def check_names(args: argparse.Namespace) -> None:
     """
-    Checks that local models and datasets exist, among them the prepared dataset of a recipe, and that rules of media
-    such as `media_dir` are valid.
+    Checks that local models and datasets exist, and that rules of media such as `media_dir` are valid. The error about
+    a missing dataset of a recipe shows the command that prepares the dataset.
     """
-    mixture = [source.get("path") for source in getattr(args, "datasets", None) or () if isinstance(source, dict)]
-    for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
+    mixture_paths = [
+        source.get("path") for source in getattr(args, "datasets", None) or () if isinstance(source, dict)
+    ]
+    for name in [*(getattr(args, option, None) for option in NAME_OPTIONS), *mixture_paths]:
         if isinstance(name, str):
             local_path(name)
     config, dataset = getattr(args, "config", None), getattr(args, "dataset_name", None)
     if config is not None and dataset is not None and local_path(dataset) is None:
-        text = re.sub(r" \\\n#\s+", " ", Path(packaged("recipes", config)).read_text(encoding="utf-8"))
+        text = re.sub(r" \\\n#\s+", " ", Path(config_path("recipes", config)).read_text(encoding="utf-8"))
         command = rf"^#\s+(trl-multimodal-rft prepare .*--output_dir {re.escape(dataset)}(?: .*)?)$"
         if match := re.search(command, text, re.MULTILINE):
             raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
@@ -75,7 +77,7 @@ def check_names(args: argparse.Namespace) -> None:
     rules_of(getattr(args, "media_rules", None), **options)
 
 
-def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:
+def check_functions(names: Sequence[str], kind: str = "reward function") -> None:
     """Checks the names of reward functions or tools; dotted paths are imported later."""
     built_in = table()["rewards" if kind == "reward function" else "tools"]
     for text in [names] if isinstance(names, str) else names:
@@ -105,7 +107,7 @@ def process_count(launch: Mapping[str, Any], config: str | None) -> int | None:
     """
     count = launch.get("num_processes")
     if count is None and config is not None:
-        count = read_config(packaged("accelerate_configs", config)).get("num_processes")
+        count = read_config(config_path("accelerate_configs", config)).get("num_processes")
     if count is not None:
         return integer("num_processes", count)
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")

@@ -12,18 +12,20 @@ from ..data.rows.columns import TEACHER
 
 
 # Columns that `--system_prompt` changes
-_PROMPTS = ("prompt", f"{TEACHER}prompt")
+_PROMPT_COLUMNS = ("prompt", f"{TEACHER}prompt")
 
 Prompt = str | list[dict[str, Any]]
 
 # Matches `{column}`, and `{{word}}`, which stands for the text `{word}`
-_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+_BRACED_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """Adds the text columns that `templates` define, by column name. Media aren't read or copied."""
-    texts = {name: template for name, template in templates.items() if template is not None}
-    used_columns = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
+    chosen_templates = {name: template for name, template in templates.items() if template is not None}
+    used_columns = {
+        name: option for option, text in chosen_templates.items() for _, name in _BRACED_NAMES.findall(text) if name
+    }
     columns, features = dataset.column_names, dataset.features or {}
     for name, option in used_columns.items():
         if columns is not None and name not in columns:
@@ -38,9 +40,9 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
             )
 
     def fill(row: Mapping[str, Any], row_index: int) -> dict[str, Any]:
-        return {option: _fill_template(text, row, row_index, option) for option, text in texts.items()}
+        return {option: _fill_template(text, row, row_index, option) for option, text in chosen_templates.items()}
 
-    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in texts}, fill)
+    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in chosen_templates}, fill)
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
@@ -53,7 +55,9 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
             f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "
             "`--prompt`."
         )
-    new_features = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
+    new_features = {
+        name: features.get(name) for name in _PROMPT_COLUMNS if name == "prompt" or name in (columns or ())
+    }
     for name, feature in new_features.items():
         if require_decoding(feature, ignore_decode_attribute=True):
             raise ValueError(
@@ -64,30 +68,30 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
             new_features[name] = List({"role": Value("string"), "content": Value("string")})
 
     def add_message(row: Mapping[str, Any], row_index: int) -> dict[str, Any]:
-        return {name: _with_system(str(text), row[name], row_index, name) for name in _PROMPTS if name in row}
+        return {name: _with_system(str(text), row[name], row_index, name) for name in _PROMPT_COLUMNS if name in row}
 
     return _with_columns(dataset, [*new_features], new_features, add_message)
 
 
 def _with_columns(
-    dataset: Dataset | IterableDataset, reads: list[str], columns: dict[str, Any], make: Callable
+    dataset: Dataset | IterableDataset, source_columns: list[str], new_features: dict[str, Any], make: Callable
 ) -> Dataset | IterableDataset:
-    """Adds `columns`, by name with their features. `make` computes their values from the columns `reads`."""
-    if not columns:
+    """Adds the columns of `new_features`, by name. `make` computes their values from the columns `source_columns`."""
+    if not new_features:
         return dataset
     if isinstance(dataset, IterableDataset):
         stream = dataset.decode(False)
-        features = stream.features and Features({**stream.features, **columns})
+        features = stream.features and Features({**stream.features, **new_features})
         return stream.map(make, with_indices=True, features=features).decode(True)
-    reads = reads or dataset.column_names[:1]
-    new_columns = dataset.select_columns(reads).map(
+    source_columns = source_columns or dataset.column_names[:1]
+    new_columns = dataset.select_columns(source_columns).map(
         make,
         with_indices=True,
-        remove_columns=[name for name in reads if name not in columns],
-        features=Features(columns),
-        desc=", ".join(columns),
+        remove_columns=[name for name in source_columns if name not in new_features],
+        features=Features(new_features),
+        desc=", ".join(new_features),
     )
-    unchanged = [name for name in dataset.column_names if name not in columns]
+    unchanged = [name for name in dataset.column_names if name not in new_features]
     return concatenate_datasets([dataset.select_columns(unchanged), new_columns], axis=1) if unchanged else new_columns
 
 
@@ -103,14 +107,14 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
             )
         return str(row[name])
 
-    return _NAMES.sub(value, template)
+    return _BRACED_NAMES.sub(value, template)
 
 
-def _with_system(text: str, prompt: Prompt | None, row_index: int, name: str) -> Prompt | None:
+def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) -> Prompt | None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if name != "prompt" and (messages is None or messages[0]["role"] == "system"):
+    if column != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages
     if not messages or messages[0]["role"] == "system":
         raise ValueError(f"row {row_index}, column 'prompt': it has a system message; leave out `--system_prompt`.")
-    blocks = isinstance(messages[0]["content"], list)
-    return [{"role": "system", "content": [{"type": "text", "text": text}] if blocks else text}, *messages]
+    has_blocks = isinstance(messages[0]["content"], list)
+    return [{"role": "system", "content": [{"type": "text", "text": text}] if has_blocks else text}, *messages]

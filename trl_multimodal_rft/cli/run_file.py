@@ -14,9 +14,9 @@ from ..credentials import without_secrets
 from .options import TRACEBACK
 
 
-NAME = "run.yaml"
+FILE_NAME = "run.yaml"
 
-_FIRST = ("model_name_or_path", "dataset_name", "output_dir")
+_FIRST_ENTRIES = ("model_name_or_path", "dataset_name", "output_dir")
 # Options that a repetition of the run must not copy
 _TRANSIENT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
 
@@ -26,15 +26,19 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     Writes the options that the user set. A resumed run doesn't change `max_steps` in the file. If the folder has the
     file of an earlier run with other options, this file is renamed to `run-1.yaml`, or a higher number.
     """
-    keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
+    entries, path = {**options, **options.get("launch", {})}, Path(folder, FILE_NAME)
     if resumed:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # a user may have edited the file
             max_steps = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
-            keys.pop("max_steps", None)
-            keys |= {} if max_steps is None else {"max_steps": max_steps}
-    keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _TRANSIENT}
+            entries.pop("max_steps", None)
+            entries |= {} if max_steps is None else {"max_steps": max_steps}
+    entries = {
+        name: entries[name]
+        for name in dict.fromkeys([*_FIRST_ENTRIES, *entries])
+        if name in entries and name not in _TRANSIENT
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
+    text = yaml.safe_dump(without_secrets(entries), sort_keys=False, allow_unicode=True, width=119)
     text = f"# {command} --config {shlex.quote(str(path))}\n{text}"
     if not resumed and path.exists() and path.read_bytes() != text.encode():
         path.rename(next(free for i in itertools.count(1) if not (free := Path(folder, f"run-{i}.yaml")).exists()))

@@ -17,7 +17,7 @@ from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
 
 from ..data.rows.load import only_split
-from ..progress import announce, write
+from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
@@ -29,7 +29,7 @@ from ..trainers.kto_config import MultimodalKTOConfig
 from ..trainers.reward_config import MultimodalRewardConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
-from .run_file import NAME, write_run_file
+from .run_file import FILE_NAME, write_run_file
 
 
 logger = get_logger(__name__)
@@ -48,7 +48,7 @@ def run(
         announce("loading the dataset")
         arguments = trainer_inputs(script_args, training_args, model_args)
         announce("loading the model")
-        trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
+        trainer = trainer_class(**arguments, callbacks=[*curves_callbacks(), ScriptCallback(script_args)])
         if script_args.disable_compact_log:
             trainer.remove_callback(CompactLogCallback)
         trainer.train(resume_from_checkpoint=checkpoint_of(training_args))
@@ -87,7 +87,7 @@ class ScriptCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run and state.is_world_process_zero:
-            write(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
+            print_above_bars(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
 
 
 @contextmanager
@@ -114,16 +114,18 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     except KeyboardInterrupt:
         if script_args.state is None:
             raise
-        state, saved = script_args.state, saved_step(training_args.output_dir, script_args.state)
-        lost = f"; checkpoint-{saved} is the last one" if saved not in (None, state.global_step) else ""
+        state, last_step = script_args.state, saved_step(training_args.output_dir, script_args.state)
+        checkpoint_note = (
+            f"; checkpoint-{last_step} is the last one" if last_step not in (None, state.global_step) else ""
+        )
         resume = resume_hint(script_args, training_args.output_dir, state)
-        PartialState().print(f"\nInterrupted after step {state.global_step}{lost}. {resume}")
+        PartialState().print(f"\nInterrupted after step {state.global_step}{checkpoint_note}. {resume}")
         sys.exit(130)
     if script_args.state is not None and not script_args.disable_compact_log:
-        PartialState().print("\n".join(next_lines(script_args, training_args, script_args.state)))
+        PartialState().print("\n".join(next_command_lines(script_args, training_args, script_args.state)))
 
 
-def curves() -> list[TrainerCallback]:
+def curves_callbacks() -> list[TrainerCallback]:
     """Returns the callback that draws the curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
         return [TrainingCurvesCallback()]
@@ -137,7 +139,7 @@ def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 
 
-def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
+def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
     """Returns lines with the folder of a trained model and the next commands for it."""
     folder = str(args.output_dir)
     model = ["--model_name_or_path", folder]
@@ -160,11 +162,11 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
         ask, model, system = [], ["--pairs", "--reward_model_name_or_path", folder], []
     evaluate = "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])
     # Rows of DPO and KTO have no solutions
-    has_answers = not isinstance(args, (MultimodalDPOConfig, MultimodalKTOConfig))
+    has_solutions = not isinstance(args, (MultimodalDPOConfig, MultimodalKTOConfig))
     return [
         f"The model is in {folder}.",
         *ask,
-        *([evaluate] if has_answers else []),
+        *([evaluate] if has_solutions else []),
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
         "  publish:  " + publish,
     ]
@@ -182,7 +184,7 @@ def resume_hint(
     script_args: RunArguments, folder: str | None, state: TrainerState, prefix: str = "Resume with: "
 ) -> str:
     """Returns the command that resumes a run, with more steps for a finished run."""
-    config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), NAME))]
+    config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), FILE_NAME))]
     command = f"{script_args.command} {shlex.join(config)}".strip()
     if saved_step(folder, state) is None:
         return f"No checkpoint of this run is in {folder} (set `--save_steps` for one); start again with: {command}"

@@ -11,7 +11,7 @@ from huggingface_hub import is_offline_mode
 from safetensors import SafetensorError, safe_open
 
 from ..data.reading.decoding import install
-from ..paths import nearest
+from ..paths import similar_names
 
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -106,7 +106,7 @@ def _near(name: str) -> str:
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:
-        text, is_similar = nearest(Path(name))
+        text, is_similar = similar_names(Path(name))
     except OSError:
         return ""
     return f" {text}." if is_similar or _is_path(name) else ""

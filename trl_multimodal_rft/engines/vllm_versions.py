@@ -5,7 +5,7 @@ from importlib.metadata import packages_distributions, version
 
 from trl.import_utils import is_vllm_available
 
-from ..versions import bounds, side, warn_of_newer
+from ..versions import bounds, compare_with_tested, warn_of_newer
 
 
 SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
@@ -18,7 +18,7 @@ def engine_obstacle() -> str | None:
         return f"vLLM isn't installed; {remedy}"
     # vLLM's distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    position = side(installed, _BOUNDS)
+    position = compare_with_tested(installed, _BOUNDS)
     if position < 0:
         return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
     if position > 0:

@@ -30,7 +30,8 @@ ALIASES = {
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 
-def _alias(package: str, names: list[str], name: str) -> type:
+def _load_name(package: str, names: list[str], name: str) -> type:
+    """Returns an attribute of an alias module, if it is among the names of the alias."""
     if name not in names:
         raise AttributeError(name)
     return getattr(importlib.import_module(package, __name__), name)
@@ -38,6 +39,6 @@ def _alias(package: str, names: list[str], name: str) -> type:
 
 for _path, _names in ALIASES.items():
     _module = types.ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
-    vars(_module)["__getattr__"] = functools.partial(_alias, f".{_path.split('.')[0]}", _names)
+    vars(_module)["__getattr__"] = functools.partial(_load_name, f".{_path.split('.')[0]}", _names)
     vars(_module)["__dir__"] = functools.partial(list, _names)
     sys.modules[_module.__name__] = _module

@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from ..algorithms.advantages import as_estimator
-from ..spelling import spelled
+from ..spelling import join_settings
 from ..trainers.ppo_config import MultimodalPPOConfig
 
 
@@ -46,11 +46,11 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     options: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
     fields = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
     if "value_clip" in options:
-        fields["vf_coef"] = spelled(str(MultimodalPPOConfig.vf_coef), {"cliprange": options["value_clip"]})
+        fields["vf_coef"] = join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": options["value_clip"]})
     if "advantage_estimator" in options:
-        discounts = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
-        settings = {name: float(options[option]) for name, option in discounts.items() if option in options}
-        fields["advantage_estimator"] = spelled(options["advantage_estimator"], settings)
+        discount_options = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
+        settings = {name: float(options[option]) for name, option in discount_options.items() if option in options}
+        fields["advantage_estimator"] = join_settings(options["advantage_estimator"], settings)
     uses_k3 = options.get("use_kl_estimator_k3")
     if options.get("use_kl_loss"):
         estimator = fields.get("advantage_estimator", "gae")

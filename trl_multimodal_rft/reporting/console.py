@@ -36,7 +36,7 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
-from ..progress import in_notebook, progress_bar, write
+from ..progress import in_notebook, print_above_bars, progress_bar
 from .events import EventPart
 
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers.utils.notebook import NotebookTrainingTracker
 
 PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # callbacks of transformers that print logs
-_LONGEST_TEXT = 2000  # characters of a prompt or completion
+_LONGEST_TEXT = 2000  # maximum number of characters of a prompt or completion
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
 
@@ -73,7 +73,7 @@ class CompactLogCallback(TrainerCallback):
     def __init__(self):
         self.needs_example = True
         self._trainer_name: str | None = None  # `None` once the parts of the model are shown
-        self._since = 0.0  # time up to which `_seconds` counts
+        self._timed_until = 0.0  # time of the last step or evaluation, from which the next step counts
         self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
         self._bars: dict[str, tqdm] = {}  # of training and of an evaluation
         self._table: NotebookTrainingTracker | None = None  # in a notebook, in place of lines and the bar of training
@@ -104,7 +104,7 @@ class CompactLogCallback(TrainerCallback):
         **_: EventPart,
     ):
         self._show_parts(args, state, model, optimizer)
-        self._since, self._seconds, self._steps = time.perf_counter(), 0.0, 0
+        self._timed_until, self._seconds, self._steps = time.perf_counter(), 0.0, 0
         if in_notebook() and state.is_world_process_zero and not args.disable_tqdm:
             self._table = import_module("transformers.utils.notebook").NotebookTrainingTracker(state.max_steps)
             self._table.update(state.global_step)
@@ -118,7 +118,7 @@ class CompactLogCallback(TrainerCallback):
         if self._trainer_name is not None and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
             model_name = type(unwrapped(None, model)).__name__
-            write(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
+            print_above_bars(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
             # An optimizer that the user passed has rates of its own
@@ -162,8 +162,8 @@ class CompactLogCallback(TrainerCallback):
         self.needs_example = False
         tokenizer = tokenizer_of(processor)
         placeholders = placeholder_token_ids(model, processor)
-        media = described_media(messages)
-        prompt = prompt_text(input_ids, tokenizer, placeholders, media)
+        descriptions = media_descriptions(messages)
+        prompt = prompt_text(input_ids, tokenizer, placeholders, descriptions)
         answers = {"target" if rewards is None else "completion": answer_ids}
         if rejected_ids is not None:
             answers = {"chosen": answer_ids, "rejected": rejected_ids}
@@ -174,16 +174,18 @@ class CompactLogCallback(TrainerCallback):
         if reference is not None:
             lines.append(f"reference: {_shortened(str(reference))}")
         for label, ids in answers.items():
-            text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else media)
+            text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else descriptions)
             lines.append(f"{label} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:
-            shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
-            lines.append(f"rewards: {', '.join(shown)}")
-        write(*lines)
+            reward_texts = (
+                f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items()
+            )
+            lines.append(f"rewards: {', '.join(reward_texts)}")
+        print_above_bars(*lines)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # before other callbacks evaluate
-        self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
+        self._seconds, self._steps, self._timed_until = self._seconds + now - self._timed_until, self._steps + 1, now
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._table is not None:
@@ -203,7 +205,7 @@ class CompactLogCallback(TrainerCallback):
         self._bars["eval"].update()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        self._since = time.perf_counter()
+        self._timed_until = time.perf_counter()
         if "eval" in self._bars:
             self._bars.pop("eval").close()
 
@@ -226,7 +228,7 @@ class CompactLogCallback(TrainerCallback):
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
             self._print(state, *evaluation_values(logs))
-            self._since = time.perf_counter()
+            self._timed_until = time.perf_counter()
         else:
             self._print(state, "", metric_values(logs), self._pace(state))
             self._seconds, self._steps = 0.0, 0
@@ -234,9 +236,9 @@ class CompactLogCallback(TrainerCallback):
     def _pace(self, state: TrainerState) -> list[str]:
         if not self._steps:
             return []
-        pace = self._seconds / self._steps
-        seconds = f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
-        return [f"{seconds} s/step", f"{_duration(pace * (state.max_steps - state.global_step))} left"]
+        seconds_per_step = self._seconds / self._steps
+        seconds = f"{seconds_per_step:.2g}" if seconds_per_step < 10 else f"{seconds_per_step:.0f}"
+        return [f"{seconds} s/step", f"{_duration(seconds_per_step * (state.max_steps - state.global_step))} left"]
 
     def _print(
         self, state: TrainerState, label: str, values: Mapping[str, str] | None = None, times: Sequence[str] = ()
@@ -244,9 +246,9 @@ class CompactLogCallback(TrainerCallback):
         values = values or {}
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
-            first, *further = [f"{name} {value}" for name, value in values.items()] or [""]
-            head = [f"{label} {first}".strip()] if label or first else []
-            write(" | ".join([step, *head, *further, *times]))
+            first_value, *other_values = [f"{name} {value}" for name, value in values.items()] or [""]
+            labelled_value = [f"{label} {first_value}".strip()] if label or first_value else []
+            print_above_bars(" | ".join([step, *labelled_value, *other_values, *times]))
         elif values:
             row = {f"{label} {name}".strip(): value for name, value in values.items()}
             self._table.write_line({"step": state.global_step, **row})
@@ -263,7 +265,7 @@ def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | Non
 
 def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
     """Prints the parts of a model, with their sizes, trained parameters and learning rates."""
-    write(*parts_lines(count_parts(model), rates))
+    print_above_bars(*parts_lines(count_parts(model), rates))
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
@@ -287,7 +289,7 @@ def _count(number: int) -> str:
 # Prompts
 
 
-def described_media(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
+def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
     """Returns durations and sizes of media by modality, `None` for unreadable media."""
     descriptions: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
@@ -312,14 +314,14 @@ def prompt_text(
     input_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     placeholders: Mapping[str, set[int]],
-    media: Mapping[str, Sequence[str | None]],
+    descriptions: Mapping[str, Sequence[str | None]],
 ) -> str:
     """Decodes token ids. A text such as `<audio: 13 tokens, 0.62 s>` replaces the placeholders of a sound."""
     ids, spans = list(map(int, input_ids)), []
     for modality, tokens in placeholders.items():
-        descriptions = media.get(modality, ())
-        modality_spans = _spans(ids, tokens, len(descriptions))
-        texts = descriptions if len(modality_spans) == len(descriptions) else [None] * len(modality_spans)
+        texts = descriptions.get(modality, ())
+        modality_spans = _spans(ids, tokens, len(texts))
+        texts = texts if len(modality_spans) == len(texts) else [None] * len(modality_spans)
         spans += [(start, stop, modality, text) for (start, stop), text in zip(modality_spans, texts, strict=True)]
     output, end = "", 0
     for start, stop, modality, text in sorted(spans):
@@ -339,11 +341,11 @@ def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tup
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
     gaps = [(after - before, i) for i, (before, after) in enumerate(zip(indices, indices[1:], strict=False))]
-    between = {i for gap, i in gaps if gap > 1}
-    if 0 < n_media <= len(between):
-        between = {i for _, i in sorted(gaps, key=lambda item: (-item[0], item[1]))[: n_media - 1]}
-    starts = [index for i, index in enumerate(indices) if i == 0 or i - 1 in between]
-    stops = [index + 1 for i, index in enumerate(indices) if i in between or i == len(indices) - 1]
+    separators = {i for gap, i in gaps if gap > 1}
+    if 0 < n_media <= len(separators):
+        separators = {i for _, i in sorted(gaps, key=lambda item: (-item[0], item[1]))[: n_media - 1]}
+    starts = [index for i, index in enumerate(indices) if i == 0 or i - 1 in separators]
+    stops = [index + 1 for i, index in enumerate(indices) if i in separators or i == len(indices) - 1]
     return list(zip(starts, stops, strict=True))
 
 
@@ -404,8 +406,8 @@ def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
     names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
     pattern = f"eval_(?:{re.escape(names[0])}_)?(.+)" if names else "eval_(.+)"
-    plain = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}
-    return " ".join(["eval", *names[:1]]), metric_values(plain)
+    metrics = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}
+    return " ".join(["eval", *names[:1]]), metric_values(metrics)
 
 
 def _number(value: float | None) -> str:

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 FILE_NAME = "training_curves.png"
 
 _SHARE_OF_TIME = 0.02  # largest share of the training time that drawing takes
-_SMOOTHED_FROM = 60  # points of the longest curve that isn't smoothed
+_LONGEST_UNSMOOTHED = 60  # points of the longest curve that isn't smoothed
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches, 1200 pixels wide
 _SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
 _COLOURS = {"training": 0, "held out": 1}  # of labels that several panels have
@@ -100,7 +100,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     """
     figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
     metrics = _metrics_of(log_history)
-    panels = {panel.title: (panel, curves) for panel in _PANELS if (curves := _curves(panel, metrics))}
+    panels = {panel.title: (panel, curves) for panel in _PANELS if (curves := _curve_names(panel, metrics))}
     if not panels:
         raise ValueError("The log has no reward, nor another metric to draw; train for at least `logging_steps`.")
     names = [*panels]
@@ -138,7 +138,7 @@ def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
     return {name: pd.Series(by_step, dtype=float).sort_index() for name, by_step in values.items()}
 
 
-def _curves(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
+def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
     """Returns the names of a panel's metrics that have values, by label."""
     names = {}
     for label, pattern in panel.metrics.items():
@@ -164,11 +164,11 @@ def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Se
 
 
 def _draw(
-    axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number: str, first_colour: int
+    axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number_format: str, first_colour: int
 ) -> None:
     for i, (label, name) in enumerate(curves.items(), start=first_colour):
         values, band, colour = metrics[name], _band(name, metrics), f"C{_COLOURS.get(label, i) % 10}"
-        last, is_long = number.format(values.dropna().iloc[-1]), len(values) > _SMOOTHED_FROM
+        last, is_long = number_format.format(values.dropna().iloc[-1]), len(values) > _LONGEST_UNSMOOTHED
         if is_long:
             axes.plot(values.index, values, color=colour, linewidth=0.6, alpha=0.4)
             values, band = smoothed(values), band and tuple(map(smoothed, band))
@@ -212,14 +212,14 @@ class TrainingCurvesCallback(TrainerCallback):
 
     def __init__(self):
         require_module("matplotlib", "plots")
-        self._next_time, self._has_ended = -math.inf, False
+        self._next_draw_time, self._has_ended = -math.inf, False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
-        self._next_time, self._has_ended = -math.inf, False
+        self._next_draw_time, self._has_ended = -math.inf, False
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # Other callbacks may evaluate and log after the end of training
-        if self._has_ended or time.perf_counter() >= self._next_time:
+        if self._has_ended or time.perf_counter() >= self._next_draw_time:
             self._write(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
@@ -228,7 +228,7 @@ class TrainingCurvesCallback(TrainerCallback):
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         metrics = _metrics_of(state.log_history)
-        if not state.is_world_process_zero or not any(_curves(panel, metrics) for panel in _PANELS):
+        if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return
         start, folder = time.perf_counter(), Path(str(args.output_dir))
         # A run that resumes from a checkpoint with more steps than `max_steps` takes no further step
@@ -241,7 +241,7 @@ class TrainingCurvesCallback(TrainerCallback):
         except OSError as error:  # a full disk is no reason to stop training
             logger.warning(f"The training curves were not drawn: {error}")
         end = time.perf_counter()
-        self._next_time = end + (end - start) / _SHARE_OF_TIME
+        self._next_draw_time = end + (end - start) / _SHARE_OF_TIME
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

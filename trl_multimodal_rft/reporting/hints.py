@@ -24,26 +24,29 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
         name = key.removeprefix("rewards/").removesuffix("/mean")
         entries = [logs for logs in history if key in logs]
         reward = entries[0][key]
-        values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in entries]
+        means_and_stds = [(logs[key], logs[f"rewards/{name}/std"]) for logs in entries]
         # The standard deviation of fewer than two rewards is `None`
-        if all(None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in values):
-            before = next(i for i, logs in enumerate(history) if key in logs) - 1
-            constant[name] = (history[-1]["step"] - (0 if before < 0 else history[before]["step"]), reward)
+        if all(
+            None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in means_and_stds
+        ):
+            previous = next(i for i, logs in enumerate(history) if key in logs) - 1
+            constant[name] = (history[-1]["step"] - (0 if previous < 0 else history[previous]["step"]), reward)
     return constant
 
 
 class EqualRewardsHint(TrainerCallback):
     """
-    Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function. With
-    `by_steps`, it only warns once if all advantages stay 0.
+    Callback that warns once if all rewards stay equal for `patience` steps, and once for each reward function whose
+    rewards do. With `by_steps`, the only warning is one about advantages that all stay 0.
     """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
         self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
-        self._named: set[str | None] = set()  # functions of earlier warnings; `None` stands for all functions
-        self._since: int | None = None  # the step before rewards became equal
+        # Functions of earlier warnings; `None` stands for all functions
+        self._warned_functions: set[str | None] = set()
+        self._equal_since: int | None = None  # the step before rewards became equal
 
-    def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
+    def record_rewards(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
         Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. The logged
         rewards can't show this, because RLOO's logged rewards include the KL penalty, as in TRL.
@@ -52,15 +55,19 @@ class EqualRewardsHint(TrainerCallback):
         """
         numbers = rewards[~rewards.isnan()]
         differs = live if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
-        self._since = None if differs.any() or not len(numbers) else step if self._since is None else self._since
+        self._equal_since = (
+            None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since
+        )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
-        steps = 0 if None in self._named or self._since is None else state.global_step - self._since
+        steps = (
+            0 if None in self._warned_functions or self._equal_since is None else state.global_step - self._equal_since
+        )
         rewards = {} if self.by_steps else constant_rewards(history)
         constant = {name: values for name, values in rewards.items() if values[0] >= self.patience}
         if steps >= self.patience:
-            self._named |= {None, *constant}
+            self._warned_functions |= {None, *constant}
             equal = "an advantage of 0" if self.by_steps else "the same reward"
             mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
@@ -71,8 +78,8 @@ class EqualRewardsHint(TrainerCallback):
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
                 "higher `temperature` and more `num_generations` make completions more diverse."
             )
-        for name in constant.keys() - self._named:
-            self._named.add(name)
+        for name in constant.keys() - self._warned_functions:
+            self._warned_functions.add(name)
             steps, reward = constant[name]
             logger.warning(
                 f"The reward function '{name}' has given all completions the same reward for {steps} steps "

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 # Folder of prompts, completions and media in the output folder. `Trainer` doesn't publish paths that begin with `_`.
 PRIVATE = "_private"
-_LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
+_EXCLUDED_PATTERNS = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
 
 def repository_name(folder: str) -> str:
@@ -32,7 +32,7 @@ def repository_name(folder: str) -> str:
 
 def upload_command(repo: str, folder: str, private: bool) -> str:
     """Returns a command that publishes a folder without the files that a trainer leaves out."""
-    excluded = [word for pattern in _LEFT_OUT for word in ("--exclude", pattern)]
+    excluded = [word for pattern in _EXCLUDED_PATTERNS for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
 
@@ -41,7 +41,7 @@ def is_running(push: PushInProgress | None) -> bool:
 
 
 def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
-    """Warns of uploads that fail in the background, as their errors would go unnoticed otherwise."""
+    """Warns of uploads that fail in the background, since their errors would go unnoticed otherwise."""
 
     def warn(job: Future) -> None:
         if not job.cancelled() and job.exception() is not None:
@@ -53,7 +53,7 @@ def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
 
 
 class SaveBeforePush(TrainerCallback):
-    """A callback that saves the model before the Hub creates, or refuses to create, its repository."""
+    """A callback that saves the model before its repository on the Hub is created, which can fail."""
 
     def __init__(self, save: Callable[[], None]):
         self.save = save

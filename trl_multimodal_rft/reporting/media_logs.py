@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
+_DATASET_FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
 TABLES = "completions"  # folder of the tables
 _FRAMES_SHOWN = 8  # of a video, in boards that show only images
 
 # Columns of media that tools returned
-_TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
+_TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _DATASET_FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
@@ -54,7 +54,7 @@ MAX_BYTES = 32e6  # of the media of a prompt in a table
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]
 # Media with their names in a board
-Labelled = list[tuple[MediaFile, str]]
+LabelledMedia = list[tuple[MediaFile, str]]
 
 
 class MediaLog:
@@ -65,78 +65,79 @@ class MediaLog:
     undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(self, n_rows: int, with_media: bool, accelerator: Accelerator):
-        self.n_rows = n_rows
+    def __init__(self, max_rows: int, with_media: bool, accelerator: Accelerator):
+        self.max_rows = max_rows
         self.max_prompts = MAX_PROMPTS if with_media else 0
         self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
-        self.n_total = 0
+        self.n_total = 0  # rows of all processes since the start of the run
         self._refs: dict[int, Any] = {}  # lists of `MediaRef` by row, `None` beyond the limit of prompts
-        self._groups: deque[int] = deque(maxlen=n_rows)  # for each row, the first row of its prompt
-        self._gathered: int | None = None  # `n_total` of the last `gather`
-        self._with_media: set[int] = set()
+        self._groups: deque[int] = deque(maxlen=max_rows)  # for each row, the first row of its prompt
+        self._gathered_total: int | None = None  # `n_total` of the last `gather`
+        self._rows_with_media: set[int] = set()
         self._media: dict[int, PromptMedia] = {}
-        self._warned: set[str] = set()
+        self._warned_topics: set[str] = set()
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
+        """Adds the media of this process's rows in a batch. A group of `group_size` rows has one prompt."""
         start, total = self.n_total, len(prompts) * self.num_processes
         self.n_total += total
-        first_kept = self.n_total - self.n_rows
-        self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept}
+        first_kept_row = self.n_total - self.max_rows
+        self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept_row}
         self._groups.extend(start + i - i % group_size for i in range(total))
         n_kept = 0
         rows = zip(prompts, completions or [None] * len(prompts), strict=True)
         for i, (prompt, completion) in enumerate(rows, self.process_index * len(prompts)):
             refs = [*(iter_refs(prompt) if i % group_size == 0 else ()), *iter_refs(completion)]
-            if refs and start + i >= first_kept:
+            if refs and start + i >= first_kept_row:
                 self._refs[start + i] = refs if n_kept < self.max_prompts else None
                 n_kept += 1
 
     def gather(self) -> None:
         """Encodes the media of the first prompts and sends them to the main process. A collective call."""
-        if self._gathered == self.n_total:  # the main process has the media of the latest rows
+        if self._gathered_total == self.n_total:  # the main process has the media of the latest rows
             return
-        self._gathered = self.n_total
-        local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
-        entries = sorted(gather_object(local))
-        first = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
-        encoded = [(row, self._encoded(row)) for row, process in first if process == self.process_index]
+        self._gathered_total = self.n_total
+        local_entries = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
+        entries = sorted(gather_object(local_entries))
+        first_rows = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
+        encoded = [(row, self._encode_media(row)) for row, process in first_rows if process == self.process_index]
         # One process at a time, which bounds the memory in flight
         results = list(encoded) if self.process_index == 0 else []
-        for process in sorted({process for _, process in first} - {0}):
-            (sent,) = broadcast_object_list([encoded if process == self.process_index else None], process)
-            results += sent if self.process_index == 0 else []
+        for process in sorted({process for _, process in first_rows} - {0}):
+            (received,) = broadcast_object_list([encoded if process == self.process_index else None], process)
+            results += received if self.process_index == 0 else []
         if self.process_index == 0:
-            self._with_media = {row for row, *_ in entries}
+            self._rows_with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
-            if 0 < self.max_prompts and len(first) < len(entries):
+            if 0 < self.max_prompts and len(first_rows) < len(entries):
                 self._warn_once(
                     "prompts",
-                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(first)} are "
-                    "logged with them.",
+                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(first_rows)} "
+                    "are logged with them.",
                 )
             for _, media in results:
                 if isinstance(media, str):
                     self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
 
-    def _encoded(self, row: int) -> PromptMedia | str:
+    def _encode_media(self, row: int) -> PromptMedia | str:
         """Returns the media of a prompt, or the reason why they can't be logged."""
-        media, left = PromptMedia(), self.max_bytes
+        media, bytes_left = PromptMedia(), self.max_bytes
         try:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
                 if name not in MEDIA_COLUMNS:
                     name = f"tool_{ref.modality}s" if name.startswith(TOOL_PREFIX) else f"{ref.modality}s"
-                file = media_file(ref, left)
-                left -= len(file.data)
+                file = media_file(ref, bytes_left)
+                bytes_left -= len(file.data)
                 media.setdefault(name, []).append(file)
         except (MediaError, ImportError) as error:
             return str(error)
         return media
 
-    def _warn_once(self, about: str, message: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned_topics:
+            self._warned_topics.add(topic)
             logger.warning(f"{message} This warning is shown once.")
 
     def rows(self) -> list[PromptMedia]:
@@ -146,13 +147,14 @@ class MediaLog:
 
     def groups(self) -> list[int | None]:
         """Returns the first row of the prompt for each row of TRL's logs, or `None` if the prompt has no media."""
-        return [group if group in self._with_media else None for group in self._groups]
+        return [group if group in self._rows_with_media else None for group in self._groups]
 
 
 # Tables
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the names of the media columns in a table. Names that the table has already get the prefix `prompt_`."""
     present = set(columns).union(*media)
     return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in present}
 
@@ -163,7 +165,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
         modality = _COLUMNS[column]
-        feature = _FEATURES[modality] if column == modality else List(_FEATURES[modality])
+        feature = _DATASET_FEATURES[modality] if column == modality else List(_DATASET_FEATURES[modality])
         features[name] = feature
         values = []
         for index, row in enumerate(media):
@@ -173,7 +175,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
             ]
             values.append((files[0] if column == modality else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
-        # A chunk per row, as a chunk holds at most 2 GB
+        # A chunk per row, since a chunk holds at most 2 GB
         table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in values]))
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,21 +190,25 @@ def _write_file(file: MediaFile, label: str, folder: Path) -> str:
     return str(path)
 
 
-def _labels(files: Labelled) -> str:
+def _labels(files: LabelledMedia) -> str:
     return ", ".join(label for _, label in files)
 
 
-def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
+def _with_cells(
+    frame: pd.DataFrame, media: list[PromptMedia], make_cell: Callable[[LabelledMedia], Any]
+) -> pd.DataFrame:
     """Adds the columns of media to a table. `cell` makes a cell from a list of media with their labels."""
-    prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
+    prompt_numbers = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():
         cells: list[Any] = [None] * len(media)
         for i, row in enumerate(media):
             files = row.get(column, ())
             if files:
-                label = f"completions/{name}/{prompts[i]}"
-                cells[i] = cell([(file, f"{label}.{j}" if len(files) > 1 else label) for j, file in enumerate(files)])
+                label = f"completions/{name}/{prompt_numbers[i]}"
+                cells[i] = make_cell(
+                    [(file, f"{label}.{j}" if len(files) > 1 else label) for j, file in enumerate(files)]
+                )
         columns[name] = pd.Series(cells, index=frame.index, dtype=object)
     return frame.assign(**columns)
 
@@ -211,7 +217,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
-    def cell(files: Labelled) -> list:
+    def cell(files: LabelledMedia) -> list:
         return [types[file.modality](_write_file(file, label, folder)) for file, label in files]
 
     table = _with_cells(frame, media, cell)
@@ -225,13 +231,13 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
 def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
     """
-    Returns the table for trackio, and audio and videos to log next to the table, as cells don't play media. A cell
+    Returns the table for trackio, and audio and videos to log next to the table, since cells don't play media. A cell
     shows images and some frames of videos, or else the names of its media.
     """
     trackio = require_module("trackio", "logging")
     players = {}
 
-    def cell(files: Labelled) -> str | list:
+    def cell(files: LabelledMedia) -> str | list:
         pictures = []
         for file, label in files:
             path = _write_file(file, label, folder)
@@ -250,7 +256,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
 def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
     """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
-    def cell(files: Labelled) -> str:
+    def cell(files: LabelledMedia) -> str:
         for file, label in files:
             if file.modality == "audio":
                 samples, rate = read_audio(file.ref())
@@ -276,7 +282,7 @@ class MediaLogCallback(TrainerCallback):
     """
     A callback that logs completions with their media, in place of TRL's tables, which lack audio and video.
 
-    Media are gathered in events that all processes reach, since not all processes may reach `log`.
+    Media are gathered in events that all processes reach, since some processes don't always reach `log`.
     """
 
     def __init__(
@@ -292,8 +298,8 @@ class MediaLogCallback(TrainerCallback):
         self.tables, self.columns, self.has_tools = tables, columns, has_tools  # TRL's tables, the dataset's columns
         self.folder = Path(str(args.output_dir), PRIVATE)
         self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
-        self._logged: tuple[int, int] | None = None  # step and `n_total` of the last table
-        self._evaluating = False
+        self._last_table: tuple[int, int] | None = None  # step and `n_total` of the last table
+        self._is_evaluating = False
         if log.process_index == 0:
             (self.folder / TABLES).mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
@@ -306,53 +312,59 @@ class MediaLogCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        if not self._evaluating:  # an evaluation logs metrics before media are gathered
-            self._write(state.global_step)
+        if not self._is_evaluating:  # an evaluation logs metrics before media are gathered
+            self._log_table(state.global_step)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart
     ):
-        self._evaluating = True
+        self._is_evaluating = True
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        self._evaluating = False
+        self._is_evaluating = False
         self.log.gather()
-        self._write(state.global_step)
+        self._log_table(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
-    def _write(self, step: int) -> None:
+    def _log_table(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
-        log, logs = self.log, self.tables
-        is_repeated = self._logged == (step, log.n_total)  # by the final log of training
-        if log.process_index != 0 or not logs["prompt"] or is_repeated:
+        log, tables = self.log, self.tables
+        is_repeated = self._last_table == (step, log.n_total)  # the final log of training repeats the last table
+        if log.process_index != 0 or not tables["prompt"] or is_repeated:
             return
-        self._logged = step, log.n_total
+        self._last_table = step, log.n_total
         if is_rich_available():
             print_prompt_completions_sample(
-                logs["prompt"],
-                logs["completion"],
-                logs.get("rewards", {}),
-                logs.get("advantages"),
+                tables["prompt"],
+                tables["completion"],
+                tables.get("rewards", {}),
+                tables.get("advantages"),
                 step,
                 self.args.num_completions_to_print,  # pyrefly: ignore[bad-argument-type]
-                extra=dict(logs.get("extra", {})),
+                extra=dict(tables.get("extra", {})),
             )
-        table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
-        if "rewards" in logs:
-            table |= {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
+        table = {
+            "step": [step] * len(tables["prompt"]),
+            "prompt": tables["prompt"],
+            "completion": tables["completion"],
+        }
+        if "rewards" in tables:
+            table |= {**tables["rewards"], **tables["extra"], "advantage": tables["advantages"]}
         frame, media = pd.DataFrame(table), log.rows()
         columns = [*self.columns, *(_TOOL_COLUMNS if self.has_tools else ())]
         path = self.folder / TABLES / f"completions_{step:05d}.parquet"
         write_parquet(frame, media, path, columns if self.args.log_multimodal else ())
-        self._send(*self._shown(frame, media), step)
+        self._send_table(*self._prepare_for_trackers(frame, media), step)
 
-    def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
+    def _prepare_for_trackers(
+        self, frame: pd.DataFrame, media: list[PromptMedia]
+    ) -> tuple[pd.DataFrame, list[PromptMedia]]:
         if self.args.log_unique_prompts:
-            # Prompts with different media may have the same text
+            # Texts alone don't tell prompts apart, which can differ in their media only
             mask = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
             frame = frame[mask].reset_index(drop=True)
             media = [row for row, keep in zip(media, mask, strict=True) if keep]
@@ -360,7 +372,7 @@ class MediaLogCallback(TrainerCallback):
         rounded = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
-    def _send(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+    def _send_table(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
         trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:

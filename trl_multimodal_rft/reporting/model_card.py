@@ -101,10 +101,10 @@ def in_code(name: str) -> str:
     return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
 
 
-def linked_repository(name: str, kind: str = "") -> str:
+def linked_repository(name: str, prefix: str = "") -> str:
     """Returns a link to a repository on the Hub, the last part of a local path, or any other name as text."""
     if is_hub_name(name):
-        return f"[{name}](https://huggingface.co/{kind}{name})"
+        return f"[{name}](https://huggingface.co/{prefix}{name})"
     return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
@@ -132,10 +132,10 @@ def base_metadata(name: str) -> dict[str, str]:
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Returns the line of the held-out accuracy, if [`GenerationEvalCallback`] measured it."""
-    measured = [logs for logs in history if "eval_accuracy" in logs]
-    if not measured:
+    evaluations = [logs for logs in history if "eval_accuracy" in logs]
+    if not evaluations:
         return []
-    first, last = measured[0], measured[-1]
+    first, last = evaluations[0], evaluations[-1]
     interval = f" ({_INTERVAL})".format(**last) if "eval_accuracy_low" in last else ""
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
     return [("Held-out accuracy", f"{last['eval_accuracy']:.1%}{interval}{before}")]
@@ -206,46 +206,48 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
-    # Replaces TRL's names of base model and dataset, as the Hub may not resolve them
+    # Replaces TRL's names of base model and dataset, since the Hub can't resolve all of them
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
-    model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
+    model_class, is_reward = type(base).__name__, is_reward_model([type(base).__name__])
     task = _TASKS.get(frozenset(modalities), "any-to-any") if modalities else None  # no task for text alone
-    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task
+    data.pipeline_tag = "text-classification" if is_reward else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     needs_name = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if needs_name else None
-    adapter = is_peft_model(run.model)
-    if adapter:
+    has_adapter = is_peft_model(run.model)
+    if has_adapter:
         data.library_name = "peft"
-    ordered = [modality for modality in MODALITIES if modality in modalities]
-    packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
+    ordered_modalities = [modality for modality in MODALITIES if modality in modalities]
+    packages = {**_VERSIONS, "PEFT": "peft"} if has_adapter else _VERSIONS
     # The card shows the prompt if all rows share it. Different prompts are data, which a card must not show.
     conversations = run.notes.conversations
-    shown = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
+    shared = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATES / "model_card.md"),
         model_name=in_text(name),
         base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
-        reports=_reports(),
-        columns=_listed(in_code(name) for name in sorted(run.notes.columns)),
+        reports=_dashboards(),
+        columns=_join_words(in_code(name) for name in sorted(run.notes.columns)),
         task=data.pipeline_tag,
-        scores=scores,
-        kinds=_listed(["text", *("images" if modality == "image" else modality for modality in ordered)]),
+        scores=is_reward,
+        kinds=_join_words(
+            ["text", *("images" if modality == "image" else modality for modality in ordered_modalities)]
+        ),
         method=Paper(run.trainer_name, run.paper["id"]).link,
-        adapter=adapter,
+        adapter=has_adapter,
         model_class=model_class,
         quick_start=quick_start(
             model_class,
             run.repository,
-            ordered,
+            ordered_modalities,
             run.max_new_tokens,
-            loaded_from if adapter else None,
+            loaded_from if has_adapter else None,
             audio_rate(run.processor) if "audio" in modalities else None,
             run.template_kwargs,
-            **({"conversation": shown[0]} if shown else {}),
+            **({"conversation": shared[0]} if shared else {}),
         ),
         training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
         curves=CURVES if (folder / CURVES).exists() else None,
@@ -259,7 +261,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     card.save(path)
 
 
-def _reports() -> list[tuple[str, str]]:
+def _dashboards() -> list[tuple[str, str]]:
     """Returns names and addresses of the run's dashboards."""
     urls = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
     if is_wandb_available():
@@ -274,7 +276,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
-        lines.append(("Advantages", _option(estimator, "advantage_estimator")))
+        lines.append(("Advantages", _option_with_paper(estimator, "advantage_estimator")))
     if "loss_type" in options:
         clips = (
             ("epsilon", "epsilon_high", "delta")
@@ -283,17 +285,17 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
         )
         clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
         level = options["importance_sampling_level"]
-        ratios = [f"ratios per {_option(level, 'importance_sampling_level')}"] if level != "token" else []
-        lines.append(("Loss", ", ".join([_option(options["loss_type"], "loss_type"), *clip, *ratios])))
+        ratios = [f"ratios per {_option_with_paper(level, 'importance_sampling_level')}"] if level != "token" else []
+        lines.append(("Loss", ", ".join([_option_with_paper(options["loss_type"], "loss_type"), *clip, *ratios])))
     lines.append(("KL divergence from the reference", _divergence(options)))
     quantile = options.get("top_entropy_quantile", 1.0)
     if quantile < 1:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
-        lines.append(("Tokens trained on", share + _cited("top_entropy_quantile")))
+        lines.append(("Tokens trained on", share + _paper_suffix("top_entropy_quantile")))
     lines += common_lines(options)
-    shown = [name for name in _IF_ON if options.get(name)]
-    shown += [name for name in _IF_SET if options.get(name) is not None]
-    return [*lines, *((f"`{name}`", f"`{options[name]}`{_cited(name)}") for name in shown)]
+    shown_options = [name for name in _IF_ON if options.get(name)]
+    shown_options += [name for name in _IF_SET if options.get(name) is not None]
+    return [*lines, *((f"`{name}`", f"`{options[name]}`{_paper_suffix(name)}") for name in shown_options)]
 
 
 def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
@@ -316,24 +318,24 @@ def _divergence(options: dict[str, Any]) -> str:
     if estimator is None:
         parts.append("in the reward")  # RLOO has no choice of estimator
     else:
-        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
+        parts += [_option_with_paper(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
     if options.get("kl_target") is not None:
-        parts.append(f"adaptive, `kl_target={options['kl_target']}`{_cited('kl_target')}")
+        parts.append(f"adaptive, `kl_target={options['kl_target']}`{_paper_suffix('kl_target')}")
     return ", ".join(parts)
 
 
-def _option(value: str, name: str) -> str:
+def _option_with_paper(value: str, name: str) -> str:
     """Returns a value of an option, with the value's paper if there is one."""
     paper = PAPERS[name].get(split_settings(value)[0])
     return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 
-def _cited(name: str) -> str:
+def _paper_suffix(name: str) -> str:
     """Returns the paper of an option with one paper for all values, or an empty text."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     *first, last = [*words] or [""]
     return " and ".join(part for part in [", ".join(first), last] if part)

@@ -37,7 +37,7 @@ def check_plot(path: str | None) -> None:
         raise ValueError(f"`--plot {path}`: its folder is missing; make it, or name another one.")
 
 
-def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Sequence[float] | int = _BINS) -> "Figure":
+def histograms(values: Mapping[str, Sequence[float]], y_label: str, bins: Sequence[float] | int = _BINS) -> "Figure":
     """
     Draws distributions, a panel for each name, with the median as a line.
 
@@ -45,7 +45,7 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         values (`Mapping[str, Sequence[float]]`):
             Values by name. The name is the panel's title. Its part before " of " is the unit of the horizontal axis.
             Names without values have no panel.
-        count_of (`str`):
+        y_label (`str`):
             Label of the vertical axis: the things that it counts, such as `"rows"`.
         bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
             Edges of the bars, or their number. With a number, integers in a smaller range get one bar each.
@@ -62,10 +62,10 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         axes.axvline(median, color="C1", linewidth=1.2)
         axes.locator_params("both" if is_narrow else "y", integer=True, min_n_ticks=1)
         axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
-        shown = f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
-        axes.set_title(f"median {shown}", loc="right", fontsize=8, color="C1")
+        median_text = f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
+        axes.set_title(f"median {median_text}", loc="right", fontsize=8, color="C1")
         axes.set_xlabel(name.partition(" of ")[0], fontsize=8)
-        axes.set_ylabel(count_of if i % n_columns == 0 else "", fontsize=8)
+        axes.set_ylabel(y_label if i % n_columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -108,7 +108,7 @@ class RolloutLog:
             outside = out_of_range(bounded_rewards, group_ids, bounds)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
-            self.hint.measure(rewards, has_signal, run.step)
+            self.hint.record_rewards(rewards, has_signal, run.step)
         if difficulty_sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             difficulty_sampler.update_pass_rates(

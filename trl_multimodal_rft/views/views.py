@@ -19,7 +19,7 @@ import torch
 from ..algorithms.papers import Paper, paper_of
 from ..data.reading.refs import MediaRef
 from ..families import MODALITIES
-from ..spelling import check_settings, check_unused, load_dotted, spelled, split_settings
+from ..spelling import check_settings, check_unused, join_settings, load_dotted, split_settings
 
 
 _GREY = 128  # pixel value
@@ -86,7 +86,7 @@ class View:
     @property
     def spelling(self) -> str:
         """The text that [`as_view`] reads."""
-        return spelled(self.type.name, self.settings)
+        return join_settings(self.type.name, self.settings)
 
     def applies_to(self, modality: str) -> bool:
         """Returns whether the view replaces media of a modality."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from ...credentials import shown_url, without_credentials
+from ...credentials import masked_url, without_credentials
 from .rules import DEFAULT_RULES, MediaRules
 
 
@@ -150,7 +150,7 @@ class MediaRef:
         """
         for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
             if isinstance(source, str):  # the source is one URL, even if it has spaces or quotes
-                text = text.replace(source, shown_url(source))
+                text = text.replace(source, masked_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file_in_parentheses(self) -> str:

@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 import fsspec
 import requests
 
-from ...credentials import shown_url
+from ...credentials import masked_url
 from .http import NoAnswer, TooLarge, ask, host_of, run_until
 from .refs import MediaError, MediaRef
 
@@ -89,7 +89,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return run_until(deadline, read)
     except NoAnswer as error:
         remedy = "remove the row, or raise `media_timeout`"
-        raise ref.error(f"cannot read '{shown_url(path)}' ({error}); {remedy}") from None
+        raise ref.error(f"cannot read '{masked_url(path)}' ({error}); {remedy}") from None
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
@@ -225,7 +225,7 @@ def _check_domain(ref: MediaRef, url: str) -> None:
     except MediaError:
         raise
     except ValueError:  # its message may hold half a password
-        raise ref.error(f"'{shown_url(url)}' isn't a URL; correct it or remove the row") from None
+        raise ref.error(f"'{masked_url(url)}' isn't a URL; correct it or remove the row") from None
     if ref.rules.allowed_media_domains is not None and host not in allowed:
         raise ref.error(f"'{host}' isn't one of `allowed_media_domains`; add it if you trust the data")
 

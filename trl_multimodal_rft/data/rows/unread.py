@@ -9,7 +9,7 @@ from typing import Any, Literal
 from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
-from ...credentials import shown_url
+from ...credentials import masked_url
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
 from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several_media, is_absent, is_empty
@@ -302,7 +302,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
         if isinstance(medium, Encoded):
             continue  # its feature was found above
         if isinstance(medium, str):
-            evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
+            evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
                 column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell
             )

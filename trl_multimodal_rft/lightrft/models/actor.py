@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from ...trainers.grpo_config import MultimodalGRPOConfig
     from ...trainers.rloo_config import MultimodalRLOOConfig
 
-logger = logging.getLogger(__name__)  # accelerate's logger needs its state
+logger = logging.getLogger(__name__)  # accelerate's logger raises before accelerate's state is set up
 
 # Arguments of forwards that aren't media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES, "labels"}
 
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-_VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+_VISION_NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 # Grids that a model doesn't take are dropped, since they mean nothing without pixels
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
@@ -119,19 +119,19 @@ class Actor(nn.Module):
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
             # transformers has only a weak reference to this object, so the attribute keeps it alive
-            zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
-            self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
+            uses_zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
+            self._ds_config = HfDeepSpeedConfig(ds_config) if uses_zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
             if use_flash_attention_2:
                 options["attn_implementation"] = "flash_attention_2"
             if load_in_4bit:
-                compute = {"bnb_4bit_compute_dtype": torch.bfloat16 if bf16 else torch.float32}
-                options["quantization_config"] = BitsAndBytesConfig(**_FOUR_BITS, **compute)
+                compute_dtype = {"bnb_4bit_compute_dtype": torch.bfloat16 if bf16 else torch.float32}
+                options["quantization_config"] = BitsAndBytesConfig(**_FOUR_BITS, **compute_dtype)
             model = load_model(str(pretrain_or_model), **options)
             freeze_as_built(model)
         else:
-            loading = ("use_flash_attention_2", "ds_config", "device_map", "load_in_4bit")
-            if passed := [name for name in loading if arguments[name]]:
+            loading_arguments = ("use_flash_attention_2", "ds_config", "device_map", "load_in_4bit")
+            if passed := [name for name in loading_arguments if arguments[name]]:
                 raise ValueError(
                     f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or drop it."
                 )
@@ -148,9 +148,9 @@ class Actor(nn.Module):
             )
         keep_differentiable(base)
         base.config.use_cache = False
-        towers = {"image": freeze_vision_tower, "audio": freeze_audio_tower}
-        frozen = [find_tower(base, modality) for modality, freeze in towers.items() if freeze]
-        for name in frozen:
+        freezes_tower = {"image": freeze_vision_tower, "audio": freeze_audio_tower}
+        frozen_towers = [find_tower(base, modality) for modality, freeze in freezes_tower.items() if freeze]
+        for name in frozen_towers:
             base.get_submodule(name).requires_grad_(False)
         if packing_samples:
             obstacle = sharing_obstacle(base)
@@ -162,8 +162,8 @@ class Actor(nn.Module):
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
-            adapter = {"r": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
-            model = _add_lora(base, adapter, target_modules, frozen)
+            lora_settings = {"r": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+            model = _add_lora(base, lora_settings, target_modules, frozen_towers)
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
@@ -241,13 +241,13 @@ class Actor(nn.Module):
                 packed without `packing_samples`.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        vision_media = dict(zip(_VISION, vision, strict=True)) if self._uses_vision else {}
+        vision_media = dict(zip(_VISION_NAMES, vision, strict=True)) if self._uses_vision else {}
         audio_media = audio_inputs(self.base_model, audio_values, audio_attention_mask)
-        accepted = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
+        accepted_media = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
         if packed_seq_lens is not None:
             if not self.packing_samples:
                 raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-            batch = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted)
+            batch = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted_media)
         elif isinstance(num_actions, (list, tuple)):
             raise ValueError(
                 "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
@@ -257,9 +257,9 @@ class Actor(nn.Module):
                 "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
             )
         else:
-            batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted)
+            batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted_media)
             if return_output:
-                return self._with_output(sequences, attention_mask, num_actions, accepted, batch.is_action)
+                return self._logps_and_output(sequences, attention_mask, num_actions, accepted_media, batch.is_action)
         has_router = packed_seq_lens is not None and _has_router(self.base_model)
         request = batch.request(packed=self.packing_samples, compute_aux_loss=has_router)
         scores = self.policy_forward.score(self.model, request)
@@ -271,7 +271,7 @@ class Actor(nn.Module):
             output["action_entropy"] = batch.scatter(scores.entropies.detach())
         return logps, output
 
-    def _with_output(
+    def _logps_and_output(
         self,
         sequences: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -289,7 +289,7 @@ class Actor(nn.Module):
                 fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n, 0)), fill)
         inputs: dict[str, Any] = {**to_model(media, base, sequences.device), **fields, "attention_mask": mask}
         if self.config.get_text_config() is self.config:
-            # The default positions of language models count left padding
+            # Without position ids, language models count left padding as positions
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
         if _has_router(base):
             inputs["output_router_logits"] = True
@@ -325,8 +325,8 @@ class Actor(nn.Module):
                 Images and videos, see [`Actor.forward`].
             kwargs:
                 Further media by the names of the model's forward, and options of
-                [`~transformers.GenerationMixin.generate`]. Options default to the model's generation config. If it
-                doesn't set them, the temperature is the policy's, without `top_k` and `top_p`.
+                [`~transformers.GenerationMixin.generate`]. Options default to the model's generation config. If
+                that sets no temperature, `top_k` or `top_p`, the policy's temperature is taken, without the other two.
 
         Returns:
             `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
@@ -342,7 +342,7 @@ class Actor(nn.Module):
         if not attention_mask[:, -1].all():
             raise ValueError("Prompts must be padded on the left, so that completions follow them.")
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        kwargs |= dict(zip(_VISION, vision, strict=True))
+        kwargs |= dict(zip(_VISION_NAMES, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         base, names = self.base_model, _media_names(self.base_model) | _GRIDS
         tensor_names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
@@ -350,30 +350,32 @@ class Actor(nn.Module):
         # In order of precedence: options of this call, its generation config, the model's generation config
         config = kwargs.pop("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
-        effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
-        if unused := effective.update(**kwargs):
+        generation_config = GenerationConfig(**{**base.generation_config.to_dict(), **config})
+        if unused := generation_config.update(**kwargs):
             raise ValueError(f"`{min(unused)}` is no option of sampling here; correct or remove it.")
-        if (effective.num_return_sequences or 1) > 1:
+        if (generation_config.num_return_sequences or 1) > 1:
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
-        if (effective.num_beams or 1) > 1 and any(modality_of(name) == "audio" for name in media):
+        if (generation_config.num_beams or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
-        eos_ids, pad_id = effective.eos_token_id, effective.pad_token_id
+        eos_ids, pad_id = generation_config.eos_token_id, generation_config.pad_token_id
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
-        suppressed = {*all_placeholder_ids(base, base), *(effective.suppress_tokens or [])}
+        suppressed = {*all_placeholder_ids(base, base), *(generation_config.suppress_tokens or [])}
         options = {"pad_token_id": pad_id, "use_cache": True, "suppress_tokens": sorted(suppressed) or None}
-        if effective.do_sample:
-            options |= sampling_options(self.temperature, effective.to_dict())
-        effective.update(**options)
+        if generation_config.do_sample:
+            options |= sampling_options(self.temperature, generation_config.to_dict())
+        generation_config.update(**options)
         prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
-        # Under ZeRO-3, transformers' loop keeps the ranks in step
+        # Without a shared prefill, transformers' own loop samples, which keeps the ranks in step under ZeRO-3
         fallbacks = replace(
             self.policy_forward.fallbacks,
             shared_prefill=not is_deepspeed_zero3_enabled(),
-            allows_graph=not effective.disable_compile,
+            allows_graph=not generation_config.disable_compile,
         )
         with evaluation_mode(self):
-            ids = sample_completions(self.policy_forward, self.model, prompts, effective, pad_id, fallbacks=fallbacks)
+            ids = sample_completions(
+                self.policy_forward, self.model, prompts, generation_config, pad_id, fallbacks=fallbacks
+            )
         sequences = torch.cat([input_ids, ids], dim=1)
         return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
 
@@ -532,7 +534,7 @@ def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype
 
 
 def _add_lora(
-    model: PreTrainedModel, adapter: dict[str, Any], target_modules: str | list[str] | None, frozen: list[str]
+    model: PreTrainedModel, lora_settings: dict[str, Any], target_modules: str | list[str] | None, frozen: list[str]
 ) -> nn.Module:
     """Adds a LoRA adapter without changing the model's training mode. Modules in `frozen` get no adapter."""
     peft = require_module("peft", "peft")
@@ -544,19 +546,19 @@ def _add_lora(
         target_modules = [name for name, module in layers if module is not head]
     # Full names, since suffixes of names in encoders often match layers of the language model, too
     excluded = rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None
-    config = peft.LoraConfig(**adapter, target_modules=target_modules, exclude_modules=excluded, bias="none")
+    config = peft.LoraConfig(**lora_settings, target_modules=target_modules, exclude_modules=excluded, bias="none")
     base_modules = set(model.modules())
     try:
-        adapted = peft.get_peft_model(model, config)
+        peft_model = peft.get_peft_model(model, config)
     except peft.utils.error.NoMatchingPeftModuleError as error:
         raise ValueError(
             f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
             "`target_modules=None` takes all."
         ) from error
-    for module in adapted.modules():
+    for module in peft_model.modules():
         if module not in base_modules:
             module.training = model.training  # loaded models are in evaluation mode, without dropout
-    return adapted
+    return peft_model
 
 
 def _has_router(model: PreTrainedModel) -> bool:

@@ -76,9 +76,9 @@ def padded_completions(
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]  # packed rows repeat a prompt's last token, which must be text
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
-    packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
+    packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
-    completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed)
+    completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed_media)
     completions.is_action = is_action
     return completions
 
@@ -228,7 +228,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         modality: {name: value for name, value in media.items() if modality_of(name) == modality}
         for modality in MODALITIES
     }
-    videos_as_images = _check_present(model, masks, tensors)
+    videos_as_images = _check_modalities(model, masks, tensors)
     if not any(mask.any() for mask in masks["video"]):
         masks["video"] = masks["image"]  # some families write videos with the image token
     result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
@@ -243,10 +243,10 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
             continue
         counts = _count_media(model, modality, masks[modality], features)
         grid = features.get(f"{modality}_grid_thw")
-        patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
+        patch_counts = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
         # Tensors have one entry per image, video or clip, per patch, or per row with media
         for name, value in features.items():
-            candidates = (counts, patches, [min(count, 1) for count in counts])
+            candidates = (counts, patch_counts, [min(count, 1) for count in counts])
             sizes = next((sizes for sizes in candidates if sum(sizes) == len(value)), None)
             if sizes is None:
                 raise MediaError(
@@ -259,30 +259,34 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     return result
 
 
-def _check_present(
+def _check_modalities(
     model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
 ) -> bool:
     """Raises a [`MediaError`] if media don't match placeholders. Returns whether videos have image placeholders."""
-    first_rows = {
+    first_row_indices = {
         modality: next((i for i, mask in enumerate(row_masks) if mask.any()), None)
         for modality, row_masks in masks.items()
     }
     # Grids, sizes and masks alone don't make a modality present
-    present = {
+    present_modalities = {
         modality
         for modality, features in tensors.items()
         if any(value.is_floating_point() and value.dim() > 1 for value in features.values())
     }
-    videos_as_images = "video" in present and first_rows["video"] is None
+    videos_as_images = "video" in present_modalities and first_row_indices["video"] is None
     accepted = inspect.signature(type(model).forward).parameters
     audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
     for modality, features in tensors.items():
-        row, grid = first_rows[modality], f"{modality}_grid_thw"
-        if row is not None and modality not in present and not (modality == "image" and videos_as_images):
-            raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
-        if modality not in present:
+        row_index, grid = first_row_indices[modality], f"{modality}_grid_thw"
+        if (
+            row_index is not None
+            and modality not in present_modalities
+            and not (modality == "image" and videos_as_images)
+        ):
+            raise MediaError(f"row {row_index} holds placeholders for {modality} but there is no {modality}; pass it.")
+        if modality not in present_modalities:
             continue
-        if row is None and not (modality == "video" and first_rows["image"] is not None):
+        if row_index is None and not (modality == "video" and first_row_indices["image"] is not None):
             raise MediaError(
                 f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
                 "make the ids with the model's processor."
@@ -342,35 +346,39 @@ def _count_media(
     """Returns the number of images, videos or clips of each row, from the masks of the rows' placeholders."""
     token_counts = _token_counts(model, modality, tensors)
     if token_counts is not None:
-        counts, used = [], 0
+        counts, n_used = [], 0
         for row, mask in enumerate(masks):
             remaining, count = int(mask.sum()), 0
-            while remaining > 0 and used + count < len(token_counts):
-                remaining -= token_counts[used + count]
+            while remaining > 0 and n_used + count < len(token_counts):
+                remaining -= token_counts[n_used + count]
                 count += 1
             if remaining != 0:
                 hint = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
                 raise MediaError(
                     f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
-                    f"up to ({token_counts[used : used + count]} tokens); make ids and {modality}s with the same "
+                    f"up to ({token_counts[n_used : n_used + count]} tokens); make ids and {modality}s with the same "
                     f"processor call{hint}."
                 )
             counts.append(count)
-            used += count
-        if used < len(token_counts):
-            raise MediaError(f"{len(token_counts) - used} {modality}s have no placeholder in any row.")
+            n_used += count
+        if n_used < len(token_counts):
+            raise MediaError(f"{len(token_counts) - n_used} {modality}s have no placeholder in any row.")
         return counts
-    # Token counts are unknown. The media are counted in three ways: one per run of adjacent placeholders, one per row
+    # Token counts are unknown. The media are counted in three ways: one per span of adjacent placeholders, one per row
     # with placeholders, or by the same number of tokens for all. The first way that gives `n_media` is taken.
     n_media = max(len(value) for value in tensors.values())
-    runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
-    has_any = [int(mask.any()) for mask in masks]
-    tokens = [int(mask.sum()) for mask in masks]
-    size = max(sum(tokens) // n_media, 1)
-    for counts in (runs, has_any, [n // size for n in tokens] if not any(n % size for n in tokens) else []):
+    n_spans = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
+    one_per_row = [int(mask.any()) for mask in masks]
+    n_placeholders = [int(mask.sum()) for mask in masks]
+    size = max(sum(n_placeholders) // n_media, 1)
+    for counts in (
+        n_spans,
+        one_per_row,
+        [n // size for n in n_placeholders] if not any(n % size for n in n_placeholders) else [],
+    ):
         if sum(counts) == n_media:
             return counts
     raise MediaError(
-        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so that it "
+        f"the rows hold {sum(n_spans)} runs of placeholders for {modality}, but there are {n_media} of it, so that it "
         "isn't clear which belong to which row; pass the rows one by one."
     )

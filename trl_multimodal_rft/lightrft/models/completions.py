@@ -37,15 +37,15 @@ def mask_completions(
     """
     eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     prompts, completions = sequences[:, :input_len], sequences[:, input_len:]
-    actions = up_to_first_end(completions, eos_ids)
+    is_action = up_to_first_end(completions, eos_ids)
     truncated = ~torch.isin(
         completions, torch.tensor(eos_ids, dtype=completions.dtype, device=completions.device)
     ).any(1)
     if pad_token_id not in eos_ids:
-        trailing = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
-        actions = actions & ~trailing
-        truncated = truncated & ~trailing.any(1)
+        trailing_padding = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
+        is_action = is_action & ~trailing_padding
+        truncated = truncated & ~trailing_padding.any(1)
     if prompt_attention_mask is None:
         prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
-    sequences = torch.cat([prompts, completions.masked_fill(~actions, pad_token_id)], dim=1)
-    return sequences, torch.cat([prompt_attention_mask.long(), actions.long()], dim=1), actions, truncated
+    sequences = torch.cat([prompts, completions.masked_fill(~is_action, pad_token_id)], dim=1)
+    return sequences, torch.cat([prompt_attention_mask.long(), is_action.long()], dim=1), is_action, truncated

@@ -68,11 +68,11 @@ def compute_reward(
     if reward_clip_range is not None:
         r = r.clamp(*reward_clip_range)
     if action_mask is None:
-        counts = [len(row) for row in kl] if num_actions is None else num_actions
-        counts = [counts] * len(kl) if isinstance(counts, int) else counts
+        n_actions = [len(row) for row in kl] if num_actions is None else num_actions
+        n_actions = [n_actions] * len(kl) if isinstance(n_actions, int) else n_actions
         return [
             compute_reward(reward, kl_coef, row[None], torch.arange(len(row), device=row.device)[None] < n)[0]
-            for reward, row, n in zip(r, kl, counts, strict=True)
+            for reward, row, n in zip(r, kl, n_actions, strict=True)
         ]
     divergence = kl if isinstance(kl, torch.Tensor) else torch.stack(kl)
     return terminal_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)

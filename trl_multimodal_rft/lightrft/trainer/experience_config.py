@@ -31,9 +31,9 @@ class ExperienceConfig:
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
             Number of samples that are generated and scored at once.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimator of the KL divergence in experiences.
+            Estimator of the field `kl` of experiences, which is logged. Rewards always take k1.
         kl_in_reward (`bool`, *optional*):
-            Whether to subtract the KL divergence, k1, from the rewards. Defaults to `True` for `"gae"`, `"reinforce"`
+            Whether to subtract the KL divergence from the rewards. Defaults to `True` for `"gae"`, `"reinforce"`
             and `"rloo"`.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
@@ -93,7 +93,7 @@ class ExperienceConfig:
         return as_estimator(self.advantage_estimator)
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_generation_options(options: dict[str, Any]) -> None:
     """Raises a `ValueError` for unknown options of generation, and for `num_beams` and `num_return_sequences`."""
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:

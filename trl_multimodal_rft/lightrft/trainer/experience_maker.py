@@ -39,13 +39,13 @@ from .experience import (  # noqa: F401  some of them only for users of LightRFT
     pin_memory,
     to,
 )
-from .experience_config import ExperienceConfig, check_options
+from .experience_config import ExperienceConfig, check_generation_options
 from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages
 
 
-logger = logging.getLogger(__name__)  # accelerate's logger needs its state
+logger = logging.getLogger(__name__)  # accelerate's logger raises before accelerate's state is set up
 
 
 class NaiveExperienceMaker(RolloutAdvantages):
@@ -118,7 +118,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.tokenizer = tokenizer
         self.processor = processor
         self.prompt_max_len = prompt_max_len
-        self._checked_columns = False
+        self._has_checked_columns = False
         if initial_model is actor and actor.model is actor.base_model:
             raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
@@ -205,15 +205,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         """
         discounts = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
         gamma, lambd = generate_kwargs.pop("gamma", discounts["gamma"]), generate_kwargs.pop("lambd", discounts["lam"])
-        longest = generate_kwargs.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
-        cache = self.strategy.soft_overlong_cache
-        if cache is not None and longest is None:
+        max_new_tokens = generate_kwargs.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
+        overlong_cache = self.strategy.soft_overlong_cache
+        if overlong_cache is not None and max_new_tokens is None:
             raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
         experiences = [self.make_experience(batch) for batch in bar]
-        if cache is not None:
-            length_penalty = get_soft_overlong_punishment(longest, cache)
+        if overlong_cache is not None:
+            length_penalty = get_soft_overlong_punishment(max_new_tokens, overlong_cache)
             for info in map(info_of, experiences):
                 completions = [range(n) for n in info["response_length"].long().tolist()]
                 info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
@@ -241,13 +241,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
         Raises:
             `ValueError`: If an option is unknown, or if a prompt is too long or holds placeholders without media.
         """
-        check_options(generate_kwargs)
+        check_generation_options(generate_kwargs)
         rows = [
             prompt if isinstance(prompt, dict) else {"prompt": prompt}
             for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
         ]
-        if not self._checked_columns:
-            self._checked_columns = True
+        if not self._has_checked_columns:
+            self._has_checked_columns = True
             ignored = self.strategy.ignored_media_columns
             warning = check_columns(rows, "The rows", ignored, dataset_part="some")
             if warning is not None and self._is_main:
@@ -263,11 +263,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
         encoded = self._encode(prompts, encoder)
-        # Reward functions get prompts of the same form in all micro-batches
+        # The encoder's prompts are all text or all messages. Reward functions get these, so that micro-batches agree
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
         n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
-        repeated = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
-        return [self._sample(repeated[i : i + size], generate_kwargs) for i in range(0, len(repeated), size)]
+        pairs = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
+        return [self._sample(pairs[i : i + size], generate_kwargs) for i in range(0, len(pairs), size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
         """Encodes prompts, which are all text, or all messages."""
@@ -304,8 +304,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         config = GenerationConfig(**{**options, "eos_token_id": eos_ids, "pad_token_id": pad_id})
         with evaluation_mode(self.actor):
             completions = sample_completions(self.actor.policy_forward, self.actor.model, prompts, config, pad_id)
-        padded = left_pad(prompts, pad_id)
-        prompt_ids, prompt_mask = (padded[name].to(self.device) for name in ("input_ids", "attention_mask"))
+        padded_prompts = left_pad(prompts, pad_id)
+        prompt_ids, prompt_mask = (padded_prompts[name].to(self.device) for name in ("input_ids", "attention_mask"))
         sequences, attention_mask, action_mask, truncated = mask_completions(
             torch.cat([prompt_ids, completions], dim=1), prompt_ids.size(1), eos_ids, pad_id, prompt_mask
         )
@@ -416,8 +416,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 return values, None if truncated is None else bootstrap
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if truncated is not None:
-                # A column of any token is appended, so that the critic also returns the value of the state before it.
-                # A truncated completion fills all columns, so this is the state after the completion.
+                # The critic returns values of the states before the action columns. One more column, of any token,
+                # adds the state after the last column, which a truncated completion fills.
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)

@@ -23,7 +23,7 @@ from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -41,12 +41,13 @@ WHOLE_WEIGHTS = (
 )
 
 # Entries of `info` that are logged
-_LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
+_LOGGED_INFO = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and may pass single micro-batches.
+    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and passes a whole buffer or
+    single micro-batches.
     """
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
@@ -66,7 +67,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.is_first_epoch = True  # whether an update is in its first epoch over the buffer
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
-        self._update_parts: set[str] = set()  # models that the unfinished update trains
+        self._update_models: set[str] = set()  # models that the unfinished update trains
         self._n_micro_batches = 0
         self._media_names = media_names(actor.base_model)
 
@@ -101,7 +102,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised_rows = EndlessRows(rows, args.seed)
-        args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
+        args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
         """Prepares models and optimizer for steps outside of `fit`, unless they are prepared."""
@@ -140,15 +141,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"The buffer holds {n} samples on this process, which don't fill whole optimizer steps of "
                 f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
             )
-        self._check_update_begins("An update")
+        self._check_last_update_complete("An update")
         rollout = self._rollout_of(items)
-        self._mean_metrics()
+        self._pop_mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
         # The mean number of actions of a micro-batch, so that all actions of the buffer have the same weight
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
-            order = self._order(n)
+            order = self._random_order(n)
             for start in range(0, n, size * window):
                 batch = rollout.select(order[start : start + size * window])
                 micro_batches = batch.micro_batches(window)
@@ -156,29 +157,29 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 for micro_batch in micro_batches:
                     self._train_micro_batch(micro_batch)
         self.is_first_epoch = True
-        return statistics | self._mean_metrics()
+        return statistics | self._pop_mean_metrics()
 
     def train_on(
         self,
         experience: Experience,
         global_steps: int,
-        trained: set[str],
+        models: set[str],
         entropy_mask: torch.Tensor | list[torch.Tensor] | None = None,
     ) -> dict[str, float]:
         """Trains on a micro-batch, see [`PPOTrainerVL.training_step`]."""
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # Stored as `action_entropy`, the mask loses its padding along with the other fields
+            # In the field `action_entropy`, the mask loses its padding along with the other fields
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
         rollout = self._rollout_of(items)
-        if self._update_parts != trained:
-            self._check_update_begins(f"An update of {' and '.join(sorted(self._update_parts))}")
-        self._mean_metrics()
+        if self._update_models != models:
+            self._check_last_update_complete(f"An update of {' and '.join(sorted(self._update_models))}")
+        self._pop_mean_metrics()
         self.state.global_step = rollout.step = global_steps
-        self._trainable_parts = self._update_parts = trained
+        self._trainable_parts = self._update_models = models
         if entropy_mask is not None:
             rollout.tokens.weights = rollout.tokens.entropies
         else:
@@ -187,9 +188,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self._train_micro_batch(rollout)
         finally:
             self._trainable_parts = {"policy", "critic"}
-        return self._mean_metrics()
+        return self._pop_mean_metrics()
 
-    def _check_update_begins(self, name: str) -> None:
+    def _check_last_update_complete(self, name: str) -> None:
         """Raises a `RuntimeError` if the last update still lacks micro-batches."""
         window = self.args.gradient_accumulation_steps
         if n := self._n_micro_batches % window:
@@ -219,7 +220,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.state.global_step += 1
         self.callback_handler.on_step_end(args, self.state, self.control)
 
-    def _order(self, n: int) -> list[int]:
+    def _random_order(self, n: int) -> list[int]:
         """Returns a random order of samples. Groups stay together unless `packing` is set to shuffle samples."""
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
@@ -237,11 +238,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
-        needs = {"action_mask": True, "action_log_probs": True, "advantages": True}
-        needs |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
-        needs |= {"returns": self.critic is not None, "values": self.critic is not None}
+        requirements = {"action_mask": True, "action_log_probs": True, "advantages": True}
+        requirements |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
+        requirements |= {"returns": self.critic is not None, "values": self.critic is not None}
         columns: dict[str, torch.Tensor] = {}
-        for name, is_needed in needs.items():
+        for name, is_needed in requirements.items():
             rows = [row.float() for item in items if (row := getattr(item, name)) is not None]
             if len(rows) == len(items):
                 columns[name] = pad_on_device(rows)
@@ -251,8 +252,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
         names, media = self._media_names, map(media_tensors, items)
-        by_name = ({names.get(field, field): tensor for field, tensor in tensors.items()} for tensors in media)
-        inputs = ((item.prompt_ids, tensors, None) for item, tensors in zip(items, by_name, strict=True))
+        media_by_name = ({names.get(field, field): tensor for field, tensor in tensors.items()} for tensors in media)
+        inputs = ((item.prompt_ids, tensors, None) for item, tensors in zip(items, media_by_name, strict=True))
         prompts = bare_prompts(self.actor.base_model, inputs)
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
@@ -278,7 +279,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     # Metrics
 
-    def _mean_metrics(self) -> dict[str, float]:
+    def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns means of the micro-batches' metrics since the last call, by LightRFT's names."""
         self._unread_metrics.read()
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
@@ -294,18 +295,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
         """Returns statistics of all ranks' buffers. Values, advantages and returns are of samples with a reward."""
         mask = rollout.loss_mask.bool()
-        rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
-        local = {
+        is_rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
+        local_metrics = {
             "step_reward": torch.tensor([item.reward for item in items]),
             "response_length": mask.sum(1),
-            "advantages": require(rollout.advantages)[rewarded],
-            "returns": require(rollout.values.returns)[rewarded],
+            "advantages": require(rollout.advantages)[is_rewarded],
+            "returns": require(rollout.values.returns)[is_rewarded],
         }
         if divergences := [item.kl for item in items if item.kl is not None]:
-            local["kl"] = pad_sequence(divergences, batch_first=True)[mask.cpu()]
+            local_metrics["kl"] = pad_sequence(divergences, batch_first=True)[mask.cpu()]
         if self.critic is not None:
-            local["values"] = require(rollout.values.old)[rewarded]
-        numbers = {name: values[~values.isnan()] for name, values in numbers_of_ranks([local]).items()}
+            local_metrics["values"] = require(rollout.values.old)[is_rewarded]
+        numbers = {name: values[~values.isnan()] for name, values in gather_metrics([local_metrics]).items()}
         statistics = {name: mean(numbers[name]) for name in ("kl", "values") if name in numbers}
         for name in ("step_reward", "response_length", "advantages", "returns"):
             if len(values := numbers[name]):
@@ -397,8 +398,8 @@ def standard_deviation(numbers: torch.Tensor) -> float:
     return math.sqrt(mean((numbers - mean(numbers)).square()))
 
 
-def numbers_of_ranks(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Joins each metric over the batches of all ranks, in float64 on the CPU. A batch may lack metrics."""
+def gather_metrics(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Joins each metric over the batches of all ranks, in float64 on the CPU. Batches can have different metrics."""
     local: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for batch in batches:
         for name, numbers in batch.items():
@@ -412,10 +413,10 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     """Returns means of the logged metrics over the samples of all ranks, and the standard deviation of rewards."""
     metrics = []
     for info in map(info_of, experiences):
-        metrics.append({name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {}))
+        metrics.append({name: info[name] for name in _LOGGED_INFO if name in info} | info.get("reward_metrics", {}))
         if "raw_reward" in info:
             metrics[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
-    numbers = numbers_of_ranks(metrics)
+    numbers = gather_metrics(metrics)
     means = {name: mean(values) for name, values in numbers.items()}
     return {**means, "reward_std": standard_deviation(numbers["reward"])}
 
@@ -428,7 +429,7 @@ def evaluation_logs(
     for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
         rewards, reward_metrics = maker.rewards(samples)
         metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
-    numbers = numbers_of_ranks(metrics)
+    numbers = gather_metrics(metrics)
     means = {f"{name}_mean": mean(values) for name, values in numbers.items()}
     std = standard_deviation(numbers["reward"])
     return {**means, "reward_std": std, "num_samples": len(numbers["reward"])}

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
-from .experience_config import check_options
+from .experience_config import check_generation_options
 from .experience_trainer import WHOLE_WEIGHTS
 
 
@@ -25,7 +25,7 @@ use_transformers_continuous_batching use_vllm
 """.split()
 
 # Options of generation that greedy decoding ignores
-OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def config_of(
@@ -45,7 +45,7 @@ def config_of(
     defaults = {field.name: field.default for field in fields(strategy)}
     for name in _ROLLOUT_OPTIONS:
         if getattr(strategy, name) != defaults[name]:
-            hint = f"; pass `{name}` to the trainer itself" if name in OF_SAMPLING else ""
+            hint = f"; pass `{name}` to the trainer itself" if name in SAMPLING_OPTIONS else ""
             raise ValueError(
                 f"`{name}` of `strategy` has no effect in these steps{hint or ', only in `MultimodalPPOTrainer`'}; "
                 "remove it."
@@ -60,12 +60,12 @@ def config_of(
             f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs the entropies of the rollouts; make the "
             f"actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
-    for name, least, value in (
+    for name, minimum, value in (
         ("micro_train_batch_size", 1, options["per_device_train_batch_size"]),
         ("init_kl_coef", 0, options["beta"]),
     ):
-        if value < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+        if value < minimum:
+            raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     if reference is None or options["beta"] == 0:
         if options["kl_target"]:
             raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
@@ -73,9 +73,11 @@ def config_of(
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
-        options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **settings})
-    check_options({name: value for name, value in generate_kwargs.items() if name not in discounts.values()})
-    # A copy, as `dataclasses.replace` would set up devices and processes again
+        options["advantage_estimator"] = join_settings("gae", {**strategy.estimator.settings, **settings})
+    check_generation_options(
+        {name: value for name, value in generate_kwargs.items() if name not in discounts.values()}
+    )
+    # A copy, since `dataclasses.replace` would set up devices and processes again
     config = copy.copy(strategy)
     vars(config).update(
         options,
@@ -99,13 +101,16 @@ def config_of(
 # Batches of prompts
 
 
-def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. `columns` lists possible columns of media."""
+def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """
+    Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. `possible_columns` holds the names of the media
+    columns of a tuple, for each possible length of the tuple.
+    """
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
-    media_columns = next((names for names in columns if len(names) + 3 == len(batch)), None)
+    media_columns = next((names for names in possible_columns if len(names) + 3 == len(batch)), None)
     if media_columns is None or any(isinstance(column, (str, dict)) for column in batch):
-        lengths = " or ".join(str(len(names) + 3) for names in columns)
+        lengths = " or ".join(str(len(names) + 3) for names in possible_columns)
         raise ValueError(
             f"A batch of prompts is a list of rows, which are dictionaries, or a tuple of {lengths} lists, got "
             f"{len(batch)} of {type(batch[0]).__name__}."
@@ -120,7 +125,7 @@ def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> li
     return rows
 
 
-def check_rollout(
+def rollout_sizes(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
@@ -129,8 +134,8 @@ def check_rollout(
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")
-    per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
-    if n_prompts < per_rollout or (n_prompts % per_rollout != 0 and not dataloader.drop_last):
+    prompts_per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
+    if n_prompts < prompts_per_rollout or (n_prompts % prompts_per_rollout != 0 and not dataloader.drop_last):
         raise ValueError(
             f"{n_prompts} prompts don't fill whole batches of {dataloader.batch_size} on {n_processes} processes; set "
             "another `batch_size`, or `drop_last=True` if there are enough for one."
@@ -144,4 +149,4 @@ def check_rollout(
             f"A batch of {dataloader.batch_size} prompts leaves {n_samples} samples in the buffer, which don't fill "
             f"whole optimizer steps of {samples_per_step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
-    return n_samples // samples_per_step * args.num_ppo_epochs, per_rollout
+    return n_samples // samples_per_step * args.num_ppo_epochs, prompts_per_rollout

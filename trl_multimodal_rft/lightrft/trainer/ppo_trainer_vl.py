@@ -18,14 +18,14 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...models.modes import kept_random_state
-from ...spelling import spelled
+from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
 from ..strategy import OPTIONS
 from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
-from .ppo_options import OF_SAMPLING, check_rollout, config_of, rows_of
+from .ppo_options import SAMPLING_OPTIONS, config_of, rollout_sizes, rows_of
 from .replay_buffer import ReplayBuffer
 
 
@@ -91,7 +91,7 @@ class PPOTrainerVL:
     """
 
     # Possible media columns of a batch that is a tuple: without and with videos
-    _columns = (("images",), ("images", "videos"))
+    _possible_media_columns = (("images",), ("images", "videos"))
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class PPOTrainerVL:
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
         options = {field: arguments[name] for name, field in OPTIONS.items() if name in arguments} | {
-            "kl_target": spelled(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
-            "vf_coef": spelled(str(strategy.value_loss.coef), {"cliprange": value_clip}),
+            "kl_target": join_settings(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
+            "vf_coef": join_settings(str(strategy.value_loss.coef), {"cliprange": value_clip}),
             "dataloader_pin_memory": dataloader_pin_memory,
             "ema_decay": None if ema_model is None else ema_beta,
             "save_only_model": disable_ds_ckpt,
@@ -185,7 +185,7 @@ class PPOTrainerVL:
             processor=processor,
         )
         self.eval_dataloader: DataLoader | None = None
-        self._reported_step = 0
+        self._last_step = 0
 
     # The loop
 
@@ -233,33 +233,34 @@ class PPOTrainerVL:
             raise ValueError("`save_strategy='best'` isn't supported; save 'steps' or 'epoch'.")
         self.eval_dataloader = eval_dataloader
         trainer.set_supervised_rows(pretrain_dataloader)
-        updates, per_rollout = check_rollout(
+        steps_per_rollout, prompts_per_rollout = rollout_sizes(
             prompts_dataloader, trainer.args, self.replay_buffer.limit, trainer.accelerator.num_processes
         )
         prompts = trainer.accelerator.prepare_data_loader(prompts_dataloader, device_placement=False)
-        passes = max(math.ceil(num_update_steps_per_episodes / (updates * len(prompts))), 1)
-        rollouts_per_episode = passes * len(prompts)
+        passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (steps_per_rollout * len(prompts))), 1)
+        rollouts_per_episode = passes_per_episode * len(prompts)
         checkpoint = args.resume_from_checkpoint
         if args.max_steps > 0:
-            max_steps = math.ceil(args.max_steps / updates) * updates
+            max_steps = math.ceil(args.max_steps / steps_per_rollout) * steps_per_rollout
         else:
-            skipped = 0 if checkpoint else consumed_samples // per_rollout
-            max_steps = (math.ceil(args.num_train_epochs * rollouts_per_episode) - skipped) * updates
+            n_skipped = 0 if checkpoint else consumed_samples // prompts_per_rollout
+            max_steps = (math.ceil(args.num_train_epochs * rollouts_per_episode) - n_skipped) * steps_per_rollout
         trainer.prepare_for(args, max_steps, checkpoint)
-        self._reported_step = trainer.state.global_step
-        rollout = trainer.client_states.get("consumed_samples", consumed_samples) // per_rollout
+        self._last_step = trainer.state.global_step
+        n_rollouts = trainer.client_states.get("consumed_samples", consumed_samples) // prompts_per_rollout
 
         trainer.control = trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
         hide_bar = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
         bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hide_bar)
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
-            batch_index = rollout % len(prompts)
-            prompts.set_epoch(rollout // len(prompts))
-            # A pass draws its order as it begins. Within a pass, a resumed run restores the random state after that.
-            if batch_index == 0:
+            index_in_pass = n_rollouts % len(prompts)
+            prompts.set_epoch(n_rollouts // len(prompts))
+            # A pass draws its order when it begins. A run that resumes at this point restores the random state before.
+            # A run that resumes within the pass restores it after the order is drawn again.
+            if index_in_pass == 0:
                 trainer._load_rng_state(checkpoint)
-            for batch in skip_first_batches(prompts, batch_index) if batch_index else prompts:
-                if batch_index != 0:
+            for batch in skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts:
+                if index_in_pass != 0:
                     trainer._load_rng_state(checkpoint)
                 checkpoint = None
                 experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)
@@ -268,12 +269,12 @@ class PPOTrainerVL:
                 logs = {f"rollout_{name}": value for name, value in rollout_logs(experiences).items()}
                 logs |= self.ppo_train(trainer.state.global_step)
                 self.replay_buffer.clear()
-                rollout += 1
+                n_rollouts += 1
                 bar.update(trainer.state.global_step - bar.n)
-                consumed, step = {"consumed_samples": rollout * per_rollout}, trainer.state.global_step
-                self.save_logs_and_checkpoints(args, step, bar, logs, consumed, rollout / rollouts_per_episode)
-                if rollout % rollouts_per_episode == 0:
-                    self._report(args, "epoch", consumed)
+                client_states, step = {"consumed_samples": n_rollouts * prompts_per_rollout}, trainer.state.global_step
+                self.save_logs_and_checkpoints(args, step, bar, logs, client_states, n_rollouts / rollouts_per_episode)
+                if n_rollouts % rollouts_per_episode == 0:
+                    self._log_evaluate_save(args, "epoch", client_states)
                 if step >= max_steps or trainer.control.should_training_stop:
                     break
         bar.close()
@@ -359,7 +360,7 @@ class PPOTrainerVL:
             `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples` and the means of the
             metrics of `reward_fn`. Unscorable completions count in `num_samples` alone.
         """
-        accelerator, ignored = self.trainer.accelerator, ("gamma", "lambd", *OF_SAMPLING)
+        accelerator, ignored = self.trainer.accelerator, ("gamma", "lambd", *SAMPLING_OPTIONS)
         options = {name: value for name, value in self.generate_kwargs.items() if name not in ignored}
         maker = copy.copy(self.experience_maker)
         maker.strategy = replace(maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1)
@@ -377,7 +378,7 @@ class PPOTrainerVL:
         episode: float = 0,
     ) -> None:
         """
-        Logs, evaluates or saves if the interval for it has ended since the last call.
+        Logs, evaluates and saves, each if its interval has ended since the last call.
 
         Args:
             args ([`MultimodalPPOConfig`]):
@@ -393,16 +394,16 @@ class PPOTrainerVL:
             episode (`float`, *optional*, defaults to `0`):
                 Episodes so far, the log's `epoch`.
         """
-        trainer, last_step = self.trainer, self._reported_step
+        trainer, last_step = self.trainer, self._last_step
         trainer.prepare_without_fit()
-        self._reported_step = trainer.state.global_step = global_step
+        self._last_step = trainer.state.global_step = global_step
         trainer.state.epoch = float(episode)
         trainer.state.compute_steps(args, max(trainer.state.max_steps, 1))
         for name, value in (logs_dict or {}).items():
             trainer.pending_logs.setdefault(name, []).append(value)
         if step_bar is not None and logs_dict and "rollout_reward" in logs_dict:
             step_bar.set_postfix(reward=f"{logs_dict['rollout_reward']:.3f}")
-        self._report(args, "steps", client_states, last_step)
+        self._log_evaluate_save(args, "steps", client_states, last_step)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """
@@ -416,18 +417,21 @@ class PPOTrainerVL:
         self.trainer.save_model(output_dir)
 
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
-        rows = rows_of(batch, self._columns)
+        rows = rows_of(batch, self._possible_media_columns)
         self.trainer.card_notes.columns.update(*rows)
         return rows
 
-    def _report(
+    def _log_evaluate_save(
         self,
         args: MultimodalPPOConfig,
         unit: str,
         client_states: dict[str, Any] | None,
         last_step: int | None = None,
     ) -> None:
-        """Logs, evaluates or saves if an interval in `unit`, `"steps"` or `"epoch"`, has ended since `last_step`."""
+        """
+        Logs, evaluates and saves, each if its interval has ended since `last_step` and is one in `unit`, which is
+        `"steps"` or `"epoch"`.
+        """
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler
 
@@ -455,4 +459,4 @@ class PPOTrainerAL(PPOTrainerVL):
     rows, or tuples of lists: prompts, audios, references and labels.
     """
 
-    _columns = (("audios",),)
+    _possible_media_columns = (("audios",),)

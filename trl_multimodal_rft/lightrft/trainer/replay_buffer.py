@@ -42,7 +42,7 @@ class ReplayBuffer:
         self.cpu_offload = cpu_offload
         self.packing_samples = packing_samples
         self._items: list[BufferItem] = []
-        self._normalized: set[str] = set()
+        self._normalized_fields: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -61,14 +61,16 @@ class ReplayBuffer:
             `RuntimeError`: If the samples in the buffer have been normalized.
             `ValueError`: If the experience can't be split.
         """
-        if self._normalized and self._items:
-            raise RuntimeError(f"{sorted(self._normalized)} have been normalized; call `clear` before `append`.")
-        self._normalized = set()
+        if self._normalized_fields and self._items:
+            raise RuntimeError(
+                f"{sorted(self._normalized_fields)} have been normalized; call `clear` before `append`."
+            )
+        self._normalized_fields = set()
         batch = replace(experience)
         items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
             items = remove_padding_in_sequences(items)
-        share_media([*self._items[-1:], *items])  # a group may be spread over batches
+        share_media([*self._items[-1:], *items])  # so that a group in two batches shares its media, too
         self._items = (self._items + items)[-self.limit :]
 
     def sample(self) -> Experience:
@@ -105,7 +107,7 @@ class ReplayBuffer:
             `RuntimeError`: If the field has been normalized before.
             `ValueError`: If a sample doesn't have the field.
         """
-        if attribute in self._normalized:
+        if attribute in self._normalized_fields:
             raise RuntimeError(f"`{attribute}` has been normalized before; call `clear` and append experiences first.")
         accelerator = None if strategy is None else strategy.accelerator
         columns, masks = [], []
@@ -124,12 +126,12 @@ class ReplayBuffer:
         parts = whitened.split([len(column) for column in columns])
         changes: list[dict[str, Any]] = [{attribute: part.clone()} for part in parts]
         self._items = [replace(item, **change) for item, change in zip(self._items, changes, strict=True)]
-        self._normalized.add(attribute)
+        self._normalized_fields.add(attribute)
 
     def clear(self) -> None:
         """Removes all samples."""
         self._items = []
-        self._normalized = set()
+        self._normalized_fields = set()
 
 
 NaiveReplayBuffer = ReplayBuffer

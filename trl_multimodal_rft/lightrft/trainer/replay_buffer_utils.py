@@ -236,14 +236,14 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
-    # Action columns from `first` to `last - 1` stay
-    last = max(n_actions - (length - end), 0)
-    first = max(last - (end - start), 0)
+    # Action columns from `action_start` to `action_end - 1` stay
+    action_end = max(n_actions - (length - end), 0)
+    action_start = max(action_end - (end - start), 0)
     if item.action_mask is not None:
-        actions = item.action_mask[:last].nonzero()
-        first = max(first, int(actions[0])) if len(actions) else first
+        actions = item.action_mask[:action_end].nonzero()
+        action_start = max(action_start, int(actions[0])) if len(actions) else action_start
     changes: dict[str, Any] = {}
-    for names, span in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(first, last))):
+    for names, span in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(action_start, action_end))):
         for name in names:
             value = getattr(item, name)
             changes[name] = None if value is None else value[span].clone()
@@ -382,9 +382,9 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
                         f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
                         f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
                     )
-            # With 5 dimensions, a row may be all images of a sample, padded to the largest number of images
-            padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
-            if sum(counts) != len(tensor) or padded_sets:
+            # A row of 5 dimensions could be all images of a sample, padded to the largest number of images
+            is_padded_per_sample = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
+            if sum(counts) != len(tensor) or is_padded_per_sample:
                 raise _ambiguity_error(name, tensor, size)
             rows[name] = counts
     row_counts = set(map(tuple, rows.values()))

@@ -55,10 +55,15 @@ class RewardSources:
             with evaluation_mode(model):
                 reward = model(samples.sequences, samples.attention_mask, **media)
             rewards.append(reward.float().view(n).cpu())
-        rewards += [reward_tensor(_call(remote, arguments), n, get_callable_name(remote)) for remote in self.remotes]
+        rewards += [
+            reward_tensor(_call_reward_func(remote, arguments), n, get_callable_name(remote))
+            for remote in self.remotes
+        ]
         if self.reward_fn is not None:
-            default = "model_reward_list" if rewards else None
-            result = _call(self.reward_fn, arguments | ({} if default is None else {default: rewards}), default)
+            sole_argument = "model_reward_list" if rewards else None
+            result = _call_reward_func(
+                self.reward_fn, arguments | ({} if sole_argument is None else {sole_argument: rewards}), sole_argument
+            )
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
@@ -94,13 +99,16 @@ def _load_reward_func(path: str) -> Callable:
     return names["reward_func"]
 
 
-def _call(function: Callable, arguments: dict[str, Any], default: str | None = None) -> Any:
-    """Calls a function with its parameters' arguments. An only parameter of another name gets `arguments[default]`."""
+def _call_reward_func(function: Callable, arguments: dict[str, Any], sole_argument: str | None = None) -> Any:
+    """
+    Calls a function with the arguments that its parameters name. If its only parameter has another name, this
+    parameter gets `arguments[sole_argument]`.
+    """
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return function(**arguments)
-    if default is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
-        return function(arguments[default])
+    if sole_argument is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
+        return function(arguments[sole_argument])
     missing = [
         name for name, p in parameters.items() if name not in arguments and p.default is inspect.Parameter.empty
     ]

@@ -48,41 +48,42 @@ class RolloutAdvantages:
             counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
             if (counts != counts[0]).any():
                 raise ValueError(f"Ranks have {counts.tolist()} samples; pass as many prompts on each.")
-        rewards = self._gather(torch.cat([info["reward"] for info in infos]).float())
+        rewards = self._gather_rows(torch.cat([info["reward"] for info in infos]).float())
         if args.reward_running_scale:
             self.reward_scale.update(rewards)
             rewards = rewards / self.reward_scale.std
         if args.reward_clip_range is not None:
             rewards = rewards.clamp(*args.reward_clip_range)
-        for info, part in zip(infos, self._local(rewards, sum(sizes)).split(sizes), strict=True):
+        for info, part in zip(infos, self._local_rows(rewards, sum(sizes)).split(sizes), strict=True):
             if args.reward_running_scale or args.reward_clip_range is not None:
                 info["raw_reward"] = info["reward"]
             info["reward"] = part
         if in_groups:
-            logps, kl_coef = self._logps(experiences)
-            old_logps, ref_logps = map(self._gather, logps) if logps else (None, None)
+            logps, kl_coef = self._kl_inputs(experiences)
+            old_logps, ref_logps = map(self._gather_rows, logps) if logps else (None, None)
             rewards = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_join(experiences, "action_mask").int()),
+                mask=self._gather_rows(_join(experiences, "action_mask").int()),
                 kl_coef=kl_coef,
                 old_logps=old_logps,
                 ref_logps=ref_logps,
             )
-        return experiences, list(self._local(rewards, sum(sizes)).split(sizes))
+        return experiences, list(self._local_rows(rewards, sum(sizes)).split(sizes))
 
     def _set_advantages(
-        self, experiences: list[Experience], shaped: list[torch.Tensor], gamma: float, lambd: float
+        self, experiences: list[Experience], shaped_rewards: list[torch.Tensor], gamma: float, lambd: float
     ) -> None:
         """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
-        infos, rewards, mask = list(map(info_of, experiences)), torch.cat(shaped), _join(experiences, "action_mask")
+        infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
+        rewards = torch.cat(shaped_rewards)
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
         else:
-            logps, kl_coef = self._logps(experiences)
+            logps, kl_coef = self._kl_inputs(experiences)
             per_token = token_rewards(rewards, mask, *logps, kl_coef=kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
             if self.strategy.estimator.name == "gae":
@@ -93,9 +94,9 @@ class RolloutAdvantages:
                 returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
             else:
                 advantages = returns = cumulative_returns(per_token, mask, gamma)
-            advantages = whiten(self._gather(advantages), self._gather(scorable.int()))
-            advantages, sums = self._local(advantages, len(rewards)), per_token.sum(1)
-        columns = (column.split([len(part) for part in shaped]) for column in (advantages, returns, sums))
+            advantages = whiten(self._gather_rows(advantages), self._gather_rows(scorable.int()))
+            advantages, sums = self._local_rows(advantages, len(rewards)), per_token.sum(1)
+        columns = (column.split([len(part) for part in shaped_rewards]) for column in (advantages, returns, sums))
         for experience, info, *parts in zip(experiences, infos, *columns, strict=True):
             experience.advantages, experience.returns = (part[:, : info["num_actions"]] for part in parts[:2])
             info["return"] = parts[2]
@@ -105,7 +106,7 @@ class RolloutAdvantages:
         self, values: Tokens, rewards: Tokens, action_mask: Tokens | None, gamma: float, lambd: float
     ) -> tuple[Tokens, ...]:
         """Computes advantages and returns `(B, A)`, or lists of rows, see [`~algorithms.advantages.gae`]."""
-        return _apply(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
+        return _apply_padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
     def get_cumulative_returns(self, rewards: Tokens, action_mask: Tokens | None, gamma: float) -> Tokens:
@@ -114,9 +115,11 @@ class RolloutAdvantages:
 
         Rewards and returns have the shape `(B, A)`, or are lists of rows.
         """
-        return _apply(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
+        return _apply_padded(
+            lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask
+        )[0]
 
-    def _logps(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
+    def _kl_inputs(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
         """Returns log-probabilities under policy and reference, and the KL coefficient; without KL, `[]` and 0."""
         if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
             return [], 0.0
@@ -125,12 +128,12 @@ class RolloutAdvantages:
 
     # Ranks
 
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the rows of all ranks, padded on the right."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else gather_rows(accelerator, values)
 
-    def _local(self, values: torch.Tensor, n: int) -> torch.Tensor:
+    def _local_rows(self, values: torch.Tensor, n: int) -> torch.Tensor:
         """Returns this rank's `n` rows from the rows of all ranks."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else local_rows(accelerator, values, n)
@@ -183,7 +186,7 @@ def _join(experiences: list[Experience], field: str) -> torch.Tensor:
     return cat_padded([getattr(experience, field) for experience in experiences], 0)
 
 
-def _apply(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
+def _apply_padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
     """Applies a function to columns `(B, A)` and their mask (default: all ones). Lists of rows are padded before."""
     first = columns[0]
     if isinstance(first, torch.Tensor):
