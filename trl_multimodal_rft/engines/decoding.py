@@ -276,13 +276,13 @@ def decode(
             Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
         layout ([`~forward.decoding.Decoding`], *optional*):
             Layout of a cache in which completions share their prompts.
-        keeps (`bool`, *optional*):
+        keeps_cache (`bool`, *optional*):
             Whether the caller needs the cache afterwards. It then holds all tokens except the last.
-        in_step (`bool`, *optional*):
+        ranks_in_step (`bool`, *optional*):
             Whether ranks need each other's forwards. If so, all ranks go on until the last rank has ended.
-        runs ([`~engines.decoding.TokenStep`], *optional*):
+        runner ([`~engines.decoding.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
-        casts_once (`bool`, *optional*):
+        casts_weights_once (`bool`, *optional*):
             Whether autocast casts weights once, see [`~engines.decoding.weights_cast_once`].
 
     Returns:

@@ -91,7 +91,7 @@ class InFlight:
     Args:
         send (`Callable`):
             Function `send(request, salt, request_index, attempt)` that returns the completions of a request, see
-            [`MultimodalVLLMGeneration.ask`]. After a [`RequestLost`], it is called again with the next `attempt`.
+            `MultimodalVLLMGeneration.ask`. After a [`RequestLost`], it is called again with the next `attempt`.
         max_staleness (`int`):
             Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):

@@ -250,13 +250,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         url = urls[(rank + request_index * n_ranks + attempt) % len(urls)]
         options = {**self._with_bad_words(self.sampling), "seed": request.seed}
         try:
-            return self._complete(url, request, options, attempt, salt)
+            return self._request_completions(url, request, options, attempt, salt)
         except RequestLost as error:
             # A timeout ends the run, except for the first attempt if another server can answer the next one
             error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
             raise
 
-    def _complete(
+    def _request_completions(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
         """Returns completions from a server. A retry checks that the server still has the trained weights."""
@@ -379,7 +379,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         with profiler:
-            outputs = self._run(batch, options)
+            outputs = self._run_requests(batch, options)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
@@ -390,7 +390,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 completions.append((list(item.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
-    def _run(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
+    def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
         """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
@@ -407,7 +407,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         def complete(request: EngineRequest) -> list[ServerSample]:
             request = request.for_server()  # media are converted while other requests are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
+            return until_answered(lambda n: self._request_completions(url, request, options, n), patience, self._warn)
 
         with profiler:
             answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
