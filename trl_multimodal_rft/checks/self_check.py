@@ -128,7 +128,7 @@ class RunSettings:
     samples_rollouts: bool = True  # whether transformers also samples the rollouts
     changes: Sequence[str] = ()  # options that change the sampled distribution, such as `top_p`
     audio_overlong: Literal["raise", "truncate"] = "raise"
-    engine_positions: bool = False  # whether prompts have the positions of an engine
+    has_engine_positions: bool = False  # whether prompts have the positions of an engine
 
 
 def run_self_check(
@@ -216,7 +216,7 @@ class _Check(Measure):
     def __init__(
         self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media_effects: dict[str, float]
     ):
-        super().__init__(policy, model, settings.engine_positions)
+        super().__init__(policy, model, settings.has_engine_positions)
         self.settings = settings
         self.media_effects = dict(media_effects)
         self.placeholders = all_placeholder_ids(self.model, policy.processor)

@@ -59,14 +59,14 @@ def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[
     Args:
         first (`EncodedPrompt`):
             The first sequence, with the media that all sequences share.
-        texts (`Sequence[list[int]]`):
+        token_ids (`Sequence[list[int]]`):
             Token ids of all sequences, with one placeholder token per image, audio or video.
 
     Returns:
         `tuple`: The common prefix as a prompt, and the ids of each sequence after the prefix.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `texts[0]` after it.
+        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `token_ids[0]` after it.
     """
     n = next(
         (i for i, column_ids in enumerate(zip(*token_ids, strict=False)) if len({*column_ids}) > 1),

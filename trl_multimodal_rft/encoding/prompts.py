@@ -219,7 +219,7 @@ def encode_prompt(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
-    engine_positions: bool = False,
+    use_engine_positions: bool = False,
     view: View | None = None,
     row: int | None = None,
     sampled: bool = False,
@@ -240,7 +240,7 @@ def encode_prompt(
             Treatment of audio longer than the model's window: `"raise"` or `"truncate"`.
         keep_decoded (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded media, for engines that process them themselves.
-        engine_positions (`bool`, *optional*, defaults to `False`):
+        use_engine_positions (`bool`, *optional*, defaults to `False`):
             Whether to use vLLM's positions, see [`engine_position_ids`], instead of the model's.
         view ([`~views.View`], *optional*):
             Change of the media that the model sees or hears.
@@ -276,7 +276,7 @@ def encode_prompt(
     )
     positions = prompt_position_ids(model, prompt.input_ids, prompt.media, prompt.token_fields)
     prompt.position_ids = positions
-    if engine_positions:
+    if use_engine_positions:
         placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
         prompt.position_ids = engine_position_ids(positions, torch.isin(prompt.input_ids, placeholders))
         if not torch.equal(positions, prompt.position_ids):

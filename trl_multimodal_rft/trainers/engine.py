@@ -195,7 +195,7 @@ def check_settings(
         generating=transformers.generating,
         changes=sampling_changes(run.args),
         audio_overlong=run.args.audio_overlong,
-        engine_positions=sampler.is_engine,
+        has_engine_positions=sampler.is_engine,
     )
 
 
