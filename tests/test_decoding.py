@@ -148,7 +148,7 @@ def test_adapters(layouts):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     """What was drawn behind the last end is taken back, from the generator and the cache."""
-    monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
+    monkeypatch.setitem(decoding._TOKENS_PER_CHECK, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
     config, branches = options(tokenizer, eos_token_id=list(range(30, 400, 4)), max_new_tokens=40), Branches()
     found = assert_same(model, rows, config, branches=branches if keeps else None)
@@ -271,7 +271,7 @@ def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypa
     steps, own = [], model.forward
     model.forward = lambda *args, **kwargs: steps.append(len(kwargs["input_ids"])) or own(*args, **kwargs)
     static = {"cache_implementation": "static"} if kind == "static" else {}
-    found, after = sample(model, rows, options(tokenizer, **ends, **static), in_step=True)
+    found, after = sample(model, rows, options(tokenizer, **ends, **static), ranks_in_step=True)
     assert torch.equal(found, expected) and torch.equal(after, before)
     assert (expected.size(1) == 1) == first and len(steps) == 1 + expected.size(1) - 1 + 3
 
@@ -346,7 +346,7 @@ def operations_of_a_token(model, tokenizer, rows, counting, end, **kwargs):
 
 def test_operations_of_a_token(layouts, short, monkeypatch):
     """Outside of the decoder's layers, in them, and how often the host waits, with 16 tokens for a wait."""
-    monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
+    monkeypatch.setitem(decoding._TOKENS_PER_CHECK, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
 
     @contextmanager

@@ -15,7 +15,7 @@ from helpers.checks import released, subject
 from helpers.trainer_utils import audio_rows, image_rows
 from test_self_check import asking, picture
 
-from trl_multimodal_rft.checks.rounding import exceeds, noise_of, tolerance_of, two_steps
+from trl_multimodal_rft.checks.rounding import exceeds_rounding, noise_of, tolerance_of, two_steps
 from trl_multimodal_rft.forward import features as encoder_features
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.policy import Fallbacks
@@ -66,12 +66,12 @@ def test_rounding_fails_fewer_than_one_of_ten_thousand_checks(noise, equal_compl
     scale = noise_of(draw(N_REPEATS, False))
     differences = compared - truth
     tolerance = two_steps(torch.bfloat16, 25)
-    failed = exceeds(differences, scale, tolerance).movedim(0, -1).flatten(1).any(-1)
+    failed = exceeds_rounding(differences, scale, tolerance).movedim(0, -1).flatten(1).any(-1)
     assert failed.float().mean() < 1e-4
     by_constant = (differences.abs() > TOLERANCE).movedim(0, -1).flatten(1).any(-1).float().mean()
     assert by_constant > 0.5 or noise < 0.06  # the constant alone isn't enough
-    assert exceeds(differences + 1.2, scale, tolerance).float().mean() > 0.99  # nats
-    assert exceeds(differences + math.inf, scale, tolerance).all()
+    assert exceeds_rounding(differences + 1.2, scale, tolerance).float().mean() > 0.99  # nats
+    assert exceeds_rounding(differences + math.inf, scale, tolerance).all()
 
 
 def test_one_outlier_passes_and_more_do_not():
@@ -81,7 +81,7 @@ def test_one_outlier_passes_and_more_do_not():
     differences[1, :2] = torch.tensor([-0.7, 0.7])
     differences[2, 0] = -1.3
     differences[3] = 0.5
-    assert exceeds(differences, noise, tolerance).tolist() == [False, True, True, True]
+    assert exceeds_rounding(differences, noise, tolerance).tolist() == [False, True, True, True]
     assert two_steps(torch.bfloat16, 25.0) == 0.25
     assert noise_of(torch.tensor([[math.nan, 1.0]]).repeat(3, 1)).tolist() == [0.0, 0.0]
 

@@ -33,7 +33,7 @@ from test_dpo import image_pairs, text_pairs
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, policy
 from trl_multimodal_rft.checks.self_check import SelfCheck
-from trl_multimodal_rft.checks.targets import Traits, choose
+from trl_multimodal_rft.checks.targets import Traits, choose_prompts
 from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.forward import logprobs as forward
@@ -442,10 +442,10 @@ def test_choice_has_the_longest_of_each_kind_another_medium_and_partners_of_ever
         Traits(1, 1, 10, "b", {"image": 2.0}),
         Traits(1, 2, 15, "c", {"audio": 1.0}),
     ]
-    assert choose(traits) == ([image, clip, long], {"image": wide}, [wide, clip, text])
-    assert choose([text]) == ([text], {}, [])
+    assert choose_prompts(traits) == ([image, clip, long], {"image": wide}, [wide, clip, text])
+    assert choose_prompts([text]) == ([text], {}, [])
     same = Traits(0, 2, 5, "a", {"image": 1.0})
-    assert choose([image, same]) == ([image], {}, [same])
+    assert choose_prompts([image, same]) == ([image], {}, [same])
 
 
 def test_a_failure_names_the_model_and_the_reason():

@@ -35,7 +35,7 @@ def recorded(monkeypatch):
 def sampled(model, rows, config, **kwargs):
     """Returns what a graph samples, and the step."""
     step = RecordedStep(torch.device("cpu"))
-    return *sample(model, rows, config, runs=step, **kwargs), step
+    return *sample(model, rows, config, runner=step, **kwargs), step
 
 
 @pytest.mark.parametrize("name", slow_but([*FAMILIES, *MORE_FAMILIES], *DEFAULT))
@@ -96,7 +96,7 @@ def test_a_cache_is_continued(recorded):
     config, kept = options(tokenizer, max_new_tokens=12), {}
     for runs in (None, RecordedStep(torch.device("cpu"))):
         branches = Branches()
-        ids, _ = sample(model, rows, config, branches=branches, runs=runs)
+        ids, _ = sample(model, rows, config, branches=branches, runner=runs)
         cache = branches._stored[0]
         whole = [layer.join_prompts() for layer in cache.layers]
         kept[runs is None] = ids, [(layer.keys, layer.values) for layer in whole]
@@ -185,7 +185,7 @@ def test_weights_are_cast_once(trains):
                 tokenizer, max_new_tokens=n, eos_token_id=None, output_logits=True, return_dict_in_generate=True
             )
             with Casts(model) as casts:
-                output = sample(model, rows, config, casts_once=once)[0]
+                output = sample(model, rows, config, casts_weights_once=once)[0]
             counts.append(casts.n)
         found[once] = counts[1] - counts[0], torch.stack(output.logits)
         assert not torch.is_autocast_enabled("cpu") and all(

@@ -63,7 +63,7 @@ def die() -> None:
 
 def ask(url: str, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
     """Returns the completions of a request from a server."""
-    return server_completions(url, None, request, {}, salt=salt, timeout=20.0, vocabulary=1000)
+    return server_completions(url, None, request, {}, salt=salt, timeout=20.0, vocab_size=1000)
 
 
 class Mortal:

@@ -70,7 +70,7 @@ class Asked:
         flight.max_staleness = self.place  # one salt
         flight.ask(self.place, None, numbers, asked, {}, views=None, probes=[])
         _, answers, _ = flight.take(self.place)
-        self.engine.check_starts()
+        self.engine.check_restarts()
         return [each for answer in answers for each in answer.completions]
 
 

@@ -18,8 +18,8 @@ class Counting(MultimodalGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.live, self.run = [], self.vllm_generation._run
-        self.vllm_generation._run = self.counting
+        self.live, self.run = [], self.vllm_generation._run_requests
+        self.vllm_generation._run_requests = self.counting
         for model in (self.model, self.ref_model):  # which are mapped from files, as no weights on a GPU are
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()

@@ -70,7 +70,7 @@ def difference(trainer, chat) -> float:
             block["sampling_rate"] = RATE
     [row] = rows_to_messages([{"prompt": chat}])
     model, processor = trainer._unwrapped(trainer.model), trainer.processing_class
-    prompt = encode_prompt(row["prompt"], processor, model, keep_decoded=True, engine_positions=True)
+    prompt = encode_prompt(row["prompt"], processor, model, keep_decoded=True, use_engine_positions=True)
     trainer.sampler(trainer.model, [prompt] * 2, step=trainer.state.global_step)
     return trainer.differences[-1]
 

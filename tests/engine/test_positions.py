@@ -75,7 +75,7 @@ def test_positions_are_those_of_vllm(family, omni):
     for name, blocks in FAMILIES[family].items():
         [row] = rows_to_messages([{"prompt": [{"role": "user", "content": [dict(block) for block in blocks]}]}])
         own, prompt = (
-            encode_prompt(row["prompt"], processor, model, keep_decoded=True, engine_positions=engine)
+            encode_prompt(row["prompt"], processor, model, keep_decoded=True, use_engine_positions=engine)
             for engine in (False, True)
         )
         with processors_unchecked():

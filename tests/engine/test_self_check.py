@@ -39,7 +39,7 @@ def test_grpo_samples_from_the_policy(tmp_path, monkeypatch):
     assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
     assert ["engine vs. recomputed, updated" in each for each in printed] == [False, False, True]
-    assert trainer.checks._engine_check.first is None  # the trainer keeps no media
+    assert trainer.checks._engine_check.first_batch is None  # the trainer keeps no media
 
 
 def test_completions_end_as_those_of_transformers(tmp_path):

@@ -169,7 +169,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     asked = [each._replace(most=200).for_server() for each in drawn]
     with ThreadPoolExecutor(1) as pool:
         options = {**engine.sampling, "stop_token_ids": []}
-        given = {"timeout": 60.0, "vocabulary": 10**6}
+        given = {"timeout": 60.0, "vocab_size": 10**6}
         answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
         wait_for_tokens(server, len(asked), answer)
         client._post(f"{server}/pause?mode=keep")

@@ -33,7 +33,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_multimodal_rft.engines.vllm import sampling_parameters
-from trl_multimodal_rft.engines.vllm_server import _OF_MEDIA, _OF_MODEL, server_features
+from trl_multimodal_rft.engines.vllm_server import _MEDIA_KEYS, _MODEL_KEYS, server_features
 from trl_multimodal_rft.engines.vllm_versions import mm_serde
 
 
@@ -65,7 +65,7 @@ CALLS = [
     (renderer_from_config, "config"),
     (EngineArgs.create_engine_config, ""),
     (EngineArgs, "model revision trust_remote_code dtype mm_processor_cache_gb limit_mm_per_prompt"),
-    (EngineArgs, " ".join(_OF_MODEL)),
+    (EngineArgs, " ".join(_MODEL_KEYS)),
     (EngineArgs, "enable_lora max_lora_rank max_loras enable_tower_connector_lora quantization"),
     # TRL's
     (EngineArgs, "tensor_parallel_size gpu_memory_utilization max_num_seqs enable_sleep_mode seed"),
@@ -96,8 +96,8 @@ def test_attributes_exist():
 
 def test_settings_of_a_server_are_arguments_of_an_engine():
     arguments = {each.name for each in fields(EngineArgs)}
-    assert {each.name for each in fields(MultiModalConfig)} & {*_OF_MEDIA} <= arguments
-    assert {"dtype", "logprobs_mode", "multimodal_config", "model", "revision", "trust_remote_code", *_OF_MODEL} <= {
+    assert {each.name for each in fields(MultiModalConfig)} & {*_MEDIA_KEYS} <= arguments
+    assert {"dtype", "logprobs_mode", "multimodal_config", "model", "revision", "trust_remote_code", *_MODEL_KEYS} <= {
         each.name for each in fields(ModelConfig)
     }
 

@@ -22,13 +22,13 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
     trainer = make(RecordedOmni, None, omni_rows(), output / "run", load_omni(model), **options)
     assert trainer.accelerator.num_processes == processes
     asked = []
-    complete = trainer.vllm_generation._complete
+    complete = trainer.vllm_generation._request_completions
 
     def recorded(url, request, *given):
         asked.append(request.count)
         return complete(url, request, *given)
 
-    trainer.vllm_generation._complete = recorded
+    trainer.vllm_generation._request_completions = recorded
     trainer.train()
     result = {
         "draws": trainer.draws,

@@ -18,7 +18,7 @@ from helpers.recorded_step import RecordedStep
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.engines.decoding import step_on
+from trl_multimodal_rft.engines.decoding import runner_on
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 
@@ -26,7 +26,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 def step_of(device):
     """A graph of the device, or what records one."""
     device = torch.device(device)
-    return RecordedStep(device) if IS_STAND_IN or device.type == "cpu" else step_on(device)
+    return RecordedStep(device) if IS_STAND_IN or device.type == "cpu" else runner_on(device)
 
 
 def in_autocast(forward, device):
@@ -82,7 +82,7 @@ def test_graph_generates_the_same_tokens(name, dtype, device, monkeypatch):
         static = options(tokenizer, eos_token_id=config.eos_token_id, max_new_tokens=64, cache_implementation="static")
         expected, before = sample(model, rows, static)
         step = step_of(device)
-        found, after = sample(model, rows, config, runs=step, casts_once=dtype == "autocast")
+        found, after = sample(model, rows, config, runner=step, casts_weights_once=dtype == "autocast")
         assert step.obstacle is None, step.obstacle
         assert torch.equal(found, expected) and torch.equal(after, before)
 
@@ -99,7 +99,7 @@ def test_graph_of_4_bits(device, tmp_path):
     static = options(tokenizer, cache_implementation="static")
     expected, _ = sample(model, rows, static)
     step = step_of(device)
-    found, _ = sample(model, rows, options(tokenizer), runs=step)
+    found, _ = sample(model, rows, options(tokenizer), runner=step)
     assert step.obstacle is None, step.obstacle
     assert torch.equal(found, expected)
 
@@ -122,12 +122,12 @@ def test_a_capture_that_fails_harms_nothing(error, device):
 
     hook = model.get_decoder().layers[1].register_forward_hook(wait)
     step = step_of(device)
-    found, after = sample(model, rows, options(tokenizer), runs=step)
+    found, after = sample(model, rows, options(tokenizer), runner=step)
     hook.remove()
     assert step.obstacle is not None and torch.equal(found, expected) and torch.equal(after, before)
     torch.rand(3, device=device)
     step = step_of(device)
-    found, after = sample(model, rows, options(tokenizer), runs=step)
+    found, after = sample(model, rows, options(tokenizer), runner=step)
     assert step.obstacle is None and torch.equal(found, expected) and torch.equal(after, before)
 
 
@@ -143,8 +143,8 @@ def test_memory_of_a_graph_is_free_afterwards(_):
 
     found = []
     for _ in range(4):
-        step = step_on(torch.device("cuda"))
-        sample(model, rows, options(tokenizer, max_new_tokens=40), runs=step)
+        step = runner_on(torch.device("cuda"))
+        sample(model, rows, options(tokenizer, max_new_tokens=40), runner=step)
         assert step.obstacle is None
         del step
         found.append(held())
@@ -163,10 +163,10 @@ def test_waits(graph, device):
     for n in (16, 80):
         step = functools.partial(step_of, device) if graph else lambda: None
         with fake_cuda.watch() as watch:
-            sample(model, rows, options(tokenizer, max_new_tokens=n, eos_token_id=None), runs=step())
+            sample(model, rows, options(tokenizer, max_new_tokens=n, eos_token_id=None), runner=step())
         with fake_cuda.watch() as ended:
             config = options(tokenizer, max_new_tokens=n, min_new_tokens=n, eos_token_id=[30])
-            sample(model, rows, config, runs=step())
+            sample(model, rows, config, runner=step())
         totals.append([sum(each.values()) for each in (watch.waits, watch.uploads, ended.waits, ended.uploads)])
     more = [b - a for a, b in zip(*totals, strict=True)]
     assert more == [0, 0, 4, 0], (more, ended.waits, ended.uploads)

@@ -31,7 +31,7 @@ class Engine:
         runs = [[*run] for _, run in groupby(prompts, key=id)]
         return [EngineRequest(run[0].input_ids.tolist(), None, len(run), LENGTH, None) for run in runs]
 
-    def check_starts(self):
+    def check_restarts(self):
         pass
 
 

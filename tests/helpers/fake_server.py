@@ -374,15 +374,15 @@ def model_config(model: Path, seed: int) -> dict[str, Any]:
     """Returns the part of `/server_info` that clients read, for a server that starts with these arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_multimodal_rft.engines.vllm_server import _OF_MEDIA, _OF_MODEL
+    from trl_multimodal_rft.engines.vllm_server import _MEDIA_KEYS, _MODEL_KEYS
 
     args = EngineArgs(
         model=str(model), dtype="float32", max_model_len=512, logprobs_mode="processed_logprobs", seed=seed
     )
     config = args.create_engine_config().model_config
-    names = (*_OF_MODEL, "model", "revision", "trust_remote_code", "logprobs_mode", "seed")
+    names = (*_MODEL_KEYS, "model", "revision", "trust_remote_code", "logprobs_mode", "seed")
     settings = {name: getattr(config, name) for name in names}
-    media = {name: getattr(config.multimodal_config, name) for name in _OF_MEDIA if name in dir(config)}
+    media = {name: getattr(config.multimodal_config, name) for name in _MEDIA_KEYS if name in dir(config)}
     return {**settings, "dtype": str(config.dtype), "multimodal_config": media}
 
 

@@ -21,12 +21,11 @@ from .self_check import SelfCheck
 
 
 # Number of completions that each rank compares
-_PROBES = 4
+_N_PROBES = 4
 
-# After an update, an engine may differ from the policy by `_GROWS` times the difference before the update. An engine
-# that lacks the new weights is detectable once they have moved the policy's log-probabilities by `_SHOWS` times the
-# limit.
-_GROWS, _SHOWS = 4, 2
+# The limit after an update is `_GROWTH_FACTOR` times the difference before it. An engine that lacks the new weights is
+# detectable once they have moved the policy's log-probabilities by `_DETECTION_FACTOR` times the limit.
+_GROWTH_FACTOR, _DETECTION_FACTOR = 4, 2
 
 
 class EngineCheck:
@@ -51,7 +50,7 @@ class EngineCheck:
         self.accelerator = policy.accelerator
         self.step = -1  # number of updates before the last batch that `run` considered
         # Completions of the first batch, their log-probabilities and mask
-        self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None
+        self.first_batch: tuple[Completions, torch.Tensor, torch.Tensor] | None = None
 
     def run(
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
@@ -65,58 +64,58 @@ class EngineCheck:
         if check.engine_updated is not None or step == self.step:
             return False
         self.step = step
-        change = math.inf if self.first is None else self._policy_change(model)
-        if not change > _SHOWS * self._limit():
+        change = math.inf if self.first_batch is None else self._policy_change(model)
+        if not change > _DETECTION_FACTOR * self._limit():
             return False
         mask = mask * ~sampled.isnan()  # an engine may leave out log-probabilities
-        rows = _diverse(completions[0], mask)
-        probes = _select(completions, rows)
+        rows = _diverse_rows(completions[0], mask)
+        probes = _subset(completions, rows)
         logps, mask = self._score(model, probes), mask[rows]
-        measured = self._difference(logps, sampled[rows], mask)
-        if measured is None:
+        difference = self._difference(logps, sampled[rows], mask)
+        if difference is None:
             return False
-        self._allow_noise(model, measured, probes, mask)
-        limit, before = self._limit(), check.engine
-        if not change > _SHOWS * limit:
+        self._allow_noise(model, difference, probes, mask)
+        limit, first_difference = self._limit(), check.engine
+        if not change > _DETECTION_FACTOR * limit:
             return False
-        if before is None:
-            check.engine, self.first = measured, (probes, logps, mask)
+        if first_difference is None:
+            check.engine, self.first_batch = difference, (probes, logps, mask)
             when = "on the first batch"
             reason = (
                 "its settings, weights or processed media differ. Load the model and `processing_class` from one "
                 "folder, and start a server with that folder, too"
             )
         else:
-            check.engine_updated, self.first = measured, None  # frees the media
-            when = f"after {step} updates, and were {before[0]:.0e} before"
+            check.engine_updated, self.first_batch = difference, None  # frees the media
+            when = f"after {step} updates, and were {first_difference[0]:.0e} before"
             reason = "it doesn't get all trained weights, or rounds them"
-        self._judge(measured, limit, when, reason)
+        self._check_difference(difference, limit, when, reason)
         return True
 
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures one completion of the first batch with tokens after tool media. Returns whether there was one."""
+        """Measures a completion of the first batch with tokens after tool media. Returns whether there was one."""
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
         for i, prompt in enumerate(completions[0]):
-            first = prompt.ends[0] if isinstance(prompt, Contexts) else None
-            mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else first] = 0
-        row = [int(mask.sum(1).argmax())]
-        if not self.accelerator.reduce(mask[row].sum(), reduction="sum").item():
+            n_first = prompt.ends[0] if isinstance(prompt, Contexts) else None
+            mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else n_first] = 0
+        rows = [int(mask.sum(1).argmax())]
+        if not self.accelerator.reduce(mask[rows].sum(), reduction="sum").item():
             return False
-        probes = _select(completions, row)
-        measured = self._difference(self._score(model, probes), sampled[row], mask[row])
-        assert measured is not None
-        self._allow_noise(model, measured, probes, mask[row])
-        limit, self.check.engine_conversation = self._limit(), measured
+        probes = _subset(completions, rows)
+        difference = self._difference(self._score(model, probes), sampled[rows], mask[rows])
+        assert difference is not None
+        self._allow_noise(model, difference, probes, mask[rows])
+        limit, self.check.engine_conversation = self._limit(), difference
         reason = "it processes media that tools return differently, or has them at other positions"
-        self._judge(measured, limit, "after tool media", reason)
+        self._check_difference(difference, limit, "after tool media", reason)
         return True
 
-    def _judge(self, measured: tuple[float, float], limit: float, when: str, reason: str) -> None:
-        mean, largest = measured
+    def _check_difference(self, difference: tuple[float, float], limit: float, when: str, reason: str) -> None:
+        mean, largest = difference
         if not mean <= limit or (self.tolerance <= STRICT and not largest <= self.tolerance):
             raise RuntimeError(
                 f"self-check: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from "
@@ -129,14 +128,14 @@ class EngineCheck:
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
-        before = max(self.check.engine[0], self.noise)
-        return min(limit, max(_GROWS * before, self.tolerance**2 / 2, STRICT / 2))
+        first_difference = max(self.check.engine[0], self.noise)
+        return min(limit, max(_GROWTH_FACTOR * first_difference, self.tolerance**2 / 2, STRICT / 2))
 
     def _allow_noise(
-        self, model: nn.Module, measured: tuple[float, float], completions: Completions, mask: torch.Tensor
+        self, model: nn.Module, difference: tuple[float, float], completions: Completions, mask: torch.Tensor
     ) -> None:
         """Raises the limit by the noise of completions if their difference exceeds the limit without it."""
-        if self.tolerance <= STRICT or measured[0] <= self._limit():
+        if self.tolerance <= STRICT or difference[0] <= self._limit():
             return
         policy = self.policy.unwrapped(model)
         dtype = max(self.dtype, computing_dtype(self.accelerator, policy), key=tolerance_of)
@@ -146,16 +145,16 @@ class EngineCheck:
 
     def _policy_change(self, model: nn.Module) -> float:
         """Returns the mean change of the policy's log-probabilities of the first batch since it was measured."""
-        assert self.first is not None
-        completions, before, mask = self.first
-        change = self._difference(self._score(model, completions), before, mask)
+        assert self.first_batch is not None
+        completions, first_logps, mask = self.first_batch
+        change = self._difference(self._score(model, completions), first_logps, mask)
         assert change is not None
         return change[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
         """Returns the policy's log-probabilities `(N, C)`, row by row, as `logit_bias` keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
-        rows = (_select(completions, [i]) for i in range(len(completions[0])))
+        rows = (_subset(completions, [i]) for i in range(len(completions[0])))
         with measurement_mode(model, completions[1].device):
             return torch.cat([self.policy.score(model, ScoreRequest(*row, **options)).logps for row in rows])
 
@@ -168,18 +167,18 @@ class EngineCheck:
         return (total / count, largest) if count else None
 
 
-def _select(completions: Completions, rows: list[int]) -> Completions:
+def _subset(completions: Completions, rows: list[int]) -> Completions:
     prompts, ids, mask = completions
     return [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], mask[rows]
 
 
-def _diverse(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
+def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
     """Returns batch indices of a few completions, with tokens and of different prompts and modalities if possible."""
-    order: dict[int, tuple] = {}
+    sort_keys: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():
         n_before = n_of_kinds[prompt.modalities]
         n_of_kinds[prompt.modalities] += 1
-        empty = {i: not mask[i].any() for i in rows}
-        order |= {i: (empty[i], nth, n_before) for nth, i in enumerate(sorted(rows, key=empty.__getitem__))}
-    return sorted(order, key=order.__getitem__)[:_PROBES]
+        is_empty = {i: not mask[i].any() for i in rows}
+        sort_keys |= {i: (is_empty[i], nth, n_before) for nth, i in enumerate(sorted(rows, key=is_empty.__getitem__))}
+    return sorted(sort_keys, key=sort_keys.__getitem__)[:_N_PROBES]

@@ -23,8 +23,8 @@ from ..forward.logprobs import takes_logits_to_keep
 from ..forward.scores import ScoreRequest
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
-from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps
-from .targets import choose, traits_of, with_other_media
+from .rounding import STRICT, exceeds_rounding, measure_noise, tolerance_of, two_steps
+from .targets import choose_prompts, traits_of, with_other_media
 
 
 logger = get_logger(__name__)
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 # If other media move log-probabilities by less than this share of the tolerance, the model counts as ignoring media
-_MOVES = 1e-2
+_MIN_EFFECT = 1e-2
 
 
 class Case(NamedTuple):
@@ -75,7 +75,7 @@ class Measure:
     error that [`attempt`] caught on this rank.
     """
 
-    def __init__(self, policy: PolicyForward, model: nn.Module, engine_positions: bool):
+    def __init__(self, policy: PolicyForward, model: nn.Module, has_engine_positions: bool):
         assert policy.accelerator is not None
         self.policy, self.prepared = policy, model
         self.model = policy.unwrapped(model)
@@ -85,7 +85,7 @@ class Measure:
         self.tolerance = tolerance_of(self.dtype)
         self.fallbacks = replace(policy.fallbacks)
         self.model_type = self.model.config.model_type
-        self.has_engine = engine_positions  # whether an engine computed the positions of prompts
+        self.has_engine_positions = has_engine_positions  # whether an engine computed the positions of prompts
         self.failure = ""
         self.largest_logit = 0.0  # absolute, of the model's own forwards on this rank
 
@@ -104,60 +104,63 @@ class Measure:
         Returns log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts. `model`
         defaults to the model as the accelerator prepared it.
         """
-        fresh = [replace(prompt, mask_cache={}) for prompt in prompts]
-        repeated = [prompt for prompt in fresh for _ in range(len(ids))]
-        rows = [tensor.repeat(len(prompts), 1) for tensor in (ids, mask)]
+        copies = [replace(prompt, mask_cache={}) for prompt in prompts]
+        row_prompts = [prompt for prompt in copies for _ in range(len(ids))]
+        ids_and_mask = [tensor.repeat(len(prompts), 1) for tensor in (ids, mask)]
         fallbacks = replace(self.fallbacks, isolate=isolate)
         model = self.prepared if model is None else model
-        return self.policy.score(model, ScoreRequest(repeated, *rows, packed=packed), fallbacks=fallbacks).logps
+        return self.policy.score(
+            model, ScoreRequest(row_prompts, *ids_and_mask, packed=packed), fallbacks=fallbacks
+        ).logps
 
     # The model's own forward
 
     def at_engine_positions(self, prompt: EncodedPrompt) -> bool:
         """Returns whether a prompt has the positions of an engine, and the model would compute other positions."""
-        if not self.has_engine or not prompt.media:
+        if not self.has_engine_positions or not prompt.media:
             return False
-        expected = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
-        return not torch.equal(expected, prompt.position_ids)
+        model_positions = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
+        return not torch.equal(model_positions, prompt.position_ids)
 
     def model_inputs(self, outputs: dict[str, torch.Tensor], prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
         """Returns the model's inputs, made from a processor's outputs for one prompt."""
         inputs = to_model(outputs, self.model, self.device)
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-        hears = hears_videos(self.model, prompt.input_ids)
-        return {**inputs, "use_audio_in_video": torch.tensor(True)} if hears else inputs
+        has_sounds = hears_videos(self.model, prompt.input_ids)
+        return {**inputs, "use_audio_in_video": torch.tensor(True)} if has_sounds else inputs
 
     def model_logps(self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor) -> torch.Tensor:
         """Returns log-probabilities of completions `(B, N)` by the model's own forward, one completion at a time."""
         if self.at_engine_positions(prompt):
             positions = prompt.position_ids.to(self.device)
-            following = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
-            inputs = {**inputs, "position_ids": torch.cat([positions, following], dim=-1)}
+            completion_positions = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
+            inputs = {**inputs, "position_ids": torch.cat([positions, completion_positions], dim=-1)}
         return torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
 
     def _model_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Returns the log-probabilities of one completion `(1, N)`."""
         n_new = ids.size(1)
-        whole = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
+        row_inputs = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in inputs)):
-            whole[name] = nn.functional.pad(whole[name], (0, n_new), value=value)
+            row_inputs[name] = nn.functional.pad(row_inputs[name], (0, n_new), value=value)
         for name in family_of(self.model).token_masks:
             if name in inputs:
-                whole[name] = continued_field(self.model, name, whole[name], n_new)
-        return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
+                row_inputs[name] = continued_field(self.model, name, row_inputs[name], n_new)
+        return self.logps_of(self._logits(row_inputs, n_new + 1)[:, -n_new - 1 : -1], ids)
 
-    def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
-        """Returns the logits of at least the `last` final tokens."""
-        options = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
+    def _logits(self, inputs: dict[str, torch.Tensor], n_last: int) -> torch.Tensor:
+        """Returns the logits of at least the `n_last` final tokens."""
+        options = {"logits_to_keep": n_last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
             return self.prepared(**inputs, **options, use_cache=False).logits
 
-    def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
+    def row_logps(self, row: EncodedPrompt, n_last: int) -> torch.Tensor:
         """
-        Returns log-probabilities `(1, P - 1)` of a row from its second token. Values before the final `last` may be 0.
+        Returns log-probabilities `(1, P - 1)` of a row from its second token, of which at least the last `n_last` are
+        computed, and the others are 0.
         """
         inputs = self.model_inputs(outputs_of(row), row)
-        logits = self._logits(inputs, min(last + 1, len(row)))[:, :-1]
+        logits = self._logits(inputs, min(n_last + 1, len(row)))[:, :-1]
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
@@ -193,20 +196,20 @@ class Measure:
         `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
-        # Prompts of text aren't processed again, as `plain` may not know the tools that the run wrote into them
-        def reread(i: int) -> dict[str, torch.Tensor]:
+        # Prompts of text aren't processed again, because `plain` doesn't know tools that the run has written into them
+        def process_again(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
         process = self.accelerator.process_index
         traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
-        targets, donors, partners = choose(traits)
+        targets, donors, partners = choose_prompts(traits)
         cases: dict[Any, Case] = {}
         for trait in dict.fromkeys([*targets, *donors.values(), *partners]):
             is_local = trait.process == process
             outputs = self.require(
                 "its processor, as `AutoProcessor.from_pretrained` loads it,",
                 lambda trait=trait, needs_outputs=is_local and trait in targets: (
-                    reread(trait.index) if needs_outputs else {}
+                    process_again(trait.index) if needs_outputs else {}
                 ),
             )
             case = Case(prompts[trait.index], outputs) if is_local else None
@@ -214,22 +217,22 @@ class Measure:
         donor_prompts = {kind: cases[trait].prompt for kind, trait in donors.items()}
         return [cases[trait] for trait in targets], donor_prompts, [cases[trait].prompt for trait in partners]
 
-    def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
+    def compare_features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
         """Returns the largest difference between two processors' outputs, relative to the largest value of `plain`."""
-        worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
-        for name, value in plain.items() if worst == 0 else ():
+        largest = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
+        for name, value in plain.items() if largest == 0 else ():
             if value.numel():
                 expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
                 gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
-                worst = max(worst, gap.item())
-        worst = self.worst(worst)
-        steps = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
-        if not worst <= max([STRICT, *steps]):  # the limit depends on the features' dtype, not on the model's
-            raise self.inexact(
-                f"its media tensors differ by {worst:.0e} from those of its processor as "
+                largest = max(largest, gap.item())
+        largest = self.max_over_ranks(largest)
+        epsilons = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
+        if not largest <= max([STRICT, *epsilons]):  # the limit depends on the features' dtype, not on the model's
+            raise self.inexact_error(
+                f"its media tensors differ by {largest:.0e} from those of its processor as "
                 "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
             )
-        return worst
+        return largest
 
     def effect(
         self,
@@ -241,17 +244,17 @@ class Measure:
         mask: torch.Tensor,
     ) -> float:
         """Returns how far other media of a modality move a prompt's scores, or NaN if there are no other media."""
-        swapped = with_other_media(prompt, kind, donor)
-        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
+        other_prompt = with_other_media(prompt, kind, donor)
+        if all(torch.equal(prompt.media[name], other_prompt.media[name]) for name in prompt.media):
             return math.nan
-        moved = self.difference(self.require(f"scoring another {kind}", lambda: score(swapped)), scores, mask)
-        if moved <= _MOVES * self.tolerance:
+        change = self.difference(self.require(f"scoring another {kind}", lambda: score(other_prompt)), scores, mask)
+        if change <= _MIN_EFFECT * self.tolerance:
             raise RuntimeError(
-                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
-                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {change:.0e})"
+                f", so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
                 "that the model is the one the processor belongs to, and that its weights are loaded."
             )
-        return moved
+        return change
 
     # Decisions common to all ranks
 
@@ -260,7 +263,7 @@ class Measure:
         value = math.inf
         if a is not None and a.shape == b.shape:
             value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
-        return self.worst(math.inf if math.isnan(value) else value)
+        return self.max_over_ranks(math.inf if math.isnan(value) else value)
 
     def compare(
         self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor, noise: Callable[[], torch.Tensor | None]
@@ -275,31 +278,33 @@ class Measure:
         scale = noise() if math.isfinite(largest) else None
         if a is None or scale is None:
             return largest, False
-        steps = two_steps(self.dtype, self.worst(self.largest_logit)) / self.policy.temperature
-        self.tolerance = max(self.tolerance, steps)
-        counted = mask.bool()
-        return largest, not self.worst(float(exceeds((a - b)[counted], scale[counted], self.tolerance)))
+        rounding_steps = two_steps(self.dtype, self.max_over_ranks(self.largest_logit)) / self.policy.temperature
+        self.tolerance = max(self.tolerance, rounding_steps)
+        is_compared = mask.bool()
+        return largest, not self.max_over_ranks(
+            float(exceeds_rounding((a - b)[is_compared], scale[is_compared], self.tolerance))
+        )
 
-    def settle(
+    def settle_fallbacks(
         self,
         score: Callable[[bool], torch.Tensor],
         truth: torch.Tensor,
         mask: torch.Tensor,
         noise: Callable[[], torch.Tensor | None],
         *,
-        packs: bool = True,
-        isolates: bool = False,
+        packs_rows: bool = True,
+        tries_isolation: bool = False,
         label: str = "",
     ) -> tuple[torch.Tensor, float, float | None]:
         """
         Returns the scores of padded rows, their difference from the truth, and the difference of packed rows, if any.
 
-        Sets the first fallbacks under which [`compare`] calls scores exact. With `isolates`, also tries fallbacks that
-        separate prompts. Raises a `RuntimeError` if no fallback makes scores exact.
+        Sets the first fallbacks under which [`compare`] calls scores exact. With `tries_isolation`, also tries
+        fallbacks that separate prompts. Raises a `RuntimeError` if no fallback makes scores exact.
         """
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
-        splits = self.splits() if isolates else self.splits()[:1]
-        for from_model, isolate in itertools.product(sorted({was_from_model, True}), splits):
+        isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]
+        for from_model, isolate in itertools.product(sorted({was_from_model, True}), isolate_values):
             self.fallbacks.logits_from_model, self.fallbacks.isolate = from_model, isolate
             scores = self.attempt("scoring padded rows", lambda: score(False))
             difference, is_exact = self.compare(scores, truth, mask, noise)
@@ -308,20 +313,22 @@ class Measure:
                 break
         else:
             problem = f"scores of padded rows{label} differ by {differences[-1]:.0e} from the model's forward"
-            raise self.inexact(problem if scores is not None else f"scoring padded rows fails ({self.failure})")
+            raise self.inexact_error(problem if scores is not None else f"scoring padded rows fails ({self.failure})")
         if len(differences) > 1:
             needs_logits = from_model and not was_from_model
             fallback = (
                 "the model's own logits, which need more memory" if needs_logits else f"one forward per {isolate}"
             )
             self.fall_back(f"scores of padded rows{label} differ by {differences[0]:.0e}", fallback)
-        packed = None
-        if packs and self.fallbacks.packing:
+        packed_difference = None
+        if packs_rows and self.fallbacks.packing:
             packed_scores = self.attempt("scoring packed rows", lambda: score(True))
-            packed, is_exact = self.compare(packed_scores, truth, mask, noise)
+            packed_difference, is_exact = self.compare(packed_scores, truth, mask, noise)
             if not is_exact:
-                self.fall_back(f"scores of packed rows{label} differ by {packed:.0e}", "padded rows", packing=False)
-        return scores, difference, packed
+                self.fall_back(
+                    f"scores of packed rows{label} differ by {packed_difference:.0e}", "padded rows", packing=False
+                )
+        return scores, difference, packed_difference
 
     def noise(self, score: Callable[[], torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
         """Returns the noise of `score`'s results, see [`rounding`], or `None` in float32 or if measuring fails."""
@@ -329,7 +336,7 @@ class Measure:
             return None
         return self.attempt("measuring the noise", lambda: measure_noise(self.model, self.dtype, score, mask))
 
-    def worst(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """Returns the largest value over all ranks."""
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
@@ -344,7 +351,7 @@ class Measure:
         except Exception as error:
             failure = error
         no_memory = is_out_of_memory(failure)
-        outcome = self.worst(2.0 if no_memory else float(result is None))
+        outcome = self.max_over_ranks(2.0 if no_memory else float(result is None))
         if outcome == 2:
             raise failure if no_memory and failure else MemoryError(f"{name} ran out of memory in another process")
         if failure is not None:
@@ -357,21 +364,21 @@ class Measure:
         """Returns the result of `measure`. Raises an error on all ranks if it fails on one rank."""
         result = self.attempt(name, measure)
         if result is None:
-            raise self.inexact(f"{name} fails ({self.failure})")
+            raise self.inexact_error(f"{name} fails ({self.failure})")
         return result
 
     def fall_back(self, problem: str, fallback: str, **fallbacks: bool | str | None) -> None:
-        """Logs why a fallback is used from now on, and sets the named fields of `fallbacks`."""
+        """Logs the reason for a fallback, and sets the fields of `fallbacks` that are passed by name."""
         logger.warning(f"self-check: {self.model_type}: {problem}; falling back to {fallback}.")
         for name, value in fallbacks.items():
             setattr(self.fallbacks, name, value)
 
-    def splits(self) -> list[Literal["media", "prompt"] | None]:
+    def isolate_values(self) -> list[Literal["media", "prompt"] | None]:
         """Returns the current value of `fallbacks.isolate`, then the values that split forwards further."""
-        splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-        return splits[splits.index(self.fallbacks.isolate) :]
+        isolate_values: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+        return isolate_values[isolate_values.index(self.fallbacks.isolate) :]
 
-    def inexact(self, reason: str) -> RuntimeError:
+    def inexact_error(self, reason: str) -> RuntimeError:
         return RuntimeError(
             f"self-check: {self.model_type} can't be trained exactly: {reason}. To train anyway, set "
             "`self_check=False`."

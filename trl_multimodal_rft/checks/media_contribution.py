@@ -20,12 +20,12 @@ from ..views.views import View, as_view
 logger = get_logger(__name__)
 
 # Prompts per rank. Two are enough, as a completion has many tokens and a run has many batches.
-_PROMPTS = 2
+_N_PROMPTS = 2
 
 
-def is_due(every: int, step: int, n_steps: int) -> bool:
-    """Returns whether one of the `n_steps` updates after `step` is a multiple of `every`."""
-    return (step + n_steps) // every > step // every
+def is_due(interval: int, step: int, n_steps: int) -> bool:
+    """Returns whether the number of one of the `n_steps` updates after update `step` is a multiple of `interval`."""
+    return (step + n_steps) // interval > step // interval
 
 
 def media_contribution(
@@ -43,25 +43,27 @@ def media_contribution(
     $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
 
     in nats, where $m$ are the media of one modality in the prompt, and $\tilde{m}$ silence or grey of the same
-    duration and size. For a policy that ignores media, the metric is exactly 0, as both forwards have the same shape
-    and round alike. All ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes
-    the prompt of a completion under a view.
+    duration and size. For a policy that ignores media, the metric is exactly 0, because both forwards have the same
+    shape and round alike. All ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode`
+    encodes the prompt of a completion, by its batch index, under a view.
     """
     prompts, ids, completion_mask = completions
-    # Index of a completion, a modality of its prompt, and the prompt without media of this modality
-    cases = [(row, kind, _without(encode, row, kind)) for row, kind in _select_cases(prompts, mask)]
+    # Batch index of a completion, a modality of its prompt, and the prompt without media of this modality
+    cases = [(index, kind, _prompt_without(encode, index, kind)) for index, kind in _select_cases(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
     assert accelerator is not None
     if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
     # Ranks without anything to measure take part in the forwards, which may have collectives
-    rows, kinds, without = (list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True))
-    mask = mask[rows]
+    indices, kinds, other_prompts = (
+        list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True)
+    )
+    mask = mask[indices]
     with measurement_mode(model, accelerator.device):
         logps = [
-            policy.score(model, ScoreRequest(entries, ids[rows], completion_mask[rows], packed=False)).logps
-            for entries in ([prompts[row] for row in rows], without)
+            policy.score(model, ScoreRequest(entries, ids[indices], completion_mask[indices], packed=False)).logps
+            for entries in ([prompts[index] for index in indices], other_prompts)
         ]
     change = ((logps[0] - logps[1]).abs() * mask).sum(1)
     sums = torch.zeros(len(MODALITIES), 2, dtype=change.dtype, device=change.device)
@@ -79,21 +81,21 @@ def media_contribution(
 
 
 def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
-    """Returns pairs of a completion's index and a modality, for one completion of each of up to `_PROMPTS` prompts."""
+    """Returns pairs of a completion's index and a modality, for one completion of up to `_N_PROMPTS` prompts."""
     cases: list[tuple[int, str]] = []
-    for rows in group_by_prompt(prompts).values():
+    for indices in group_by_prompt(prompts).values():
         # `encode` returns only the first part of a prompt, so prompts with later parts (media of tools) are left out
-        plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
-        cases += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
-        if len({row for row, _ in cases}) == _PROMPTS:
+        candidates = [index for index in indices if mask[index].any() and len(prompts[index].parts) == 1]
+        cases += [(index, kind) for index in candidates[:1] for kind in sorted(prompts[index].modalities)]
+        if len({index for index, _ in cases}) == _N_PROMPTS:
             break
     return cases
 
 
-def _without(encode: Callable[[int, View], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
+def _prompt_without(encode: Callable[[int, View], EncodedPrompt], index: int, kind: str) -> EncodedPrompt | None:
     """Returns a completion's prompt without media of a modality, or `None` if its media have become unreadable."""
     try:
-        return encode(row, as_view("blank").for_modality(kind))
+        return encode(index, as_view("blank").for_modality(kind))
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

@@ -33,7 +33,7 @@ from ..models.parts import find_towers
 
 
 # Number of forwards that measure the noise
-_REPEATS = 10
+_N_REPEATS = 10
 
 # With this factor, rounding alone fails fewer than 1 of 10,000 checks. This holds even if both completions are the
 # same, so that an outlier counts twice.
@@ -54,7 +54,7 @@ def two_steps(dtype: torch.dtype, logit: float) -> float:
     return 2 * torch.finfo(dtype).eps * 2 ** math.floor(math.log2(max(logit, 1.0)))
 
 
-def exceeds(differences: torch.Tensor, noise: torch.Tensor, tolerance: float) -> torch.Tensor:
+def exceeds_rounding(differences: torch.Tensor, noise: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Returns `(...)`, whether the differences of tokens `(..., N)` are larger than rounding explains."""
     excess = differences.abs() / (tolerance + NOISE_FACTOR * noise)
     largest, second = nn.functional.pad(excess, (0, 2)).topk(2).values.unbind(-1)
@@ -74,7 +74,7 @@ def measure_noise(
 ) -> torch.Tensor:
     """Returns the noise `(B, N)` of a difference of `score`'s log-probabilities in a dtype, 0 where the mask is 0."""
     repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
-    for seed in range(_REPEATS):
+    for seed in range(_N_REPEATS):
         with torch.random.fork_rng(devices=devices), _perturbed_inputs(model, dtype, seed):
             repeats.append(score()[mask.bool()])
     noise = torch.zeros(mask.shape, device=mask.device)
@@ -86,7 +86,7 @@ def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> 
     """Perturbs token embeddings and inputs of encoders at random, by up to half a step of a dtype."""
     half_step, generators = torch.finfo(dtype).eps / 2, {}
 
-    def perturbed(value: torch.Tensor) -> torch.Tensor:
+    def perturb(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value  # flags, indices and masks stay as they are
         if value.device not in generators:
@@ -95,11 +95,11 @@ def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> 
         return (value * (1 + half_step * (2 * shares - 1))).to(value.dtype)
 
     def perturb_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return tuple(map(perturbed, args)), {name: perturbed(value) for name, value in kwargs.items()}
+        return tuple(map(perturb, args)), {name: perturb(value) for name, value in kwargs.items()}
 
     with ExitStack() as hooks:
         embeddings = model.get_input_embeddings()
-        hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: perturbed(output)))
+        hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: perturb(output)))
         for name in find_towers(model).values():
             hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(perturb_inputs, with_kwargs=True))
         yield

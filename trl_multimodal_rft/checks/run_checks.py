@@ -36,8 +36,8 @@ class Checks:
         self.policy = policy
         self.accelerator = accelerator
         self.self_check: SelfCheck | None = None
-        # Whether the run has looked for tokens without a log-probability, and has warned about them
-        self.has_looked = self.has_warned = False
+        # Whether the run has checked that sampled tokens have log-probabilities, and has warned of tokens without one
+        self.has_checked_logps = self.has_warned_of_logps = False
         self._engine_check: EngineCheck | None = None
 
     def on_prompts(
@@ -48,37 +48,40 @@ class Checks:
         settings: Callable[[], RunSettings],
     ) -> None:
         """Runs the self-check on the first prompts, and again on the first prompts with an unmeasured modality."""
-        self._measure(
-            model, prompts, lambda media: run_self_check(self.policy, model, prompts, messages, settings(), media)
+        self._check_new_modalities(
+            model,
+            prompts,
+            lambda media_effects: run_self_check(self.policy, model, prompts, messages, settings(), media_effects),
         )
 
     def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
         """Runs a self-check of [`~checks.sequences`] on the first rows, and again on rows with a new modality."""
-        self._measure(model, rows, lambda media: check(self.policy, model, rows))
+        self._check_new_modalities(model, rows, lambda media_effects: check(self.policy, model, rows))
 
-    def _measure(
+    def _check_new_modalities(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
     ) -> None:
+        """Runs a self-check if there was none yet, or if prompts have a modality that it hasn't measured."""
         check = self.self_check
         if check is not None:
-            unmeasured = {kind for kind in MODALITIES if kind not in check.media}
-            unmeasured &= set(input_modalities(self.policy.unwrapped(model)))
-            if not unmeasured or not any_rank(self.accelerator, bool(modalities_of(prompts) & unmeasured)):
+            new_kinds = {kind for kind in MODALITIES if kind not in check.media}
+            new_kinds &= set(input_modalities(self.policy.unwrapped(model)))
+            if not new_kinds or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_kinds)):
                 return
-        media = {} if check is None else check.media
-        self.self_check = measure(media)
-        self.self_check.media = {**media, **self.self_check.media}
+        media_effects = {} if check is None else check.media
+        self.self_check = measure(media_effects)
+        self.self_check.media = {**media_effects, **self.self_check.media}
         self.policy.fallbacks = self.self_check.fallbacks
         self._show()
 
     def on_tool_media(
-        self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool
+        self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], has_engine_positions: bool
     ) -> None:
         """Measures the first completion with media that a tool returned."""
         check = self.self_check
         if check is None or check.conversation is not None:
             return
-        result = check_conversation(self.policy, model, prompts, ids, engine_positions)
+        result = check_conversation(self.policy, model, prompts, ids, has_engine_positions)
         if result is not None:
             check.conversation, self.policy.fallbacks = result
             check.fallbacks = self.policy.fallbacks
@@ -93,15 +96,15 @@ class Checks:
         logit_bias: dict[int, float],
         has_tools: bool,
     ) -> None:
-        """Compares an engine with the policy on its first rollout, after an update and after media of tools."""
+        """Compares an engine with the policy on the first rollout, after an update, and after media of tools."""
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
-        sampled = rollout.completions, rollout.loss_mask, require(rollout.sampling_per_token_logps)
-        is_new = self._engine_check.run(model, step, *sampled)
+        batch = rollout.completions, rollout.loss_mask, require(rollout.sampling_per_token_logps)
+        is_new = self._engine_check.run(model, step, *batch)
         if has_tools:
-            is_new = self._engine_check.run_after_tools(model, *sampled) or is_new
+            is_new = self._engine_check.run_after_tools(model, *batch) or is_new
         if is_new:
             self._show()
 
@@ -116,8 +119,8 @@ class Checks:
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         self.policy.fallbacks.allows_graph &= allows_graph
         if state["self_check"] is not None:
-            measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
-            self.self_check = SelfCheck(**measured)
+            fields: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
+            self.self_check = SelfCheck(**fields)
 
     def _show(self) -> None:
         logger.info(str(self.self_check))

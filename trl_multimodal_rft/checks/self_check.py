@@ -35,10 +35,10 @@ logger = get_logger(__name__)
 
 Messages = str | list[dict[str, Any]]  # of a prompt
 
-_NEW_TOKENS = 4
+_N_NEW_TOKENS = 4
 
-# A warning is logged if rounding could hide errors of this many nats
-_HIDES = 1.0
+# A warning is logged if the limit of a difference, in nats, exceeds this one, as rounding could hide larger errors
+_WARNING_LIMIT = 1.0
 
 
 @dataclass(kw_only=True)
@@ -102,7 +102,7 @@ class SelfCheck:
             ("engine vs. recomputed, updated", self.engine_updated),
             ("engine vs. recomputed, tool media", self.engine_conversation),
         ]
-        media = [(f"effect of another {kind}", _figure(moved, ".2g"), "") for kind, moved in self.media.items()]
+        media = [(f"effect of another {kind}", _figure(change, ".2g"), "") for kind, change in self.media.items()]
         return [
             *((name, _figure(value), note) for name, value, note in compared if value is not None),
             *((name, _figure(pair[0]), f"on average, at most {pair[1]:.0e}") for name, pair in engines if pair),
@@ -128,7 +128,7 @@ class RunSettings:
     samples_rollouts: bool = True  # whether transformers also samples the rollouts
     changes: Sequence[str] = ()  # options that change the sampled distribution, such as `top_p`
     audio_overlong: Literal["raise", "truncate"] = "raise"
-    engine_positions: bool = False  # whether prompts have the positions of an engine
+    has_engine_positions: bool = False  # whether prompts have the positions of an engine
 
 
 def run_self_check(
@@ -137,22 +137,23 @@ def run_self_check(
     prompts: list[EncodedPrompt],
     messages: Sequence[Messages],
     settings: RunSettings,
-    media: dict[str, float],
+    media_effects: dict[str, float],
 ) -> SelfCheck:
     """
     Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
 
     All ranks check the same prompts, which come from all ranks, so that the forwards of a sharded model agree.
-    `model` is as the accelerator prepared it, and `media` holds effects of media from earlier checks.
+    `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by modality, from earlier
+    checks.
     """
-    check = _Check(policy, model, settings, media)
+    check = _Check(policy, model, settings, media_effects)
     with measurement_mode(model, check.device):
         measurements = check.run(messages, prompts)
     with check.restoring_buffers():
         with measurement_mode(model, check.device, is_evaluation=False):
-            training = check.training_mode()
+            training = check.training_difference()
         with measurement_mode(model, check.device, is_evaluation=False, keeps_checkpointing=True):
-            check.backward()
+            check.check_backward()
     return replace(measurements, training=training)
 
 
@@ -161,7 +162,7 @@ def check_conversation(
     model: nn.Module,
     prompts: Sequence[EncodedPrompt],
     completion_ids: Sequence[list[int]],
-    engine_positions: bool,
+    has_engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
     """
     Measures a completion after tool media. Returns the difference from the truth and the fallbacks, or `None` without
@@ -175,7 +176,7 @@ def check_conversation(
     holders = [process for process, holds in enumerate(gather_object([bool(local_case)])) if holds]
     if not holders:
         return None
-    measure = Measure(policy, model, engine_positions)
+    measure = Measure(policy, model, has_engine_positions)
     is_holder = measure.accelerator.process_index == holders[0]
     prompt, completion = broadcast_object_list(local_case if is_holder else [None], from_process=holders[0])[0]
     later, n = prompt.later, len(prompt.later)
@@ -196,7 +197,7 @@ def check_conversation(
     with measurement_mode(model, measure.device):
         truth = measure.require("its own forward of a conversation with tool media", score_by_model)
         noise = functools.cache(lambda: measure.noise(score_by_model, mask[:, n:]))
-        _, padded, packed = measure.settle(score, truth, mask[:, n:], noise, label=" after tool media")
+        _, padded, packed = measure.settle_fallbacks(score, truth, mask[:, n:], noise, label=" after tool media")
     return padded if packed is None or not measure.fallbacks.packing else packed, measure.fallbacks
 
 
@@ -212,50 +213,57 @@ class _Completions(NamedTuple):
 class _Check(Measure):
     """A self-check on the prompts of a run."""
 
-    def __init__(self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media: dict[str, float]):
-        super().__init__(policy, model, settings.engine_positions)
+    def __init__(
+        self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media_effects: dict[str, float]
+    ):
+        super().__init__(policy, model, settings.has_engine_positions)
         self.settings = settings
-        self.media = dict(media)
+        self.media_effects = dict(media_effects)
         self.placeholders = all_placeholder_ids(self.model, policy.processor)
         self.changed: float | None = None
         self.rounding: float | None = None
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
-        local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
-        load, options = functools.cache(self.settings.load_processor), self.settings
-        encoding_options = options.audio_overlong, options.template_kwargs
+        local_prompts = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
+        load_processor, settings = functools.cache(self.settings.load_processor), self.settings
+        encoding_options = settings.audio_overlong, settings.template_kwargs
         targets, donors, partners = self.cases(
-            [prompt for prompt, _ in local], lambda i: plain_outputs(local[i][1], load(), *encoding_options)
+            [prompt for prompt, _ in local_prompts],
+            lambda i: plain_outputs(local_prompts[i][1], load_processor(), *encoding_options),
         )
-        worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
+        differences: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
-                worst["features"].append(self.features(outputs_of(target.prompt), target.plain))
+                differences["features"].append(self.compare_features(outputs_of(target.prompt), target.plain))
             completions, sampled = self._sample_and_recompute(target)
             if sampled is not None and self.settings.samples_rollouts:
-                worst["sampled"].append(sampled)
+                differences["sampled"].append(sampled)
             self._keep_noise(completions)
             score = functools.partial(self.score, [target.prompt], completions.ids, completions.mask)
-            scores, padded, packed = self.settle(score, completions.logps, completions.mask, completions.noise)
-            self.scored = target.prompt, completions, scores
-            worst["padded"].append(padded)
-            worst["packed"] += [] if packed is None else [packed]
+            scores, padded, packed = self.settle_fallbacks(
+                score, completions.logps, completions.mask, completions.noise
+            )
+            self.scored_case = target.prompt, completions, scores
+            differences["padded"].append(padded)
+            differences["packed"] += [] if packed is None else [packed]
             ids, mask, *_ = completions
-            for kind in sorted(target.prompt.modalities - self.media.keys()):
-                swap = functools.partial(self._score_one, ids, mask)
-                self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), swap, scores, mask)
-        rows = self._compare_batches(targets[0].prompt, partners, *self.scored[1][:2])
+            for kind in sorted(target.prompt.modalities - self.media_effects.keys()):
+                score_other = functools.partial(self._score_one, ids, mask)
+                self.media_effects[kind] = self.effect(
+                    kind, target.prompt, donors.get(kind), score_other, scores, mask
+                )
+        rows = self._compare_batches(targets[0].prompt, partners, *self.scored_case[1][:2])
         # The shortest prompt, with media if there are any
-        self.shortest = min(
+        self.shortest_prompt = min(
             [*(entry.prompt for entry in targets), *partners], key=lambda entry: (not entry.media, len(entry))
         )
-        features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
+        features, padded, packed, sampled = (max(values, default=None) for values in differences.values())
         assert padded is not None  # there is a target
         return SelfCheck(
             features=features,
             padded=padded,
             packed=packed,
-            media=self.media,
+            media=self.media_effects,
             rows=rows,
             sampled=sampled,
             changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
@@ -275,9 +283,9 @@ class _Check(Measure):
         noise = completions.noise()
         if noise is None:
             return
-        self.rounding = max(self.rounding or 0.0, self.worst(noise.max().item()))
+        self.rounding = max(self.rounding or 0.0, self.max_over_ranks(noise.max().item()))
         limit = self.tolerance + NOISE_FACTOR * self.rounding
-        if limit > _HIDES:
+        if limit > _WARNING_LIMIT:
             logger.warning(
                 f"self-check: {self.model_type}: rounding in {self.dtype} moves log-probs by {self.rounding:.0e}, so "
                 f"errors below {limit:.0e} can't be told from it; check the model in float32."
@@ -296,15 +304,15 @@ class _Check(Measure):
                 for buffer, value in statistics:
                     buffer.copy_(value)
 
-    def training_mode(self) -> float:
+    def training_difference(self) -> float:
         """Returns the largest difference of log-probabilities between training mode and evaluation mode."""
-        prompt, (ids, mask, *_), scores = self.scored
+        prompt, (ids, mask, *_), scores = self.scored_case
         training_scores = self.attempt(
             "scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False)
         )
         return self.difference(training_scores, scores, mask)
 
-    def backward(self) -> None:
+    def check_backward(self) -> None:
         """
         Runs a backward pass of the shortest prompt, so that a kernel without a backward fails before the first update.
 
@@ -313,26 +321,26 @@ class _Check(Measure):
         refuses `autograd.grad`, aren't checked either.
         """
         module = self.accelerator.unwrap_model(self.prepared)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not is_unsharded(self.accelerator) or not trained:
+        trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not is_unsharded(self.accelerator) or not trained_parameters:
             return
-        _, (ids, mask, *_), _ = self.scored
+        _, (ids, mask, *_), _ = self.scored_case
 
-        def run(packed: bool) -> bool:
+        def run_backward(packed: bool) -> bool:
             rows = (tensor[: 2 if packed else 1] for tensor in (ids, mask))
             with torch.enable_grad():
-                total = self.score([self.shortest], *rows, packed=packed, model=module).sum()
+                total = self.score([self.shortest_prompt], *rows, packed=packed, model=module).sum()
                 try:
                     if total.requires_grad:
-                        torch.autograd.grad(total, trained, allow_unused=True)
+                        torch.autograd.grad(total, trained_parameters, allow_unused=True)
                 except RuntimeError as error:
                     if "use_reentrant" not in str(error):
                         raise
             return True
 
         for packed in (True, False) if self.fallbacks.packing else (False,):
-            rows = "packed" if packed else "padded"
-            if self.attempt(f"the backward pass of {rows} rows", lambda packed=packed: run(packed)):
+            row_type = "packed" if packed else "padded"
+            if self.attempt(f"the backward pass of {row_type} rows", lambda packed=packed: run_backward(packed)):
                 return
             if packed:
                 self.fall_back("packed rows have no backward pass", "padded rows", packing=False)
@@ -346,7 +354,7 @@ class _Check(Measure):
     def _sample_and_recompute(self, target: Case) -> tuple[_Completions, float | None]:
         """Returns completions of a prompt and the difference of sampled log-probabilities from the truth, if known."""
         ids, mask, sampled = self._sample(target.prompt)
-        completions = self._truth(target, ids, mask, sampled)
+        completions = self._with_true_logps(target, ids, mask, sampled)
         if sampled is None:
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
@@ -359,7 +367,7 @@ class _Check(Measure):
             self.fall_back(problem, "one prefill per completion", shared_prefill=False)
             return self._sample_and_recompute(target)
         if not is_exact:
-            raise self.inexact(
+            raise self.inexact_error(
                 f"it samples with log-probabilities that differ by {difference:.0e} from those of its own forward"
             )
         return completions, difference
@@ -368,24 +376,24 @@ class _Check(Measure):
         """Returns two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
         sample = self.settings.sample
         if sample is None:
-            return self._scripted(prompt)
+            return self._scripted_completions(prompt)
         config = copy.deepcopy(self.settings.generation_config)
-        config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
+        config.update(max_new_tokens=_N_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks))
         if output is None and self.fallbacks.shared_prefill:
             self.fallbacks.shared_prefill = False
             return self._sample(prompt)
         if output is None:
-            raise self.inexact(f"it can't sample completions ({self.failure})")
+            raise self.inexact_error(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
             # A user's own `generate` may return only ids
             ids = output["sequences"][:2] if isinstance(output, ModelOutput) else output[:2]
-            ids = ids[:, -_NEW_TOKENS:]
-            return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
+            ids = ids[:, -_N_NEW_TOKENS:]
+            return (ids, self._completion_mask(ids), None) if ids.size(1) else self._scripted_completions(prompt)
         logits = torch.stack(output["logits"], dim=1)[:2].float() / self.policy.temperature
         ids = output["sequences"][:2, -logits.size(1) :]
-        mask = self._mask(ids)
+        mask = self._completion_mask(ids)
         if output.get("scores") is not None:
             self._compare_distributions(logits, torch.stack(output["scores"], dim=1)[:2].float(), ids, mask, config)
         return ids, mask, _logps(logits, ids)
@@ -399,28 +407,28 @@ class _Check(Measure):
         config: GenerationConfig,
     ) -> None:
         """Checks that only suppressed tokens change the distribution, unless options of the run change it, too."""
-        suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
-        drawn = _logps(scores, ids)
-        self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
-        unexplained = self.difference(_logps(logits.index_fill(-1, suppressed, -math.inf), ids), drawn, mask)
-        if not self.settings.changes and not unexplained <= STRICT:  # strict, as both come from the same logits
-            raise self.inexact(
+        suppressed_ids = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
+        drawn_logps = _logps(scores, ids)
+        self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn_logps, mask))
+        difference = self.difference(_logps(logits.index_fill(-1, suppressed_ids, -math.inf), ids), drawn_logps, mask)
+        if not self.settings.changes and not difference <= STRICT:  # strict, as both come from the same logits
+            raise self.inexact_error(
                 f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
-                f"{unexplained:.0e} where only suppressed tokens are left out"
+                f"{difference:.0e} where only suppressed tokens are left out"
             )
 
-    def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def _scripted_completions(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Returns two completions made of the prompt's last text tokens, for runs in which nothing samples."""
-        text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_NEW_TOKENS:]
+        text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_N_NEW_TOKENS:]
         ids = torch.tensor([text, text[::-1]], device=self.device)
         return ids, torch.ones_like(ids), None
 
-    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
+    def _completion_mask(self, ids: torch.Tensor) -> torch.Tensor:
         return up_to_first_end(ids, self.settings.eos_token_ids).long()
 
     # The truth
 
-    def _truth(
+    def _with_true_logps(
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
         """Returns completions with their true log-probabilities, see [`SelfCheck`]."""
@@ -432,12 +440,12 @@ class _Check(Measure):
         noise = functools.cache(lambda: self.noise(score, mask))  # pyrefly: ignore[bad-argument-type]
         if self.at_engine_positions(target.prompt):
             if logps is None:
-                raise self.inexact(f"its own forward fails at the engine's positions ({self.failure})")
+                raise self.inexact_error(f"its own forward fails at the engine's positions ({self.failure})")
         elif logps is None or sampled is None or not self.compare(logps, sampled, mask, noise)[1]:
             generated = self.attempt("`generate`", generate, quiet=sampled is None)
             logps = logps if generated is None else generated
             if logps is None:
-                raise self.inexact(f"neither its forward nor its `generate` can be measured ({self.failure})")
+                raise self.inexact_error(f"neither its forward nor its `generate` can be measured ({self.failure})")
         return _Completions(ids, mask, logps, noise)
 
     def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
@@ -450,8 +458,8 @@ class _Check(Measure):
         as_config = replaced(self.model, generation_config=config)
         with self.settings.generating() as model, kept_adapter_state(model), original_attention(self.model), as_config:
             for row in ids[:, None]:
-                forced = LogitsProcessorList([_Force(row)])
-                output = model.generate(**inputs, generation_config=config, logits_processor=forced)
+                processors = LogitsProcessorList([_ForcedIds(row)])
+                output = model.generate(**inputs, generation_config=config, logits_processor=processors)
                 if not isinstance(output, ModelOutput) or output.get("logits") is None:
                     return None
                 results.append(self.logps_of(torch.stack(output["logits"], dim=1)[:1], row))
@@ -460,21 +468,21 @@ class _Check(Measure):
     # Comparisons with the truth
 
     def _compare_batches(
-        self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
+        self, first_prompt: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
         """Returns the difference of batched scores from scores of single prompts. Falls back until they agree."""
-        prompts = [first, *partners, first]
-        per_prompt = [
+        prompts = [first_prompt, *partners, first_prompt]
+        scores_per_prompt = [
             self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
             for item in prompts[:-1]
         ]
-        separate = torch.cat([*per_prompt, per_prompt[0]])
+        separate_scores = torch.cat([*scores_per_prompt, scores_per_prompt[0]])
 
         @functools.cache
         def noise() -> torch.Tensor | None:
             scores = [functools.partial(self.score, [item], ids, mask, packed=False) for item in prompts[:-1]]
-            parts = [item for score in scores if (item := self.noise(score, mask)) is not None]
-            return torch.cat([*parts, parts[0]]) if len(parts) == len(scores) else None
+            noises = [item for score in scores if (item := self.noise(score, mask)) is not None]
+            return torch.cat([*noises, noises[0]]) if len(noises) == len(scores) else None
 
         def compare_batched(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
             n = len(ids) if packed else 1
@@ -482,16 +490,16 @@ class _Check(Measure):
                 "scoring several prompts at once",
                 lambda: self.score(prompts, ids[:n], mask[:n], packed=packed, isolate=isolate),
             )
-            rows = torch.arange(len(separate), device=self.device).view(len(prompts), -1)[:, :n].flatten()
+            rows = torch.arange(len(separate_scores), device=self.device).view(len(prompts), -1)[:, :n].flatten()
 
             def noise_of_rows() -> torch.Tensor | None:
                 return None if (result := noise()) is None else result[rows]
 
-            return self.compare(scores, separate[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
+            return self.compare(scores, separate_scores[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
 
         difference = math.inf
         packings = [True, False] if self.fallbacks.packing else [False]
-        for packed, isolate in itertools.product(packings, self.splits()):
+        for packed, isolate in itertools.product(packings, self.isolate_values()):
             # Padded rows must agree, too. Sampling uses them, and so do batches that gain nothing from packing.
             results = [compare_batched(rows_packed, isolate) for rows_packed in {packed, False}]
             difference = max(item for item, _ in results)
@@ -503,11 +511,13 @@ class _Check(Measure):
                     problem = "packing prompts into one row changes their log-probabilities"
                     self.fall_back(problem, "padded rows", packing=packed)
                 return difference
-        raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
+        raise self.inexact_error(
+            f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward"
+        )
 
 
-class _Force(LogitsProcessor):
-    """Logits processor that makes `generate` return `ids`."""
+class _ForcedIds(LogitsProcessor):
+    """Logits processor that makes `generate` return given ids."""
 
     def __init__(self, ids: torch.Tensor):
         self.ids = iter(ids.unbind(1))

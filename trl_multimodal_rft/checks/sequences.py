@@ -22,17 +22,17 @@ from .measure import Case, Measure
 from .self_check import SelfCheck
 
 
-_LAST = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
+_N_COMPARED = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
 
-# Function that takes the index of a row with media and returns the outputs of the processor that `AutoProcessor` loads
-Plain = Callable[..., dict[str, torch.Tensor]]
+# Function of the index of a row with media. It returns the outputs of the processor that `AutoProcessor` loads
+PlainOutputs = Callable[..., dict[str, torch.Tensor]]
 # A preference pair, the column of its answer with media, and the processor's outputs for prompt and answer
 MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
 def check_sequences(
-    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: Plain
+    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: PlainOutputs
 ) -> SelfCheck:
     """
     Measures a policy on the longest and the shortest rows of a batch of all ranks, without changing the policy.
@@ -56,20 +56,20 @@ def check_sequences(
         `RuntimeError`: If no fallback makes scores exact, media tensors differ from the processor's, or other media
             change nothing.
     """
-    measure = Measure(policy, model, engine_positions=False)
+    measure = Measure(policy, model, has_engine_positions=False)
     cases = _cases(measure, sequences, plain)
     rows = cases[2]
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared_tokens(row) for row in rows], batch_first=True).to(measure.device)
 
-    def by_model() -> torch.Tensor:
-        return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
+    def score_by_model() -> torch.Tensor:
+        return pad_sequence([measure.row_logps(row, _N_COMPARED)[0] for row in rows], batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
         request = ScoreRequest(rows, ids, mask.long(), packed=packed, whole=True)
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
-    return _compare(measure, cases, by_model, score, mask, packs)
+    return _compare(measure, cases, score_by_model, score, mask, packs)
 
 
 def check_pairs(
@@ -77,7 +77,7 @@ def check_pairs(
     model: nn.Module,
     pairs: Sequence[PreferencePair],
     packs: bool,
-    plain: Plain,
+    plain: PlainOutputs,
     rewards: bool = False,
 ) -> SelfCheck:
     """
@@ -88,27 +88,28 @@ def check_pairs(
     prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
     compared in place of log-probabilities.
     """
-    measure = Measure(policy, model, engine_positions=False)
+    measure = Measure(policy, model, has_engine_positions=False)
     targets, donors, rows = _cases(measure, pairs, plain)
     answers = _media_answers(measure, pairs, plain)
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in answers)]
     media = {(pair, name): outputs for pair, name, outputs in answers}
     sequences = [
-        _as_processed(sequence, media.get((pair, name)))
+        _with_outputs(sequence, media.get((pair, name)))
         for pair in rows
         for name, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
     ]
     completions = [torch.tensor(ids, dtype=torch.long) for pair in rows for ids in (pair.chosen, pair.rejected)]
     ids, mask = (values.to(measure.device) for values in padded(completions))
-    last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
+    is_last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _N_COMPARED
     learned = [pair.learned(name) for pair in rows for name in COMPLETIONS]
     learned = pad_sequence(learned, batch_first=True).to(measure.device)
 
-    def by_model() -> torch.Tensor:
+    def score_by_model() -> torch.Tensor:
         if rewards:
             return torch.cat([measure.row_reward(row) for row in sequences])
         values = [
-            measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(sequences, completions, strict=True)
+            measure.row_logps(row, _N_COMPARED)[0][-len(ids) :]
+            for row, ids in zip(sequences, completions, strict=True)
         ]
         return pad_sequence(values, batch_first=True)
 
@@ -122,32 +123,34 @@ def check_pairs(
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     cases = targets, donors, rows
-    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else learned & last, packs, answers)
+    return _compare(
+        measure, cases, score_by_model, score, mask[:, :1] > 0 if rewards else learned & is_last, packs, answers
+    )
 
 
-def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> list[MediaAnswer]:
+def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: PlainOutputs) -> list[MediaAnswer]:
     """Returns the answers with media of the first pair that has such answers, and the processor's outputs."""
-    first = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
-    holders = [process for process, holds in enumerate(gather_object([first is not None])) if holds]
+    first_with_media = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
+    holders = [process for process, holds in enumerate(gather_object([first_with_media is not None])) if holds]
     if not holders:
         return []
     is_holder = measure.accelerator.process_index == holders[0]
 
-    def read() -> list[MediaAnswer]:
-        if not is_holder or first is None:
+    def process_answers() -> list[MediaAnswer]:
+        if not is_holder or first_with_media is None:
             return []
         # A copy, as the pair is a copy on the other ranks, too
-        index, pair = first[0], replace(first[1])
+        index, pair = first_with_media[0], replace(first_with_media[1])
         return [(pair, name, plain(index, name)) for name in pair.answers]
 
     name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
-    return broadcast_object_list([measure.require(name, read)], from_process=holders[0])[0]
+    return broadcast_object_list([measure.require(name, process_answers)], from_process=holders[0])[0]
 
 
 def _compare(
     measure: Measure,
     cases: Cases,
-    by_model: Callable[[], torch.Tensor],
+    score_by_model: Callable[[], torch.Tensor],
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
@@ -157,31 +160,37 @@ def _compare(
     Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
     scores under other media. Only scores where `mask` is true count. `answers` are one row's answers with media.
     """
-    (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
+    (targets, donors, rows), feature_differences, effects = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
-        features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
+        feature_differences.append(
+            measure.compare_features(ours, {name: plain[name] for name in ours.keys() & plain.keys()})
+        )
     with measurement_mode(measure.prepared, measure.device):
-        truth = measure.require("the model's forward", by_model)
-        noise = functools.cache(lambda: measure.noise(by_model, mask))
+        truth = measure.require("the model's forward", score_by_model)
+        noise = functools.cache(lambda: measure.noise(score_by_model, mask))
         score_rows = functools.partial(score, rows)
-        scores, padded, packed = measure.settle(score_rows, truth, mask, noise, packs=packs, isolates=True)
+        scores, padded, packed = measure.settle_fallbacks(
+            score_rows, truth, mask, noise, packs_rows=packs, tries_isolation=True
+        )
 
         # Rows and answers with media, each with a function that puts a replacement into the list of rows
-        replaceable = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
+        rows_with_media = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
         for pair, name, _ in answers:
-            replaceable.append((pair.answers[name], functools.partial(_replace_answer, rows, pair, name)))
-        for row, put in replaceable:
+            rows_with_media.append((pair.answers[name], functools.partial(_replace_answer, rows, pair, name)))
+        for row, put_into_rows in rows_with_media:
 
-            def swap(other: EncodedPrompt, put: Callable[[EncodedPrompt], list[Any]] = put) -> torch.Tensor:
-                return score(put(other), False)
+            def score_other(
+                other: EncodedPrompt, put_into_rows: Callable[[EncodedPrompt], list[Any]] = put_into_rows
+            ) -> torch.Tensor:
+                return score(put_into_rows(other), False)
 
-            for kind in sorted(row.modalities - media.keys()):
-                media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
-    facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": media}
-    return SelfCheck(features=max(features, default=None), padded=padded, packed=packed, **facts)
+            for kind in sorted(row.modalities - effects.keys()):
+                effects[kind] = measure.effect(kind, row, donors.get(kind), score_other, scores, mask)
+    facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": effects}
+    return SelfCheck(features=max(feature_differences, default=None), padded=padded, packed=packed, **facts)
 
 
-def _as_processed(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
+def _with_outputs(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
     """Returns a row with the media of a processor's outputs for the whole conversation, if there are outputs."""
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
@@ -194,14 +203,14 @@ def _replace_answer(rows: list[Any], pair: PreferencePair, name: str, other: Sup
     return _replace_row(rows, pair, replace(pair, answers={**pair.answers, name: other}))
 
 
-def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
+def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: PlainOutputs) -> Cases:
     """Returns cases for comparing media, donors of other media by modality, and all rows to measure."""
-    # Rows of text may have blank media, which the processor needn't compute again
+    # Rows of text have no media, or blank ones, which aren't worth another call of the processor
     selection = measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)
     return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
 
 
 def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
-    """Returns the mask of compared tokens after the first: learned ones in the last `_LAST`, or all learned ones."""
-    learned = row.learned & (torch.arange(len(row)) >= len(row) - _LAST)
+    """Returns the mask of compared tokens after the first: the learned ones among the last, or all learned ones."""
+    learned = row.learned & (torch.arange(len(row)) >= len(row) - _N_COMPARED)
     return (learned if learned[1:].any() else row.learned)[1:]

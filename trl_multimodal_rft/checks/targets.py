@@ -12,7 +12,7 @@ from ..families import MODALITIES, modality_of
 
 # Largest number of prompts with media of other shapes in the common forward. One prompt may not be enough, as the
 # strides of an encoder decide which shapes affect each other.
-_PARTNERS = 3
+_MOST_PARTNERS = 3
 
 # Integer tensors with at most this many elements may hold sizes, so they are compared by value
 _MOST_SIZES = 64
@@ -30,7 +30,7 @@ class Traits:
 
 
 def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
-    # Features of different grids and sizes may have the same shape
+    # Grids and sizes count by value, since features of different grids may have the same shape
     shapes = {
         name: value.tolist() if not value.is_floating_point() and value.numel() <= _MOST_SIZES else tuple(value.shape)
         for name, value in prompt.media.items()
@@ -42,7 +42,7 @@ def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
     return Traits(process, index, len(prompt), repr(sorted(shapes.items())), fingerprints)
 
 
-def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], list[Traits]]:
+def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], list[Traits]]:
     """
     Returns prompts to check, donors of other media by modality, and partners for a common forward.
 
@@ -51,12 +51,14 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
     as their padding may change scores.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
-    with_kind = {kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])}
-    text = [trait for trait in longest if not trait.fingerprints]
-    candidates = dict.fromkeys([*(matches[0] for matches in with_kind.values()), *text[:1]])
+    traits_by_kind = {
+        kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])
+    }
+    text_only = [trait for trait in longest if not trait.fingerprints]
+    candidates = dict.fromkeys([*(matches[0] for matches in traits_by_kind.values()), *text_only[:1]])
     targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
     donors = {}
-    for kind, (first, *remaining) in with_kind.items():
+    for kind, (first, *remaining) in traits_by_kind.items():
         donor = next((o for o in remaining if o.fingerprints[kind] != first.fingerprints[kind]), None)
         if donor is not None:
             donors[kind] = donor
@@ -66,14 +68,14 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
         if trait.fingerprints:
             by_shape.setdefault(trait.shapes, trait)
     partners = [trait for shapes, trait in by_shape.items() if shapes != targets[0].shapes]
-    # One prompt of each modality comes first, beginning with the modalities of the first target
+    # One partner of each modality comes first, beginning with the modalities of the first target
     kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
     one_per_kind = [trait for kind in kinds for trait in [t for t in partners if kind in t.fingerprints][:1]]
-    partners = list(dict.fromkeys([*one_per_kind, *partners]))[:_PARTNERS]
+    partners = list(dict.fromkeys([*one_per_kind, *partners]))[:_MOST_PARTNERS]
     return (
         targets,
         donors,
-        (partners or list(by_shape.values())[:1]) + [trait for trait in text if trait in others][-1:],
+        (partners or list(by_shape.values())[:1]) + [trait for trait in text_only if trait in others][-1:],
     )
 
 
@@ -84,9 +86,9 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
 
     Zeros stay 0, and no other number becomes 0, since some models take zeros for padding and drop them.
     """
-    media, donated = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
+    media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
     for name, value in _features_of(prompt, kind).items():
-        other = donated.get(name)
+        other = donor_features.get(name)
         if other is None or other.dim() != value.dim() or not other.numel():
             other = value.flip(tuple(range(value.dim())))
             other = 1 - other if value.is_floating_point() else other

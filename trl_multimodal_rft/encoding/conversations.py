@@ -104,19 +104,21 @@ def encode_turn(
     Encodes tool results as the chat template renders them after the assistant's turn. One of `ends` closes the turn.
     Raises a `ValueError` if the template renders earlier messages differently once the results follow.
     """
-    before, messages = [*history, normalize_tool_calls(results)], list(results)
-    text = _render(before, processor, template_kwargs, False)
-    longer = _render([*before, *messages], processor, template_kwargs, True)
-    # Many templates write a line break after the end of a turn, which the model doesn't sample
-    cut = max((start + len(end) for end in ends if (start := text.rfind(end)) >= 0), default=len(text))
-    if longer[:cut] != text[:cut]:
+    earlier_messages, messages = [*history, stand_in_turn(results)], list(results)
+    earlier_text = _render(earlier_messages, processor, template_kwargs, False)
+    whole_text = _render([*earlier_messages, *messages], processor, template_kwargs, True)
+    # Many templates write a line break after the end of a turn. The model doesn't sample it, so it begins the results
+    n_kept = max(
+        (start + len(end) for end in ends if (start := earlier_text.rfind(end)) >= 0), default=len(earlier_text)
+    )
+    if whole_text[:n_kept] != earlier_text[:n_kept]:
         raise ValueError(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
             "the sampled completion can't be continued. Use a template that preserves its prefix."
         )
-    check_written([*before, *messages], processor, template_kwargs, row, first=len(before))
+    check_written([*earlier_messages, *messages], processor, template_kwargs, row, first_index=len(earlier_messages))
     options: dict[str, Any] = {"template_kwargs": template_kwargs, "audio_overlong": audio_overlong, "row": row}
-    return encode_continuation(longer[cut:], messages, processor, model, keep_decoded=keep_decoded, **options)
+    return encode_continuation(whole_text[n_kept:], messages, processor, model, keep_decoded=keep_decoded, **options)
 
 
 def encode_continuation(
@@ -134,7 +136,7 @@ def encode_continuation(
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
         ids = torch.tensor(processor(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
         return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)
-    turn = encode_messages(
+    encoded_messages = encode_messages(
         messages,
         processor,
         model,
@@ -144,48 +146,48 @@ def encode_continuation(
         row=row,
         add_special_tokens=False,
     )
-    if not turn.modalities:
-        return replace(turn, media={}, on_device={})  # without blank media
+    if not encoded_messages.modalities:
+        return replace(encoded_messages, media={}, on_device={})  # without blank media
     family = family_of(model)
-    if masks := [*family.token_masks, *family.token_field_fill]:
+    if fields_per_token := [*family.token_masks, *family.token_field_fill]:
         raise next(iter_refs(messages)).error(
-            f"{model.config.model_type} attends to media through values per token ({', '.join(masks)}), so only its "
-            "prompts hold media; move it there, or remove the row"
+            f"{model.config.model_type} attends to media through values per token ({', '.join(fields_per_token)}), so "
+            "only its prompts hold media; move it there, or remove the row"
         )
-    return turn
+    return encoded_messages
 
 
 def check_joins(
     parts: Sequence[EncodedPrompt], turn: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
 ) -> None:
-    """Raises a [`MediaError`] if media of a turn would change the padding, and so the features, of earlier media."""
+    """Raises a [`MediaError`] if media of tool results change the padding, and so the features, of earlier media."""
     if (isolate or family_of(model).isolate) is None or not turn.media:
         return
-    for before in parts:
-        for name in before.media.keys() & turn.media.keys():
-            if before.media[name].shape[1:] != turn.media[name].shape[1:]:
+    for part in parts:
+        for name in part.media.keys() & turn.media.keys():
+            if part.media[name].shape[1:] != turn.media[name].shape[1:]:
                 raise MediaError(
                     f"{model.config.model_type} pads media of one conversation to one size, which changes what "
                     "it sees of them; give all media of a conversation one size"
                 )
 
 
-def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def stand_in_turn(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns an assistant message with a call for each tool result, as a stand-in for the sampled turn."""
     calls = [{"type": "function", "function": {"name": result["name"], "arguments": {}}} for result in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def keeps_earlier_turns(processor: Processor) -> bool:
-    """Returns whether a chat template renders earlier turns unchanged if a tool's result, as text, follows."""
-    call = normalize_tool_calls([{"name": "dummy"}])
+    """Returns whether a chat template renders earlier turns unchanged if a tool result of text follows."""
+    call = stand_in_turn([{"name": "dummy"}])
     chat = [{"role": "user", "content": "dummy"}, call, {"role": "tool", "name": "dummy", "content": "dummy"}]
     try:
-        before, after = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
+        earlier_text, whole_text = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
     except TypeError:  # some templates want arguments as text
         call["tool_calls"][0]["function"]["arguments"] = "{}"
-        before, after = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
-    return after.startswith(before)
+        earlier_text, whole_text = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
+    return whole_text.startswith(earlier_text)
 
 
 def _render(
@@ -212,32 +214,32 @@ def encode_prefix(
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
-    shown, fields = [(span, turn) for span, turn in spans if turn.media], {}
+    media_spans, fields = [(span, turn) for span, turn in spans if turn.media], {}
     for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
         value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
         fields[name] = continued_field(model, name, value[None], n)[0]
-        for span, turn in shown:
+        for span, turn in media_spans:
             fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
-    if not shown:
+    if not media_spans:
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
-    media = join_media([prompt, *(turn for _, turn in shown)])
-    # A token that opens media in prompts may be sampled, and some families' position rules would take it for media
-    plain = ids.clone()
-    plain[len(prompt) :] = prompt.input_ids[-1]
+    media = join_media([prompt, *(turn for _, turn in media_spans)])
+    # Sampled tokens are replaced, because some families' position rules would take a sampled start token for media
+    rule_ids = ids.clone()
+    rule_ids[len(prompt) :] = prompt.input_ids[-1]
     for span, turn in spans:
-        plain[span] = turn.input_ids
-    positions = prompt_position_ids(model, plain, media, fields)
+        rule_ids[span] = turn.input_ids
+    positions = prompt_position_ids(model, rule_ids, media, fields)
     if processor is not None:
         placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
-        positions = engine_position_ids(positions, torch.isin(plain, placeholders))
+        positions = engine_position_ids(positions, torch.isin(rule_ids, placeholders))
     return EncodedPrompt(
         ids,
         fields,
         media,
         positions,
         decoded=_decoded_spans([(0, prompt), *((span.start, turn) for span, turn in spans)]),
-        modalities=prompt.modalities.union(*(turn.modalities for _, turn in shown)),
+        modalities=prompt.modalities.union(*(turn.modalities for _, turn in media_spans)),
         row=prompt.row,
     )
 
@@ -254,23 +256,26 @@ def _decoded_spans(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
 
 
 def conversation(
-    prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
+    prompt: EncodedPrompt,
+    media_results: Sequence[EncodedPrompt],
+    prompt_and_completion: EncodedPrompt,
+    is_causal: bool,
 ) -> Conversation:
     """
     Returns the prompt for scoring a completion with media in tool results.
 
-    `shown` are the results with media. `whole` is the prompt with the completion, see [`encode_prefix`].
+    `media_results` are the results with media. `prompt_and_completion` is encoded by [`encode_prefix`].
     """
     n = len(prompt)
-    later = whole.part(slice(n, None))
+    later = prompt_and_completion.part(slice(n, None))
     return Conversation(
         input_ids=prompt.input_ids,
-        token_fields={name: value[:n] for name, value in whole.token_fields.items()},
+        token_fields={name: value[:n] for name, value in prompt_and_completion.token_fields.items()},
         media=prompt.media,
-        position_ids=whole.position_ids[..., :n],
-        modalities=whole.modalities,
+        position_ids=prompt_and_completion.position_ids[..., :n],
+        modalities=prompt_and_completion.modalities,
         row=prompt.row,
         prompt=prompt,
-        later=EncodedPrompt(later.input_ids, later.token_fields, join_media(shown), later.position_ids),
+        later=EncodedPrompt(later.input_ids, later.token_fields, join_media(media_results), later.position_ids),
         is_causal=is_causal,
     )

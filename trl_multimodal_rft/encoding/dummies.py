@@ -11,7 +11,7 @@ from .prompts import EncodedPrompt, encode_prompt
 
 _SIDE = 56  # pixels
 _VIDEO_SIDE = 224  # a multiple of the patch sizes of all families, since frames aren't resized
-_RATE = 16000
+_RATE = 16000  # Hz
 _MEDIA = {
     "image": lambda: PIL.Image.new("RGB", (_SIDE, _SIDE), "gray"),
     "video": lambda: np.full((4, _VIDEO_SIDE, _VIDEO_SIDE, 3), 128, dtype=np.uint8),

@@ -52,27 +52,30 @@ def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | by
     return [type(value).__name__, value.hex() if isinstance(value, bytes) else str(value)]
 
 
-def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
+def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
     """
     Splits sequences after their longest common prefix.
 
     Args:
         first (`EncodedPrompt`):
             The first sequence, with the media that all sequences share.
-        texts (`Sequence[list[int]]`):
+        token_ids (`Sequence[list[int]]`):
             Token ids of all sequences, with one placeholder token per image, audio or video.
 
     Returns:
         `tuple`: The common prefix as a prompt, and the ids of each sequence after the prefix.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `texts[0]` after it.
+        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `token_ids[0]` after it.
     """
-    n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
-    end = len(first) - len(texts[0]) + n
-    if n == 0 or first.input_ids[end:].tolist() != texts[0][n:]:
+    n = next(
+        (i for i, column_ids in enumerate(zip(*token_ids, strict=False)) if len({*column_ids}) > 1),
+        min(map(len, token_ids)),
+    )
+    end = len(first) - len(token_ids[0]) + n
+    if n == 0 or first.input_ids[end:].tolist() != token_ids[0][n:]:
         raise ValueError("the sequences have no first token in common, or their media differ")
-    return first.part(slice(end)), [ids[n:] for ids in texts]
+    return first.part(slice(end)), [ids[n:] for ids in token_ids]
 
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:

@@ -58,15 +58,15 @@ _BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
 # Options of a block that select the frames of its video
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
 # Frame options of qwen-vl-utils. For other models, `max_frames` thins out the frames that the processor samples.
-_QWEN_ONLY = {"min_frames", "max_frames"}
+_QWEN_LIMITS = {"min_frames", "max_frames"}
 # Options of a block that set the size of frames
 _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
 
 # Settings that a video processor doesn't pass to `sample_frames`
 _NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
 
-# Frame rates within this factor count as equal, as rounding makes them differ
-_SAME_RATE = 1.5
+# Frame rates that differ by less than this factor count as equal, because rounding makes them differ
+_RATE_FACTOR = 1.5
 
 # Default frames per second of Qwen's models
 _QWEN_FPS = 2.0
@@ -101,19 +101,23 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
     If the size changes, its sides become multiples of `factor`, to which the processor rounds. If no such size is
     within both limits, only `max_pixels` applies.
     """
-    least, most = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
+    min_pixels, max_pixels = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
     area, rounded_area = height * width, round(height / factor) * round(width / factor) * factor**2
-    if rounded_area > most:
-        scale = math.sqrt(most / area)
+    if rounded_area > max_pixels:
+        scale = math.sqrt(max_pixels / area)
         sides = [max(1, math.floor(side * scale / factor)) * factor for side in (height, width)]
         # If the shorter edge was rounded up to `factor`, the longer edge must shrink further
         longer = sides.index(max(sides))
-        sides[longer] = min(sides[longer], max(1, math.floor(most / sides[1 - longer] / factor)) * factor)
+        sides[longer] = min(sides[longer], max(1, math.floor(max_pixels / sides[1 - longer] / factor)) * factor)
         return sides[0], sides[1]
-    if rounded_area < least:
-        scale = math.sqrt(least / area)
-        tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
-        return (tall, wide) if tall * wide <= most else budgeted_size(tall, wide, {"max_pixels": most}, factor)
+    if rounded_area < min_pixels:
+        scale = math.sqrt(min_pixels / area)
+        new_height, new_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
+        return (
+            (new_height, new_width)
+            if new_height * new_width <= max_pixels
+            else budgeted_size(new_height, new_width, {"max_pixels": max_pixels}, factor)
+        )
     return height, width
 
 
@@ -137,30 +141,38 @@ def budgeted_frames(frames: np.ndarray, options: dict[str, Any], factor: int) ->
     return np.stack([np.asarray(budgeted_image(PIL.Image.fromarray(frame), options, factor)) for frame in frames])
 
 
-def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> list[int]:
-    """Returns the indices of the frames that `sample` selects, thinned out evenly to at most `most`."""
-    indices = [int(index) for index in sample(metadata=metadata)]
-    return indices if len(indices) <= most else [indices[i] for i in evenly_spaced_indices(len(indices), most)]
+def thinned_frames(select_frames: Callable[..., Any], max_frames: int, metadata: VideoMetadata) -> list[int]:
+    """Returns the indices of the frames that `select_frames` selects, thinned out evenly to at most `max_frames`."""
+    indices = [int(index) for index in select_frames(metadata=metadata)]
+    return (
+        indices
+        if len(indices) <= max_frames
+        else [indices[i] for i in evenly_spaced_indices(len(indices), max_frames)]
+    )
 
 
-def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
+def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", max_pixels: float) -> dict[str, Any]:
     """
-    Returns arguments that limit an image processor's tiles, longest edge or tokens, so that it uses at most `most`
-    pixels. Returns no arguments for processors that don't enlarge images: these only need smaller images.
+    Returns arguments that limit an image processor's tiles, longest edge or tokens, so that it uses at most
+    `max_pixels`. Returns no arguments for processors that don't enlarge images: these only need smaller images.
     """
-    if processor is None or most == math.inf:
+    if processor is None or max_pixels == math.inf:
         return {}
-    size, tiles = getattr(processor, "size", None) or {}, getattr(processor, "max_patches", None)
-    if tiles is not None and getattr(processor, "min_patches", None) is not None:
-        return {"max_patches": min(tiles, max(processor.min_patches, int(most // (size["height"] * size["width"]))))}
-    if (tokens := getattr(processor, "max_soft_tokens", None)) is not None:
+    size, max_tiles = getattr(processor, "size", None) or {}, getattr(processor, "max_patches", None)
+    if max_tiles is not None and getattr(processor, "min_patches", None) is not None:
+        return {
+            "max_patches": min(
+                max_tiles, max(processor.min_patches, int(max_pixels // (size["height"] * size["width"])))
+            )
+        }
+    if (max_tokens := getattr(processor, "max_soft_tokens", None)) is not None:
         area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
-        while tokens * area > most and tokens > _FEWEST_SOFT_TOKENS:
-            tokens //= 2  # the processor accepts only 70, 140, 280 and so on
-        return {"max_soft_tokens": tokens}
-    tile = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
-    if tile is not None and size.get("longest_edge") is not None and size.get("shortest_edge") is None:
-        edge = max(1, math.isqrt(int(most)) // tile) * tile
+        while max_tokens * area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
+            max_tokens //= 2  # the processor accepts only 70, 140, 280 and so on
+        return {"max_soft_tokens": max_tokens}
+    tile_edge = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
+    if tile_edge is not None and size.get("longest_edge") is not None and size.get("shortest_edge") is None:
+        edge = max(1, math.isqrt(int(max_pixels)) // tile_edge) * tile_edge
         return {"size": {"longest_edge": min(size["longest_edge"], edge)}}
     return {}
 
@@ -173,11 +185,11 @@ def decode_media(
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
-    budgeted = [with_budgets(ref) for ref in refs]
+    budgeted_refs = [with_budgets(ref) for ref in refs]
     # Modalities to resize here. The processor can only resize all media of a modality, or none.
     resized_here = {
         ref.modality
-        for ref in budgeted
+        for ref in budgeted_refs
         if family.has_qwen_vl_utils
         and ref.modality != "audio"
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
@@ -191,12 +203,12 @@ def decode_media(
             [_decode(ref, processor, "truncate", resized_here)[0] for ref in refs_of_modality]
         )
     sounds: list[np.ndarray | None] = []
-    for i, (original, ref) in enumerate(zip(refs, budgeted, strict=True)):
-        unused = [] if ref.modality in resized_here else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
-        if unused:
+    for i, (original, ref) in enumerate(zip(refs, budgeted_refs, strict=True)):
+        ignored_options = [] if ref.modality in resized_here else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
+        if ignored_options:
             logger.warning_once(
-                f"{type(processor).__name__} ignores {', '.join(unused)} of blocks; set them in the configuration of "
-                "its processor."
+                f"{type(processor).__name__} ignores {', '.join(ignored_options)} of blocks; set them in the "
+                "configuration of its processor."
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized_here)
         if view is not None and view.applies_to(ref.modality):
@@ -214,7 +226,7 @@ def decode_media(
             if sound is not None and view is not None and view.applies_to("audio"):
                 sound = view(sound, i, next(other_media["audio"]))
             sounds.append(sound)
-    videos = [ref for ref in budgeted if ref.modality == "video"]
+    videos = [ref for ref in budgeted_refs if ref.modality == "video"]
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
     if family.hears_videos and (rate := _common_rate(videos, video_metadata)) is not None:
@@ -229,9 +241,9 @@ def decode_media(
         kwargs[SOUNDS] = sounds
     for modality in resized_here:
         kwargs.setdefault(f"{modality}s_kwargs", {})["do_resize"] = False
-    for modality in {ref.modality for ref in budgeted} - {"audio", *resized_here}:
-        most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.modality == modality)
-        arguments = size_arguments(getattr(processor, f"{modality}_processor", None), most)
+    for modality in {ref.modality for ref in budgeted_refs} - {"audio", *resized_here}:
+        max_pixels = max(ref.options.get("max_pixels", math.inf) for ref in budgeted_refs if ref.modality == modality)
+        arguments = size_arguments(getattr(processor, f"{modality}_processor", None), max_pixels)
         if arguments:
             kwargs.setdefault(f"{modality}s_kwargs", {}).update(arguments)
     return decoded, kwargs
@@ -247,14 +259,14 @@ def check_hears_videos(processor: Processor) -> None:
 
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
-    """Returns the highest sampling rate of a prompt's videos, in frames per second, or `None` if none is known."""
+    """Returns the highest frame rate of a prompt's videos, or `None` if none is known. Raises if the rates differ."""
     rates = {}
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
             rates[
                 video_metadata["fps"] * len(video_metadata["frames_indices"]) / video_metadata["total_num_frames"]
             ] = ref
-    if rates and max(rates) > _SAME_RATE * min(rates):
+    if rates and max(rates) > _RATE_FACTOR * min(rates):
         raise rates[max(rates)].error(
             f"{max(rates):.3g} frames of it are sampled per second, and {min(rates):.3g} of another video in the "
             "prompt, but the processor takes one rate; set 'fps' of both blocks, or shorten the longer video"
@@ -283,9 +295,9 @@ def _decode(
             return vision.fetch_image(image, processor.image_processor.patch_size), None
     if "video" in resized_here:
         return _qwen_video(ref, processor)
-    sampler, most = _frame_sampler(ref, processor), ref.options.get("max_frames")
-    if most is not None and not holds_frames(ref):
-        sampler = partial(at_most, sampler or partial(sample_indices, ref), most)
+    sampler, max_frames = _frame_sampler(ref, processor), ref.options.get("max_frames")
+    if max_frames is not None and not holds_frames(ref):
+        sampler = partial(thinned_frames, sampler or partial(sample_indices, ref), max_frames)
     factor = size_factor(processor.video_processor)
     return load_video(ref, sampler, lambda frames, count: budgeted_frames(frames, ref.options, factor))
 
@@ -301,7 +313,7 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
     size = defaults.get("size", video_processor.size)
     sampler = _frame_sampler(ref, processor)
     if sampler is None:
-        names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
+        names = _QWEN_LIMITS if "nframes" in options else {"fps", *_QWEN_LIMITS}
         limits = {name: getattr(video_processor, name, None) for name in names}
         frame_limits = {name: value for name, value in limits.items() if value is not None}
         sampler = partial(qwen_frame_indices, {**frame_limits, **options})
@@ -322,7 +334,7 @@ def _resized_frames(
     """Resizes frames `(N, H, W, 3)` of a video to the size that the processor would choose for all `count` frames."""
     if not video_processor.do_resize:
         return frames
-    whole = video_processor.resize(
+    whole_video = video_processor.resize(
         videos=torch.empty(1, count, 3, *frames.shape[1:3], dtype=torch.uint8, device="meta"),
         size=SizeDict(**limits) if isinstance(limits, dict) else limits,
         resample=video_processor.resample,
@@ -332,24 +344,24 @@ def _resized_frames(
     )
     from transformers.video_processing_utils import BaseVideoProcessor  # needs torchvision
 
-    size = SizeDict(height=whole.size(-2), width=whole.size(-1))
+    size = SizeDict(height=whole_video.size(-2), width=whole_video.size(-1))
     tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = BaseVideoProcessor.resize(video_processor, tensor, size, video_processor.resample)
     return resized.permute(0, 2, 3, 1).numpy()
 
 
 def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2VLVideoProcessor") -> None:
-    side, most = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
-    if most is not None and most < side**2:
-        raise ref.error(f"`max_pixels` of {most} is less than the {side} x {side} pixels of a token; raise it")
+    side, max_pixels = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
+    if max_pixels is not None and max_pixels < side**2:
+        raise ref.error(f"`max_pixels` of {max_pixels} is less than the {side} x {side} pixels of a token; raise it")
     if ref.options.get("max_frames") == 1:
         raise ref.error("`max_frames` of 1 is less than the two frames of a token; raise it")
 
 
 def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
     """
-    Returns the pixel limits of one frame, or of an image, if `size` limits the pixels of `count` frames together. The
-    options `max_pixels` and `min_pixels` take precedence over opposite limits.
+    Returns the pixel limits of an image, or of one frame if `size` limits all `count` frames of a video together. The
+    option `max_pixels` also lowers the minimum, and `min_pixels` also raises the maximum.
     """
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
@@ -367,10 +379,12 @@ def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | Non
 
 
 def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:
-    """Returns the processor's sampling of frames, or `None` to use all frames, or frames by the block's options."""
+    """Returns the processor's sampling of frames, or `None` if all frames or the block's options are used."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
-    frame_options = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
+    frame_options = (
+        _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_LIMITS
+    )
     sampling = None if frame_options & ref.options.keys() else frame_sampling(processor)
     if sampling is None:
         return None
@@ -417,19 +431,19 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     Tensors are concatenated on the first dimension, tensors with all patches in one row on the last dimension. Other
     dimensions are right-padded. Indices into another tensor are shifted by that tensor's length in earlier media.
     """
-    collected: dict[str, list[torch.Tensor]] = {}
+    tensors_by_name: dict[str, list[torch.Tensor]] = {}
     lengths: Counter[str] = Counter()  # of each tensor in earlier media, over all dimensions except the last
     for tensors in media:
         for name, value in tensors.items():
             indexed = indexed_media(name)
             if indexed is not None:
                 value = torch.where(value < 0, value, value + lengths[indexed])
-            collected.setdefault(name, []).append(value)
+            tensors_by_name.setdefault(name, []).append(value)
         lengths.update({name: value.shape[:-1].numel() for name, value in tensors.items()})
-    rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
+    row_names = {PATCH_ROWS[name] for name in tensors_by_name if name in PATCH_ROWS}
     return {
-        name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
-        for name, values in collected.items()
+        name: cat_padded(values, media_padding(name), dim=-1 if name in row_names else 0)
+        for name, values in tensors_by_name.items()
     }
 
 
@@ -438,8 +452,8 @@ def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.T
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:
-        missing = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
-        missing[dim] = 0
-        pairs = [p for m in reversed(missing) for p in (0, m)]
-        padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
+        pad_sizes = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
+        pad_sizes[dim] = 0
+        pairs = [p for m in reversed(pad_sizes) for p in (0, m)]
+        padded.append(F.pad(tensor, pairs, value=value) if any(pad_sizes) else tensor)
     return torch.cat(padded, dim)

@@ -16,7 +16,7 @@ from .processors import Processor
 
 
 THOUGHTS = ("<think>", "</think>")
-_TAIL = 16  # tokens at the end of a prompt that may spell a tag
+_TAIL_LENGTH = 16  # tokens at the end of a prompt that may spell a tag
 
 
 def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
@@ -90,21 +90,21 @@ def check_written(
     template_kwargs: dict[str, Any],
     row: int | None = None,
     column: str = "prompt",
-    first: int = 0,
+    first_index: int = 0,
     sampled: bool = False,
 ) -> None:
     """
     Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
 
-    Checks the messages of a `column`, which begin at index `first`. If the assistant's messages are `sampled`, skips
-    them. Renders each message as the last one of its chat, as templates may leave out thoughts of earlier messages.
+    Checks the messages of a `column`, which begin at `first_index`. Skips the assistant's messages if they are
+    `sampled`. Renders each message as the last one of a chat, because templates may leave out earlier thoughts.
     """
 
     def render(chat: list[dict[str, Any]]) -> str | None:
         with suppress(MediaError):  # a template that raises an error leaves out nothing silently
             return write_chat(chat, processor, "", **template_kwargs)
 
-    for m, message in enumerate(messages[first:], first):
+    for m, message in enumerate(messages[first_index:], first_index):
         if sampled and message["role"] == "assistant":
             continue
         problems = [*_problems_of_thoughts(messages[: m + 1], render)]
@@ -114,7 +114,7 @@ def check_written(
             if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):
                 problems.append((path, problem))
         for path, problem in problems[:1]:
-            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{path}': the chat template {problem}")
+            raise MediaError(f"{of_row(row)}column '{column}[{m - first_index}]{path}': the chat template {problem}")
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -148,8 +148,8 @@ def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space after it, or `""`."""
-    opened = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL:].tolist())))
-    return "" if opened is None else opened[0]
+    tag = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL_LENGTH:].tolist())))
+    return "" if tag is None else tag[0]
 
 
 def of_row(row: int | None) -> str:
@@ -165,18 +165,18 @@ def check_placeholders(
     row: int | None,
 ) -> None:
     """Raises a [`MediaError`] if the placeholders among the ids don't match the media."""
-    present = set(input_ids.tolist())
+    present_ids = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token
         ids = placeholders[ref.modality] | (placeholders["image"] if ref.modality == "video" else set())
-        if not media or not ids & present:
+        if not media or not ids & present_ids:
             raise ref.error(
                 f"the chat template wrote no placeholder for this {ref.modality}, so the model would not get it; use "
                 "the template of the model's processor"
             )
-    stray = set().union(*placeholders.values()) & present
-    if stray and not refs:
+    stray_ids = set().union(*placeholders.values()) & present_ids
+    if stray_ids and not refs:
         raise MediaError(
-            f"{of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; add the "
+            f"{of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray_ids)} but no media; add the "
             "media, or remove the placeholder from the text"
         )

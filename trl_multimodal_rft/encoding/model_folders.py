@@ -15,6 +15,7 @@ from ..paths import similar_names
 
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
+# Extras of this project that install packages, by package
 _EXTRAS = {"torchvision": "image", "bitsandbytes": "quantization", "peft": "peft", "flash_attn": "flash-attn"}
 SHARDS = "pytorch_model_fsdp_0"  # folder of weights in shards, as accelerate names it
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
@@ -27,20 +28,25 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
         if os.path.isfile(name):
             raise FileNotFoundError(f"The model {name!r} is a file; name the folder that holds it.")
         if _is_path(name):
-            raise FileNotFoundError(f"The model {name!r} can't be loaded: there is no such folder.{_near(name)}")
+            raise FileNotFoundError(
+                f"The model {name!r} can't be loaded: there is no such folder.{_similar_paths(name)}"
+            )
         return
     if holds_model(folder):
         check_weights(folder)
         return
     files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
-    inner = sorted(entry for entry in files if os.path.isfile(os.path.join(folder, entry, "config.json")))
+    subfolders = sorted(entry for entry in files if os.path.isfile(os.path.join(folder, entry, "config.json")))
     if "adapter_config.json" in files:
         remedy = "it holds an adapter; pass its base model, wrapped by `PeftModel.from_pretrained(base, folder)`"
     elif SHARDS in files:
         remedy = f"it holds shards; run `accelerate merge-weights {os.path.join(folder, SHARDS)} {folder}`"
-    elif inner:
-        remedy = f"it holds {', '.join(map(repr, inner[-3:]))}; name one, such as {os.path.join(name, inner[-1])!r}"
+    elif subfolders:
+        remedy = (
+            f"it holds {', '.join(map(repr, subfolders[-3:]))}; "
+            f"name one, such as {os.path.join(name, subfolders[-1])!r}"
+        )
     missing = "weights (*.safetensors)" if "config.json" in files else "config.json"
     raise FileNotFoundError(f"The model {folder!r} can't be loaded: the folder has no {missing}; {remedy}.")
 
@@ -78,8 +84,8 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         if os.path.isdir(name):
             missing = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
             # Only a folder without the files of the family's processor gets another error
-            needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
-            if part != "processor" or not (needs_more or len(missing) == len(_PROCESSOR_FILES)):
+            lacks_preprocessor = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
+            if part != "processor" or not (lacks_preprocessor or len(missing) == len(_PROCESSOR_FILES)):
                 raise
             raise OSError(
                 f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(missing)}. "
@@ -89,8 +95,8 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
             offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
             raise OSError(
-                f"The {part} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On "
-                f"the Hub: {reason}{offline}"
+                f"The {part} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}."
+                f"{_similar_paths(name)} On the Hub: {reason}{offline}"
             ) from error
         raise
 
@@ -101,7 +107,7 @@ def _is_path(name: str) -> bool:
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
 
 
-def _near(name: str) -> str:
+def _similar_paths(name: str) -> str:
     """Returns a hint at existing names that resemble a missing path."""
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."

@@ -26,7 +26,7 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
-    """Loads and checks a processor. Takes no options such as `padding_side`, which apply not only to tokenizers."""
+    """Loads and checks a processor. Takes no options such as `padding_side`, which change more than the tokenizer."""
     with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
@@ -72,12 +72,14 @@ def audio_rate(processor: Processor) -> int | None:
     return next((extractor.sampling_rate for extractor in extractors if extractor is not None), None)
 
 
-def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
-    """Returns whether the last tokens of a completion contain one of the stop strings `texts`."""
-    if not texts or processor is None:
+def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor | None) -> bool:
+    """Returns whether the last tokens of a completion contain one of `stop_strings`."""
+    if not stop_strings or processor is None:
         return False
-    tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
-    return any(text in str(tokenizer_of(processor).decode(tail)) for text, tail in tails)
+    tails = (
+        (stop_string, ids[-len(stop_string.encode()) - 1 :]) for stop_string in stop_strings
+    )  # a token has at least one byte, so the tail covers the string
+    return any(stop_string in str(tokenizer_of(processor).decode(tail)) for stop_string, tail in tails)
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -126,19 +128,19 @@ def checked_text(
             )
             break
         to_strip.update(matches)
-        text = _without(text, to_strip)
+        text = _without_tokens(text, to_strip)
     return text
 
 
-def _without(text: str, tokens: Collection[str]) -> str:
+def _without_tokens(text: str, tokens: Collection[str]) -> str:
     """Removes tokens from a text in linear time, also tokens that arise when other tokens are removed."""
-    by_end: dict[str, list[str]] = {}
+    tokens_by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
-        by_end.setdefault(token[-1], []).append(token)
+        tokens_by_end.setdefault(token[-1], []).append(token)
     characters: list[str] = []
     for character in text:
         characters.append(character)
-        for token in by_end.get(character, ()):
+        for token in tokens_by_end.get(character, ()):
             if characters[-len(token) :] == [*token]:
                 del characters[-len(token) :]
                 break
@@ -169,8 +171,10 @@ def _map_texts(value: T, change: Callable[[str], str]) -> T:
     if not isinstance(value, list):
         return value
     items = []
-    for is_text, run in groupby(value, lambda block: isinstance(block, dict) and isinstance(block.get("text"), str)):
-        blocks = list(run)
+    for is_text, neighbors in groupby(
+        value, lambda block: isinstance(block, dict) and isinstance(block.get("text"), str)
+    ):
+        blocks = list(neighbors)
         joined = "".join(block["text"] for block in blocks) if is_text else ""
         if (new_text := change(joined)) != joined:
             blocks = [{**blocks[0], "text": new_text}]

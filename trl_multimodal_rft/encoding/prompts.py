@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(eq=False)
 class DecodedPrompt:
-    """A prompt with decoded media, for engines that run the processor themselves."""
+    """A prompt, or a tool result, with decoded media, for engines that run the processor themselves."""
 
     messages: list[dict[str, Any]]
     media: dict[str, list]  # by modality, in prompt order
@@ -45,12 +45,12 @@ class DecodedPrompt:
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
         """Tokenizes the rendered messages, with one placeholder per image, video or sound."""
-        options = answer_options(self.messages, self.template_kwargs)
+        options = generation_options(self.messages, self.template_kwargs)
         text = processor.apply_chat_template(self.messages, tokenize=False, **options)
         bos = processor.tokenizer.bos_token
         # Like `apply_chat_template`, adds no second BOS token if the template writes one
-        special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
-        return processor.tokenizer(text, **{**special, **self.tokenizer_kwargs})["input_ids"]
+        bos_options = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
+        return processor.tokenizer(text, **{**bos_options, **self.tokenizer_kwargs})["input_ids"]
 
 
 @dataclass(eq=False)
@@ -219,7 +219,7 @@ def encode_prompt(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
-    engine_positions: bool = False,
+    use_engine_positions: bool = False,
     view: View | None = None,
     row: int | None = None,
     sampled: bool = False,
@@ -240,7 +240,7 @@ def encode_prompt(
             Treatment of audio longer than the model's window: `"raise"` or `"truncate"`.
         keep_decoded (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded media, for engines that process them themselves.
-        engine_positions (`bool`, *optional*, defaults to `False`):
+        use_engine_positions (`bool`, *optional*, defaults to `False`):
             Whether to use vLLM's positions, see [`engine_position_ids`], instead of the model's.
         view ([`~views.View`], *optional*):
             Change of the media that the model sees or hears.
@@ -259,10 +259,10 @@ def encode_prompt(
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
-    if (needed := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
+    if (needed_media := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "
-            f"{' and '.join(f'`{name}`' for name in needed)}; remove the row"
+            f"{' and '.join(f'`{name}`' for name in needed_media)}; remove the row"
         )
     prompt = encode_messages(
         messages,
@@ -276,7 +276,7 @@ def encode_prompt(
     )
     positions = prompt_position_ids(model, prompt.input_ids, prompt.media, prompt.token_fields)
     prompt.position_ids = positions
-    if engine_positions:
+    if use_engine_positions:
         placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
         prompt.position_ids = engine_position_ids(positions, torch.isin(prompt.input_ids, placeholders))
         if not torch.equal(positions, prompt.position_ids):
@@ -307,12 +307,12 @@ def encode_messages(
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, view)
     decoded_prompt = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
-        by_modality = {
+        media_by_modality = {
             modality: [decoded[id(ref)] for ref in refs if ref.modality == modality] for modality in MODALITIES
         }
         decoded_prompt = DecodedPrompt(
-            replace_refs(_prepared(messages, processor, row), decoded),
-            {modality: items for modality, items in by_modality.items() if items},
+            replace_refs(_prepared_messages(messages, processor, row), decoded),
+            {modality: items for modality, items in media_by_modality.items() if items},
             copy.deepcopy(processor_kwargs),  # processors write into their arguments
             template_kwargs or {},
             processor_options,
@@ -326,7 +326,7 @@ def encode_messages(
     check_placeholders(input_ids, refs, media, placeholders, row)
     is_placeholder = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
     check_ids(input_ids[~is_placeholder], model.config, row)  # some placeholders have no embedding
-    positions = is_placeholder.nonzero()[:, 0].tolist()
+    placeholder_indices = is_placeholder.nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
@@ -335,20 +335,20 @@ def encode_messages(
         decoded=() if decoded_prompt is None else ((slice(0, len(input_ids)), decoded_prompt),),
         modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
-        media_span=(positions[0], positions[-1] + 1) if positions else None,
+        media_span=(placeholder_indices[0], placeholder_indices[-1] + 1) if placeholder_indices else None,
     )
 
 
 def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> None:
     """Raises a `ValueError` for token ids without an embedding. The error of a model's forward would name no row."""
-    text = config.get_text_config(decoder=True)
+    text_config = config.get_text_config(decoder=True)
     # Idefics has an `additional_vocab_size`
-    n_tokens = sum(getattr(text, name, 0) for name in ("vocab_size", "additional_vocab_size"))
-    if n_tokens and len(ids) and not 0 <= ids.min() <= ids.max() < n_tokens:
-        where = "a prompt" if row is None else f"row {row}"
+    vocab_size = sum(getattr(text_config, name, 0) for name in ("vocab_size", "additional_vocab_size"))
+    if vocab_size and len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        label = "a prompt" if row is None else f"row {row}"
         raise ValueError(
-            f"{where} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to {n_tokens - 1}; tokenize "
-            "with the model's tokenizer, or call `model.resize_token_embeddings`"
+            f"{label} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to {vocab_size - 1}; "
+            "tokenize with the model's tokenizer, or call `model.resize_token_embeddings`"
         )
 
 
@@ -364,8 +364,8 @@ def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
     """Returns the names of the media arguments that the forward of a model requires."""
     parameters = inspect.signature(model_class.forward).parameters
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
+    required_arguments = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    return [name for name in required_arguments if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
 def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
@@ -390,30 +390,33 @@ def processor_outputs(
     """Returns a processor's outputs for one prompt with decoded media, by the call that transformers documents."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
-        encoded = call(text=[messages], return_tensors="pt")
+        outputs = call(text=[messages], return_tensors="pt")
     else:
         check_encodes(refs, processor)
-        messages = _prepared(messages, processor, row)
-        options: dict[str, Any] = answer_options(messages, template_kwargs or {})
+        messages = _prepared_messages(messages, processor, row)
+        options: dict[str, Any] = generation_options(messages, template_kwargs or {})
         if processor_kwargs and SOUNDS not in processor_kwargs:
-            options["processor_kwargs"] = _flat(processor_kwargs)
+            options["processor_kwargs"] = _lift_sampling(processor_kwargs)
         try:
             if SOUNDS in processor_kwargs:
-                encoded = _with_sounds(messages, refs, processor, decoded, processor_kwargs, options)
+                outputs = _outputs_with_sounds(messages, refs, processor, decoded, processor_kwargs, options)
             else:
-                chats, form = [replace_refs(messages, decoded)], {"return_dict": True, "return_tensors": "pt"}
-                encoded = cast(dict, processor.apply_chat_template(chats, tokenize=True, **form, **options))
+                chats, return_options = (
+                    [replace_refs(messages, decoded)],
+                    {"return_dict": True, "return_tensors": "pt"},
+                )
+                outputs = cast(dict, processor.apply_chat_template(chats, tokenize=True, **return_options, **options))
         except ImportError:
             raise
         except Exception as error:  # templates and processors raise errors of any type
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_media(refs, decoded, processor, processor_kwargs)
-            frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
-            if len({*frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
+            n_frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
+            if len({*n_frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
                 raise refs[0].error(
                     f"{type(processor).__name__} takes several videos only with the same number of frames, got "
-                    f"{frames}; set `nframes` in their blocks, or `max_frames`"
+                    f"{n_frames}; set `nframes` in their blocks, or `max_frames`"
                 ) from error
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
@@ -421,12 +424,12 @@ def processor_outputs(
             ) from error
     return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
-        for name, value in encoded.items()
+        for name, value in outputs.items()
         if name not in ("attention_mask", "labels")
     }
 
 
-def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
+def generation_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the template's arguments for a prompt. The last message is continued only if it is the assistant's."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
@@ -434,7 +437,7 @@ def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, An
     return {**template_kwargs, "add_generation_prompt": not continues, "continue_final_message": continues}
 
 
-def _with_sounds(
+def _outputs_with_sounds(
     messages: list[dict[str, Any]],
     refs: list[MediaRef],
     processor: Processor,
@@ -447,15 +450,15 @@ def _with_sounds(
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
     sounds = iter(kwargs.pop(SOUNDS))
     media: dict[str, list] = {modality: [] for modality in MODALITIES}
-    slots: list[int | None] = []  # for each sound of the prompt, the index of its video, if any
+    video_indices: list[int | None] = []  # for each sound of the prompt, the index of its video, if any
     for ref in refs:
         media[ref.modality].append(decoded[id(ref)])
         if ref.modality == "video":
             media["audio"].append(next(sounds))
         if ref.modality != "image":
-            slots.append(len(media["video"]) - 1 if ref.modality == "video" else None)
+            video_indices.append(len(media["video"]) - 1 if ref.modality == "video" else None)
     if hasattr(processor, "load_audio_from_video"):
-        kwargs |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
+        kwargs |= {"load_audio_from_video": True, "audio_from_video_indices": video_indices}
     else:  # before transformers 5.23
         kwargs["videos_kwargs"]["use_audio_in_video"] = True
     rate = processor.feature_extractor.sampling_rate
@@ -471,7 +474,7 @@ def _with_sounds(
     )
 
 
-def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
+def _prepared_messages(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
     """Returns messages in the form that the processor takes. Roles that only tokenizers support are an error."""
     if not isinstance(processor, ProcessorMixin):
         return messages
@@ -481,7 +484,7 @@ def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | N
         raise MediaError(f"{of_row(row)}column 'prompt': {error} Rename the role, or remove the row.") from error
 
 
-def _flat(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
+def _lift_sampling(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Moves `do_sample_frames` to the top level, where `apply_chat_template` of some processors reads it."""
     videos_kwargs = dict(processor_kwargs.get("videos_kwargs", {}))
     if "do_sample_frames" not in videos_kwargs:
@@ -532,19 +535,21 @@ def plain_outputs(
     files of videos itself, returns its outputs for the files.
     """
     refs = list(iter_refs(messages))
-    media = decode_media(refs, processor, audio_overlong)
-    outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
+    decoded_and_kwargs = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, refs, processor, *decoded_and_kwargs, template_kwargs)
     try:
-        reread = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
+        file_outputs = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # the processor may support fewer formats
         name = type(processor).__name__
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
     # Frames that the processor reads may differ slightly, but must have the same sizes and times
-    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, reread or outputs)]
-    if reread is None or shapes[0] == shapes[1] and torch.equal(reread["input_ids"], outputs["input_ids"]):
+    shapes = [
+        {name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, file_outputs or outputs)
+    ]
+    if file_outputs is None or shapes[0] == shapes[1] and torch.equal(file_outputs["input_ids"], outputs["input_ids"]):
         return outputs
-    return reread
+    return file_outputs
 
 
 def prompt_position_ids(
@@ -561,14 +566,14 @@ def prompt_position_ids(
     model_kwargs: dict[str, Any] = {**media, **{name: value[None] for name, value in token_fields.items()}}
     if hears_videos(model, input_ids):
         model_kwargs["use_audio_in_video"] = True
-    # The rule stores its offset on the backbone for the decoding steps of `generate`, which aren't used here
-    holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
-    before = holder.rope_deltas if holder is not None else None
+    # The rule stores its offset in the model, for the decoding steps of `generate`. This call must not change it
+    rope_holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
+    rope_deltas = rope_holder.rope_deltas if rope_holder is not None else None
     positions = model._prepare_position_ids_for_generation(
         ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)}
     )
-    if holder is not None:
-        holder.rope_deltas = before
+    if rope_holder is not None:
+        rope_holder.rope_deltas = rope_deltas
     return positions
 
 
@@ -584,14 +589,14 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     names = ("vision_start_token_id", "audio_start_token_id", "video_token_id")
     config: Any = model.config
     start, sound, video = (getattr(config, name) for name in names)
-    after = input_ids[1:][input_ids[:-1] == start].tolist()
-    heard = sound in after
-    if heard and video in after:
+    ids_after_start = input_ids[1:][input_ids[:-1] == start].tolist()
+    has_sounds = sound in ids_after_start
+    if has_sounds and video in ids_after_start:
         raise MediaError(
             "The prompt has a video with a sound and one without, which the model's positions don't allow; add a "
             "silent sound track."
         )
-    return heard
+    return has_sounds
 
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
@@ -603,6 +608,7 @@ def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torc
     if positions.dim() < 3:
         return positions
     axes = positions[-3:, 0].clone()
+    # Shifts the tokens after the end of media so that they continue after the largest position before them
     for end in ((is_media[:-1] & ~is_media[1:]).nonzero()[:, 0] + 1).tolist():
         axes[:, end:] += axes[:, :end].max() + 1 - axes[0, end]
     return torch.cat([positions[:-3], axes[:, None]])

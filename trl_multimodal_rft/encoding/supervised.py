@@ -33,18 +33,18 @@ class SupervisedSequence(EncodedPrompt):
 
     def example(self) -> tuple[list[int], list[int], None]:
         """Returns ids before the first learned token, learned ids, and `None` for rejected ids."""
-        first = int(self.learned.int().argmax())
-        return self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist(), None
+        start = int(self.learned.int().argmax())
+        return self.input_ids[:start].tolist(), self.input_ids[self.learned].tolist(), None
 
-    def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
+    def cut(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
         """Returns the first or last `n` tokens, with all media, at the positions of the first `n` tokens."""
-        part = slice(-n, None) if from_end else slice(n)
+        span = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
-            input_ids=self.input_ids[part],
-            token_fields={name: value[part] for name, value in self.token_fields.items()},
+            input_ids=self.input_ids[span],
+            token_fields={name: value[span] for name, value in self.token_fields.items()},
             position_ids=self.position_ids[..., :n],
-            learned=self.learned[part],
+            learned=self.learned[span],
             mask_cache={},
         )
 
@@ -146,37 +146,37 @@ class SupervisedEncoder:
             [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         row = row if isinstance(row, Row) else Row(0, dict(row))
-        name, whole = f"row {row.row_index}", bool(row.get("messages"))
-        if whole and completion_only:
+        label, is_conversation = f"row {row.row_index}", bool(row.get("messages"))
+        if is_conversation and completion_only:
             raise ValueError(
-                f"{name}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
+                f"{label}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
                 "`assistant_only_loss=True` to learn the assistant's turns."
             )
-        if whole:
+        if is_conversation:
             read_messages(row["messages"], "messages", row.row_index)
-        chat, completion = (list(row["messages"]), []) if whole else _chat(row, name)
+        chat, completion = (list(row["messages"]), []) if is_conversation else _chat(row, label)
         try:
             messages = self._messages(row, chat, completion)
             check_text_only([message for message in messages if message["role"] == "assistant"])
-            if whole:
+            if is_conversation:
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
                 prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
-                ids = self._completion_ids(row, messages, len(chat), name, self._end)
+                ids = self._completion_ids(row, messages, len(chat), label, self._end)
         except MediaError as error:
-            if not whole:
+            if not is_conversation:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
         sequence = _with_text(prompt, ids, self.model)
-        sequence.learned[: len(prompt)] = whole or completion_only is False
+        sequence.learned[: len(prompt)] = is_conversation or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
-                raise ValueError(f"{name}: `assistant_only_loss=True` needs messages, got text.")
+                raise ValueError(f"{label}: `assistant_only_loss=True` needs messages, got text.")
             sequence.learned &= self._assistant_mask(row, messages, sequence)
-        _check_learned(sequence, name)
+        _check_learned(sequence, label)
         if family_of(self.model).token_field_fill and sequence.learned[: len(prompt)].any():
             raise ValueError(
-                f"{name}: {self.model.config.model_type} has bidirectional attention before an answer, so these "
+                f"{label}: {self.model.config.model_type} has bidirectional attention before an answer, so these "
                 "tokens can't be learned; give the row as `prompt` and `completion`, and don't set "
                 "`completion_only_loss`."
             )
@@ -203,18 +203,18 @@ class SupervisedEncoder:
                 chat template can't render it after the prompt.
             [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
-        encoded, completions = [], []
+        prompts, completions = [], []
         for index, columns in enumerate(rows):
             row = columns if isinstance(columns, Row) else Row(index, dict(columns))
-            name = f"row {row.row_index} of `ptx_dataset`"
-            chat, completion = _chat(row, name)
+            label = f"row {row.row_index} of `ptx_dataset`"
+            chat, completion = _chat(row, label)
             messages = self._messages(row, chat, completion)
-            before = self._encode(_prompt_of(row, messages[: len(chat)]), row)
-            ids = self._completion_ids(row, messages, len(chat), name)
-            encoded.append(before)
+            prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
+            ids = self._completion_ids(row, messages, len(chat), label)
+            prompts.append(prompt)
             ends = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
-        return encoded, *padded(completions)
+        return prompts, *padded(completions)
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
@@ -243,8 +243,8 @@ class SupervisedEncoder:
             return _with_common_start(*map(self.encode_tokens, tokenized))
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
-        placed, name = self._with_answer_media(row), f"row {row.row_index}"
-        pairs = {column: self._preference(placed, column) for column in COMPLETIONS}
+        columns, label = self._with_answer_media(row), f"row {row.row_index}"
+        pairs = {column: self._select_completion(columns, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
         if whole and not has_media and not family_of(self.model).token_field_fill:  # these families need the boundary
             return _with_common_start(*(self._encode_text(pair, messages) for pair, messages, _ in pairs.values()))
@@ -252,9 +252,9 @@ class SupervisedEncoder:
         prompt, answers, completions = self._encode(_prompt_of(pair, messages[:n]), pair), {}, {}
         for column, (pair, messages, n) in pairs.items():
             if next(iter_refs(messages[n:]), None) is None:
-                completions[column] = self._completion_ids(pair, messages, n, name, self._end)
+                completions[column] = self._completion_ids(pair, messages, n, label, self._end)
             else:
-                answers[column] = self._encode_answer(prompt, messages, n, column, text_alone=not whole)
+                answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
                 completions[column] = answers[column].input_ids.tolist()
         return PreferencePair(**vars(prompt), **completions, answers=answers)
 
@@ -275,7 +275,7 @@ class SupervisedEncoder:
             [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
-        columns, messages, n = self._preference(row, "completion")
+        columns, messages, n = self._select_completion(row, "completion")
         tokens = self._completion_ids(columns, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_prompt_of(columns, messages[:n]), columns), tokens
 
@@ -293,7 +293,7 @@ class SupervisedEncoder:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
         if row.get("chosen") is not None:
-            pair, messages, n = self._preference(self._with_answer_media(row), answer or "chosen")
+            pair, messages, n = self._select_completion(self._with_answer_media(row), answer or "chosen")
             return _prompt_of(pair, messages[: None if answer else n])
         chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
         return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
@@ -320,7 +320,7 @@ class SupervisedEncoder:
             raise _no_prompt(f"row {row.row_index}")
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
-    def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
+    def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
         """Returns a row with one of its completions, all messages, and the number of messages in the prompt."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
@@ -345,19 +345,19 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
         """
-        name, ids = f"row {row.row_index}", torch.tensor(row["input_ids"])
+        label, ids = f"row {row.row_index}", torch.tensor(row["input_ids"])
         labels = torch.tensor(row_labels(row, completion_only))
         if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
             raise ValueError(
-                f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100."
+                f"{label}, column 'labels': a label must be the token of `input_ids` at its place, or -100."
             )
         if not all_placeholder_ids(self.model, self.processing_class).isdisjoint(row["input_ids"]):
-            raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
+            raise ValueError(f"{label}, column 'input_ids': placeholders of media have no media; give `messages`.")
         # Token fields and positions are the same for all texts, so any text provides them
         first = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
         sequence = _with_text(replace(first, input_ids=ids[:1]), row["input_ids"][1:], self.model)
         sequence.learned = labels != -100
-        _check_learned(sequence, name)
+        _check_learned(sequence, label)
         return sequence
 
     def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
@@ -385,8 +385,10 @@ class SupervisedEncoder:
     def _messages(self, row: Row, chat: list, completion: list, column: str = "completion") -> list:
         """Returns the messages of a row with its media. First checks the control tokens in messages or texts."""
         columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
-        [placed] = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules)
-        messages = placed["prompt"]
+        [row_with_media] = rows_to_messages(
+            [columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules
+        )
+        messages = row_with_media["prompt"]
         texts = {"prompt": messages[: len(chat)], "completion": messages[len(chat) :]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
         if is_text:
@@ -398,7 +400,7 @@ class SupervisedEncoder:
             return messages
         messages = [*texts["prompt"], *texts["completion"]]
         template = self.processing_class, self.template_kwargs
-        check_written(messages, *template, row.row_index, column, first=len(chat))
+        check_written(messages, *template, row.row_index, column, first_index=len(chat))
         return messages
 
     def _encode(
@@ -421,104 +423,114 @@ class SupervisedEncoder:
         return self._encode(messages, row, add_generation_prompt=False)
 
     def _encode_answer(
-        self, prompt: EncodedPrompt, messages: list, n: int, column: str, text_alone: bool
+        self, prompt: EncodedPrompt, messages: list, n: int, column: str, learns_text_alone: bool
     ) -> SupervisedSequence:
         """
-        Encodes a completion with media after the prompt, which is the first `n` messages. With `text_alone`, only
-        tokens that the template also writes without the media are learned.
+        Encodes a completion with media after the prompt, which is the first `n` messages. With `learns_text_alone`,
+        only tokens that the template also writes without the media are learned.
         """
-        name = f"row {prompt.row}"
-        before, whole = self._render(messages, n, name)
+        label = f"row {prompt.row}"
+        prompt_text, whole_text = self._render(messages, n, label)
         options: dict[str, Any] = {"template_kwargs": self.template_kwargs, "audio_overlong": self.audio_overlong}
         answer = encode_continuation(
-            whole.removeprefix(before), messages[n:], self.processing_class, self.model, row=prompt.row, **options
+            whole_text.removeprefix(prompt_text),
+            messages[n:],
+            self.processing_class,
+            self.model,
+            row=prompt.row,
+            **options,
         )
         try:
             check_joins([prompt], answer, self.model)
         except MediaError as error:
-            raise MediaError(f"{name}, column '{column}': {error}") from error
+            raise MediaError(f"{label}, column '{column}': {error}") from error
         ids, learned = answer.input_ids.tolist(), torch.ones(len(answer), dtype=torch.bool)
-        if text_alone:
-            texts = [[block for block in message["content"] if block["type"] == "text"] for message in messages[n:]]
-            if not any(block["text"].strip() for blocks in texts for block in blocks):
+        if learns_text_alone:
+            text_blocks = [
+                [block for block in message["content"] if block["type"] == "text"] for message in messages[n:]
+            ]
+            if not any(block["text"].strip() for blocks in text_blocks for block in blocks):
                 raise MediaError(
-                    f"{name}, column '{column}': the answer has media and no text, and DPO trains text alone; train a "
-                    "reward model on such rows, or leave them out"
+                    f"{label}, column '{column}': the answer has media and no text, and DPO trains text alone; train "
+                    "a reward model on such rows, or leave them out"
                 )
-            plain = [{**m, "content": blocks} for m, blocks in zip(messages[n:], texts, strict=True)]
-            text = self._render([*messages[:n], *plain], n, name)[1].removeprefix(before)
-            text_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text_messages = [{**m, "content": blocks} for m, blocks in zip(messages[n:], text_blocks, strict=True)]
+            answer_text = self._render([*messages[:n], *text_messages], n, label)[1].removeprefix(prompt_text)
+            text_ids = self._tokenizer(answer_text, add_special_tokens=False)["input_ids"]
             learned = torch.zeros_like(learned)
             for start, _, size in SequenceMatcher(None, ids, text_ids, autojunk=False).get_matching_blocks():
                 learned[start : start + size] = True
         return SupervisedSequence(**vars(answer), learned=learned)
 
-    def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
+    def _completion_ids(self, row: Row, messages: list, n: int, label: str, end: str = "") -> list[int]:
         """
         Tokenizes the completion after the prompt, which is the first `n` messages. A pair of texts without media gets
         `end` and no template.
         """
-        if isinstance(before := _prompt_of(row, messages[:n]), str):
-            whole = before + _with_end(row["completion"], end)
+        if isinstance(prompt_text := _prompt_of(row, messages[:n]), str):
+            whole_text = prompt_text + _with_end(row["completion"], end)
         else:
-            before, whole = self._render(messages, n, name)
-        first, ids = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
-        if ids[: len(first)] == first:
-            ids = ids[len(first) :]  # some tokenizers would mark the start of a completion as the start of a text
+            prompt_text, whole_text = self._render(messages, n, label)
+        prompt_ids, ids = (
+            self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt_text, whole_text)
+        )
+        if ids[: len(prompt_ids)] == prompt_ids:
+            ids = ids[len(prompt_ids) :]  # some tokenizers would mark the start of a completion as the start of a text
         else:  # a token would cross the boundary, unlike in sampled completions
-            ids = self._tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer(whole_text.removeprefix(prompt_text), add_special_tokens=False)["input_ids"]
         placeholders = all_placeholder_ids(self.model, self.processing_class)
         if not placeholders.isdisjoint(ids):
             token = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
-            raise ValueError(f"{name}: the completion contains {token!r}, a placeholder of media; remove it.")
+            raise ValueError(f"{label}: the completion contains {token!r}, a placeholder of media; remove it.")
         return ids
 
-    def _render(self, messages: list, n: int, name: str) -> tuple[str, str]:
+    def _render(self, messages: list, n: int, label: str) -> tuple[str, str]:
         """Renders the chat template for the first `n` messages, and for all messages."""
         processing_class, options = self.processing_class, self.template_kwargs
-        before = write_chat(messages[:n], processing_class, name, add_generation_prompt=True, **options)
-        whole = write_chat(messages, processing_class, name, **options)
-        if not whole.startswith(before):
+        prompt_text = write_chat(messages[:n], processing_class, label, add_generation_prompt=True, **options)
+        whole_text = write_chat(messages, processing_class, label, **options)
+        if not whole_text.startswith(prompt_text):
             raise ValueError(
-                f"{name}: the chat template renders the prompt differently when an answer follows, so the answer "
+                f"{label}: the chat template renders the prompt differently when an answer follows, so the answer "
                 "can't be found; pass a `chat_template` that doesn't."
             )
-        return before, whole
+        return prompt_text, whole_text
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
-        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn. How many
-        tokens media add to the rendered text depends on the number of media alone, so it is computed once per number.
+        Returns the mask of the assistant's tokens: the tokens that its turns add to the rendered conversation. They
+        start later in the sequence by the number of tokens that earlier media add to the text. This number is computed
+        once per number of media.
         """
-        name, ids = f"row {row.row_index}", sequence.input_ids.tolist()
+        label, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
         def render(n: int, **options: bool) -> list[int]:
-            text = write_chat(messages[:n], self.processing_class, name, **{**self.template_kwargs, **options})
+            text = write_chat(messages[:n], self.processing_class, label, **{**self.template_kwargs, **options})
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
         # Number of tokens that media add, by the number of media
-        added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}
+        n_added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}
         mask = torch.zeros(len(ids), dtype=torch.bool)
-        for turn, message in enumerate(messages):
+        for message_index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = render(turn, add_generation_prompt=True), render(turn + 1)
-            n_media = len(list(iter_refs(messages[:turn])))
-            if n_media not in added:
+            ids_before, ids_after = render(message_index, add_generation_prompt=True), render(message_index + 1)
+            n_media = len(list(iter_refs(messages[:message_index])))
+            if n_media not in n_added:
                 prefix = encode_messages(
-                    messages[:turn],
+                    messages[:message_index],
                     self.processing_class,
                     self.model,
                     template_kwargs={**self.template_kwargs, "add_generation_prompt": True},
                     audio_overlong=self.audio_overlong,
                     row=row.row_index,
                 )
-                added[n_media] = len(prefix.input_ids) - len(before)
-            start, end = len(before) + added[n_media], len(after) + added[n_media]
-            if after[: len(before)] != before or ids[start:end] != after[len(before) :]:
+                n_added[n_media] = len(prefix.input_ids) - len(ids_before)
+            start, end = len(ids_before) + n_added[n_media], len(ids_after) + n_added[n_media]
+            if ids_after[: len(ids_before)] != ids_before or ids[start:end] != ids_after[len(ids_before) :]:
                 raise ValueError(
-                    f"{name}: the chat template renders message {turn} differently when others follow, so the "
-                    "assistant's tokens can't be found; pass a `chat_template` that doesn't."
+                    f"{label}: the chat template renders message {message_index} differently when others follow, so "
+                    "the assistant's tokens can't be found; pass a `chat_template` that doesn't."
                 )
             mask[start:end] = True
         return mask
@@ -554,8 +566,8 @@ def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) 
     """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
     if (answer := pair.answers.get(column)) is None:
         return _with_text(pair, getattr(pair, column), model)
-    whole = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
-    return SupervisedSequence(**vars(whole), learned=torch.arange(len(whole)) >= len(pair))
+    encoded_pair = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
+    return SupervisedSequence(**vars(encoded_pair), learned=torch.arange(len(encoded_pair)) >= len(pair))
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:
@@ -572,15 +584,15 @@ def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> Prefer
     return PreferencePair(**vars(prompt), chosen=completions[0], rejected=completions[1])
 
 
-def _no_prompt(name: str) -> ValueError:
+def _no_prompt(label: str) -> ValueError:
     return ValueError(
-        f"{name}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
+        f"{label}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
     )
 
 
-def _check_learned(sequence: SupervisedSequence, name: str) -> None:
+def _check_learned(sequence: SupervisedSequence, label: str) -> None:
     if not sequence.learned[1:].any():
-        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
+        raise ValueError(f"{label} has nothing to learn: no token counts in the loss.")
 
 
 def _with_end(text: str, end: str) -> str:
@@ -596,17 +608,17 @@ def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
-def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
+def _chat(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
     """Returns the messages of the prompt and of the completion. Errors name the completion's `column`."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
         read_messages(row["messages"], "messages", row.row_index)
-        (*prompt, last), column = row["messages"], "messages"
-        completion = [last]
+        (*prompt, last_message), column = row["messages"], "messages"
+        completion = [last_message]
     if not prompt or cell_value(completion) is None or completion == []:
         raise ValueError(
-            f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
-            "`messages` with the assistant's answer at the end."
+            f"{label} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, "
+            "or `messages` with the assistant's answer at the end."
         )
     read_messages(prompt, "prompt", row.row_index)
     answer = read_answer(completion, column, row.row_index)

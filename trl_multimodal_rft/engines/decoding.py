@@ -36,11 +36,11 @@ from ..forward.masks import KV_CACHE, POINTWISE_LAYERS
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens between checks for the end of all completions. A check synchronizes the host with the device.
-_TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
+# Tokens between two checks whether all completions have ended. A check synchronizes the host with the device.
+_TOKENS_PER_CHECK = {"cuda": 16, "xpu": 16}
 
-# Options with which `generate` does more than draw from the last token's logits, and their neutral values
-_NEEDS_GENERATE = {
+# Values with which `generate` only draws from the last token's logits, for options by which it can do more
+_NEUTRAL_VALUES = {
     **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
     **dict.fromkeys(("guidance_scale", "num_return_sequences"), (None, 1)),
@@ -48,7 +48,7 @@ _NEEDS_GENERATE = {
 }
 
 # Graphs of failed captures, kept alive as torch's allocator goes on calling their stream filters
-_FAILED: list[torch.cuda.CUDAGraph] = []
+_FAILED_GRAPHS: list[torch.cuda.CUDAGraph] = []
 
 
 class TokenStep:
@@ -87,7 +87,7 @@ class GraphedStep(TokenStep):
                 self._output = self.capture(step)
             except Exception as error:  # of the driver, of torch, or of a step that synchronizes
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
-                _warn(self.obstacle)
+                _warn_of_obstacle(self.obstacle)
                 torch.clear_autocast_cache()  # captured casts have no values, as they didn't run
                 return step()
         self.replay()
@@ -106,7 +106,7 @@ class GraphedStep(TokenStep):
 
 
 @functools.cache
-def _warn(obstacle: str) -> None:
+def _warn_of_obstacle(obstacle: str) -> None:
     """Logs a reason why no step is captured, once per reason."""
     logger.warning(f"Tokens are sampled without a graph of the device: {obstacle}")
 
@@ -123,9 +123,9 @@ class CudaStep(GraphedStep):
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         try:
-            self._graph, output = _capture(step, self._pool, self.device)
+            self._graph, output = _capture_step(step, self._pool, self.device)
         except BaseException:
-            _recover(self._pool, self.device)
+            _recover_device(self._pool, self.device)
             self._pool = None
             raise
         return output
@@ -135,21 +135,21 @@ class CudaStep(GraphedStep):
             self._graph.replay()
 
 
-def _capture(
+def _capture_step(
     step: Callable[[], torch.Tensor], pool: torch.cuda.MemPool, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
     Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this function doesn't empty the
     cache of torch's allocator, and other threads may allocate meanwhile.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _stream(device)
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=cast("torch.cuda._POOL_HANDLE", pool.id), capture_error_mode="thread_local")
         try:
             output = step()
         except BaseException:
-            _FAILED.append(graph)
+            _FAILED_GRAPHS.append(graph)
             with suppress(RuntimeError):  # the second error only repeats that the capture failed
                 graph.capture_end()
             raise
@@ -159,7 +159,7 @@ def _capture(
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """
     Returns the stream of all captures. The first matrix product on a stream allocates a workspace of cuBLAS, 33 MiB on
     Hopper. This function runs one outside of captures, so that the workspace isn't in the memory pool of a graph.
@@ -172,7 +172,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
+def _recover_device(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
     Restores a device after a failed capture. Otherwise the allocator would go on allocating from the pool, and the
     random generator would raise errors until a capture succeeds.
@@ -180,14 +180,14 @@ def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool.id)
     value = torch.zeros(1, device=device)
-    _capture(lambda: value.add_(1), torch.cuda.MemPool(), device)
+    _capture_step(lambda: value.add_(1), torch.cuda.MemPool(), device)
 
 
 # Runners that capture steps, by type of device
 STEPS: dict[str, type[GraphedStep]] = {"cuda": CudaStep}
 
 
-def step_on(device: torch.device) -> TokenStep:
+def runner_on(device: torch.device) -> TokenStep:
     """Returns the runner of decoding steps for a device."""
     return STEPS[device.type](device) if device.type in STEPS else TokenStep()
 
@@ -227,9 +227,9 @@ def _free_bytes(device: torch.device) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
+def supports_decode(model: PreTrainedModel, config: GenerationConfig) -> bool:
     """Returns whether [`decode`], with a cache of prompts, gives the same output as `generate` with these options."""
-    is_neutral = all(getattr(config, name, None) in values for name, values in _NEEDS_GENERATE.items())
+    is_neutral = all(getattr(config, name, None) in values for name, values in _NEUTRAL_VALUES.items())
     is_sampling_or_greedy = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
     is_of_transformers = getattr(model.generate, "__module__", "").startswith("transformers.")
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
@@ -256,10 +256,10 @@ def decode(
     *,
     logits: torch.Tensor,
     layout: Decoding | None = None,
-    keeps: bool = False,
-    in_step: bool = False,
-    runs: TokenStep | None = None,
-    casts_once: bool = False,
+    keeps_cache: bool = False,
+    ranks_in_step: bool = False,
+    runner: TokenStep | None = None,
+    casts_weights_once: bool = False,
     **inputs: torch.Tensor | Cache | bool | int | None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """
@@ -271,18 +271,18 @@ def decode(
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
             Arguments as `generate` prepares them. The only criteria in use are end-of-sequence tokens and the length,
-            see [`decodes`].
+            see [`supports_decode`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
         layout ([`~forward.decoding.Decoding`], *optional*):
             Layout of a cache in which completions share their prompts.
-        keeps (`bool`, *optional*):
+        keeps_cache (`bool`, *optional*):
             Whether the caller needs the cache afterwards. It then holds all tokens except the last.
-        in_step (`bool`, *optional*):
+        ranks_in_step (`bool`, *optional*):
             Whether ranks need each other's forwards. If so, all ranks go on until the last rank has ended.
-        runs ([`~engines.decoding.TokenStep`], *optional*):
+        runner ([`~engines.decoding.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
-        casts_once (`bool`, *optional*):
+        casts_weights_once (`bool`, *optional*):
             Whether autocast casts weights once, see [`~engines.decoding.weights_cast_once`].
 
     Returns:
@@ -292,32 +292,44 @@ def decode(
     config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[KV_CACHE])
     start = n = n_checked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
-    ends = next((entry.eos_token_id.to(device) for entry in stopping_criteria if hasattr(entry, "eos_token_id")), None)
-    pad = config.pad_token_id if config.pad_token_id is not None or ends is None else int(ends[0])
+    end_ids = next(
+        (entry.eos_token_id.to(device) for entry in stopping_criteria if hasattr(entry, "eos_token_id")), None
+    )
+    pad_id = config.pad_token_id if config.pad_token_id is not None or end_ids is None else int(end_ids[0])
     records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
-    drops_ended = not (keeps or records)
+    drops_ended = not (keeps_cache or records)
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
-    step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
-    step["position_ids"], step["input_ids"] = _last_positions(step, cache), step["input_ids"].clone()
+    step_inputs = model.prepare_inputs_for_generation(
+        input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None}
+    )
+    step_inputs["position_ids"], step_inputs["input_ids"] = (
+        _last_positions(step_inputs, cache),
+        step_inputs["input_ids"].clone(),
+    )
     # `rows`: indices of the completions that are still in the batch, `None` for all
-    finished, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
-    groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
-    random_states, interval = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
-    random, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    has_ended, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
+    n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
+    random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
+    random_module, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
     processors = [_as_sum(entry, input_ids, logits) for entry in logits_processor]
-    shared = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
-    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)()
-    runs = TokenStep() if runs is None or layout is None or not layout.room else runs
+    layout_context = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
+    model_context = getattr(model, "_optimize_model_for_decode", nullcontext)()
+    runner = TokenStep() if runner is None or layout is None or not layout.room else runner
 
     def forward() -> torch.Tensor:
-        """Advances the positions of `step` in place, and returns the logits after its input tokens."""
-        step["position_ids"].add_(1)
+        """Advances the positions of `step_inputs` in place, and returns the logits after its input tokens."""
+        step_inputs["position_ids"].add_(1)
         if layout is not None:
             layout.advance()
-        return model(**step, return_dict=True).logits[:, -1].float()
+        return model(**step_inputs, return_dict=True).logits[:, -1].float()
 
-    with shared, kernels.without_cudnn(), optimized, weights_cast_once(model) if casts_once else nullcontext():
+    with (
+        layout_context,
+        kernels.without_cudnn(),
+        model_context,
+        weights_cast_once(model) if casts_weights_once else nullcontext(),
+    ):
         while True:
             scores, prefix = logits, ids[:, :n]
             for process in processors:  # `LogitsProcessorList` would inspect all signatures for each token
@@ -330,41 +342,41 @@ def decode(
             else:
                 torch.argmax(scores, -1, keepdim=True, out=token)
             n += 1
-            random_states.append(random.get_rng_state(*device_args))
+            random_states.append(random_module.get_rng_state(*device_args))
             if n == stop or (n - start) % interval == 0:
-                if ends is not None:
-                    _pad_after_ends(ids[:, n_checked:n], finished, ends, pad)
+                if end_ids is not None:
+                    _pad_after_ends(ids[:, n_checked:n], has_ended, end_ids, pad_id)
                     # The maximum over prompts, as each prompt keeps an equal number of completions in the batch
-                    n_left = int((~finished).view(groups, -1).sum(1).max())
+                    n_left = int((~has_ended).view(n_prompts, -1).sum(1).max())
                     if n_left == 0:
-                        surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                        random.set_rng_state(random_states[-1 - surplus], *device_args)
-                        n -= surplus
-                        if keeps:
-                            cache.crop(-surplus)
+                        n_surplus = n - start - int(up_to_first_end(ids[:, start:n], end_ids.tolist()).sum(1).max())
+                        random_module.set_rng_state(random_states[-1 - n_surplus], *device_args)
+                        n -= n_surplus
+                        if keeps_cache:
+                            cache.crop(-n_surplus)
                 if n_left == 0 or n == stop:
                     break
-                if in_step:
+                if ranks_in_step:
                     _max_over_ranks(n_left, device)
                 n_checked, random_states = n, []
-                if drops_ended and 2 * n_left * groups <= len(step["input_ids"]):
-                    index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), n_left)
+                if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
+                    index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)
                     rows = index if rows is None else rows[index]
                     _select_rows(cache, layout, index)
-                    step["position_ids"] = step["position_ids"].index_select(-2, index)
-                    step["input_ids"] = step["input_ids"][: len(index)]
+                    step_inputs["position_ids"] = step_inputs["position_ids"].index_select(-2, index)
+                    step_inputs["input_ids"] = step_inputs["input_ids"][: len(index)]
                     mask = None if mask is None else mask[index]
-                    runs.reset()
+                    runner.reset()
             if layout is not None and 0 < layout.room < n - start:
                 layout.grow(cache, min(2 * layout.room, stop - start))
-                runs.reset()
-            step["input_ids"].copy_(token if rows is None else token[rows])
-            # Counts from the end, as the mask of prefixes and suffixes, padded separately, may be longer than `ids`
-            step["attention_mask"] = None if mask is None else mask[:, : n - stop]
-            logits = runs(forward)
+                runner.reset()
+            step_inputs["input_ids"].copy_(token if rows is None else token[rows])
+            # Cuts from the end, because the mask may be longer than `ids`: prefixes and suffixes are padded separately
+            step_inputs["attention_mask"] = None if mask is None else mask[:, : n - stop]
+            logits = runner(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
-        while in_step and _max_over_ranks(0, device):
+        while ranks_in_step and _max_over_ranks(0, device):
             forward()
     if layout is not None and layout.room:
         set_lengths(cache, n - start - 1)

@@ -26,18 +26,18 @@ class EarlyRewards(NamedTuple):
     """Rewards and log entries of reward functions, such as judges on servers, that run while a batch is in flight."""
 
     values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
+    log_entries: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
         values = {name: sum((part.values[name] for part in parts), []) for name in parts[0].values}
-        return cls(values, sum((part.logged for part in parts), []))
+        return cls(values, sum((part.log_entries for part in parts), []))
 
 
 class EarlyCalls:
     """
-    Caller of reward functions from several threads. Calls of the same function run one after another, as a single
-    call may open as many connections as the function allows. After an error, every further call raises that error.
+    Caller of reward functions from several threads. Calls of the same function run one after another, because a single
+    call already opens as many connections as the function allows. After an error, further calls raise that error.
     """
 
     def __init__(self):
@@ -59,13 +59,13 @@ class Answer(NamedTuple):
     """Completions of a request, as ids and log-probabilities."""
 
     completions: list[ServerSample]
-    first: int  # version of the weights when the request was sent
-    last: int  # version when the answer came
-    at: float  # time of the answer, in seconds of the monotonic clock
+    first_version: int  # version of the weights when the request was sent
+    last_version: int  # version when the answer came
+    arrival: float  # time of the answer, in seconds of the monotonic clock
     digest: str = ""  # digest of the request and of the sampling settings
 
 
-# Key of a request: batch index, row index, seed of the first completion, number of completions
+# Key of a request: index of the generation batch, row index, seed of the first completion, number of completions
 Key = tuple[int, int, int, int]
 
 
@@ -83,15 +83,15 @@ class PendingBatch:
 
 class InFlight:
     """
-    Requests for completions, and the answers of servers, by batch index in the run.
+    Requests for completions, and the answers of servers, by the index of their generation batch in the run.
 
     The version of weights is the number of batches trained on before the servers got the weights. Each request waits
     for its answer in a thread of its own.
 
     Args:
         send (`Callable`):
-            Function `send(request, salt, turn, attempt)` that returns the completions of a request. `turn` counts
-            requests. After a [`RequestLost`], the function is called again with the next `attempt`.
+            Function `send(request, salt, request_index, attempt)` that returns the completions of a request, see
+            `MultimodalVLLMGeneration.ask`. After a [`RequestLost`], it is called again with the next `attempt`.
         max_staleness (`int`):
             Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):
@@ -115,10 +115,10 @@ class InFlight:
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
-        self._rows: dict[int, list[int]] = {}  # row indices by batch index, from a checkpoint
+        self._checkpoint_rows: dict[int, list[int]] = {}  # row indices of generation batches, from a checkpoint
         self._checkpoint_answers: dict[Key, Answer] = {}
         self._n_sent = 0
-        self._n_cleared = 0
+        self._n_clears = 0
         self.processor: Any = None  # decodes completions in the threads
         self.calls = EarlyCalls()
         self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
@@ -132,15 +132,19 @@ class InFlight:
         batch: Any,
         row_indices: list[int],
         requests: dict[Key, EngineRequest],
-        reward: dict[Key, Callable[[list[ServerSample]], EarlyRewards]],
+        reward_functions: dict[Key, Callable[[list[ServerSample]], EarlyRewards]],
         **more: Any,
     ) -> None:
         """
-        Requests the completions of a batch, unless a checkpoint has them. `reward` has functions by request key,
-        called with the request's completions as soon as these arrive.
+        Requests the completions of a batch, unless a checkpoint has them. `reward_functions`, by request key, get the
+        completions of a request as soon as they arrive.
         """
         checkpoint_answers = self._checkpoint_answers
-        outdated = [key for key, value in requests.items() if key in checkpoint_answers and not self._fits(key, value)]
+        outdated = [
+            key
+            for key, request in requests.items()
+            if key in checkpoint_answers and not self._fits_request(key, request)
+        ]
         if outdated:
             logger.warning(
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
@@ -149,10 +153,13 @@ class InFlight:
         # On a server, requests to different versions of the weights must not share a cached prefix
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
-            key: started(self._answer, key, request, salt, turn)
-            for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
+            key: started(self._wait_for_answer, key, request, salt, request_index)
+            for request_index, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
-        rewards = {key: started(self._reward, self._n_cleared, answers[key], value) for key, value in reward.items()}
+        rewards = {
+            key: started(self._compute_rewards, self._n_clears, answers[key], reward)
+            for key, reward in reward_functions.items()
+        }
         self._n_sent += len(requests)
         self._pending[batch_index] = PendingBatch(batch, row_indices, answers, rewards, **more)
 
@@ -165,57 +172,60 @@ class InFlight:
         answers = [item.result() for item in pending.answers.values()]
         del self._pending[batch_index]
         # A checkpoint's rows and answers up to this batch aren't needed again
-        self._rows = {index: rows for index, rows in self._rows.items() if index > batch_index}
+        self._checkpoint_rows = {index: rows for index, rows in self._checkpoint_rows.items() if index > batch_index}
         self._checkpoint_answers = {
             key: answer for key, answer in self._checkpoint_answers.items() if key[0] > batch_index
         }
-        waited = sum(max(0.0, start - item.at) for item in answers) / len(answers)
-        return pending, answers, (time.monotonic() - start, waited)
+        mean_wait = sum(max(0.0, start - item.arrival) for item in answers) / len(answers)
+        return pending, answers, (time.monotonic() - start, mean_wait)
 
     def sample(self, requests: Sequence[EngineRequest]) -> list[ServerSample]:
         """Waits for completions that servers sample with the newest weights, and returns them."""
-        pending = [started(self._answer, None, item, str(self.version), turn) for turn, item in enumerate(requests)]
+        pending = [
+            started(self._wait_for_answer, None, item, str(self.version), request_index)
+            for request_index, item in enumerate(requests)
+        ]
         return [sample for item in pending for sample in item.result().completions]
 
     def clear(self) -> None:
         """Forgets all batches. Their requests are neither sent again nor rewarded."""
-        self._pending, self._rows, self._checkpoint_answers = {}, {}, {}
-        self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
+        self._pending, self._checkpoint_rows, self._checkpoint_answers = {}, {}, {}
+        self._n_clears, self.calls = self._n_clears + 1, EarlyCalls()
 
-    def _answer(self, key: Key | None, request: EngineRequest, salt: str, turn: int) -> Answer:
+    def _wait_for_answer(self, key: Key | None, request: EngineRequest, salt: str, request_index: int) -> Answer:
         if key is not None and key in self._checkpoint_answers:
             return self._checkpoint_answers[key]
 
-        n_cleared = self._n_cleared
+        n_clears = self._n_clears
 
         def attempt(n: int) -> Answer:
-            self._check_not_cleared(n_cleared)
-            first = self.version
-            completions = self._send(request, salt, turn, n)
-            last = self.version if self._changes_weights else first
-            return Answer(completions, first, last, time.monotonic(), self._digest(request))
+            self._check_not_cleared(n_clears)
+            first_version = self.version
+            completions = self._send(request, salt, request_index, n)
+            last_version = self.version if self._changes_weights else first_version
+            return Answer(completions, first_version, last_version, time.monotonic(), self._digest(request))
 
         return until_answered(attempt, self._patience, self._warn)
 
-    def _reward(
-        self, n_cleared: int, answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]
+    def _compute_rewards(
+        self, n_clears: int, answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]
     ) -> EarlyRewards:
         completions = answer.result().completions
-        self._check_not_cleared(n_cleared)
+        self._check_not_cleared(n_clears)
         return reward(completions)
 
-    def _check_not_cleared(self, n_cleared: int) -> None:
-        if n_cleared != self._n_cleared:
+    def _check_not_cleared(self, n_clears: int) -> None:
+        if n_clears != self._n_clears:
             raise RuntimeError("The run has ended.")  # ends the thread; nobody reads the error
 
-    def _fits(self, key: Key, request: EngineRequest) -> bool:
+    def _fits_request(self, key: Key, request: EngineRequest) -> bool:
         """Returns whether the checkpoint's answer fits this request, and comes from weights that are new enough."""
         answer = self._checkpoint_answers[key]
-        return answer.digest == self._digest(request) and key[0] - answer.first <= self.max_staleness
+        return answer.digest == self._digest(request) and key[0] - answer.first_version <= self.max_staleness
 
     def _digest(self, request: EngineRequest) -> str:
         hashes = request.media and request.media["mm_hashes"]
-        request_fields = [request.ids, hashes, request.count, request.most, self._settings]
+        request_fields = [request.ids, hashes, request.count, request.max_tokens, self._settings]
         return hashlib.sha256(json.dumps(request_fields, sort_keys=True, default=str).encode()).hexdigest()
 
     # Checkpoints
@@ -226,26 +236,29 @@ class InFlight:
             key: answer.result() for key, answer in answers.items() if answer.done() and answer.exception() is None
         }
         return {
-            "rows": self._rows | {batch_index: pending.row_indices for batch_index, pending in self._pending.items()},
+            "rows": self._checkpoint_rows
+            | {batch_index: pending.row_indices for batch_index, pending in self._pending.items()},
             "answers": {key: tuple(answer) for key, answer in (self._checkpoint_answers | results).items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        now, self._rows = time.monotonic(), state["rows"]
-        self._checkpoint_answers = {key: Answer(*fields)._replace(at=now) for key, fields in state["answers"].items()}
+        now, self._checkpoint_rows = time.monotonic(), state["rows"]
+        self._checkpoint_answers = {
+            key: Answer(*fields)._replace(arrival=now) for key, fields in state["answers"].items()
+        }
 
 
 def request_keys(
     prompts: Sequence[Any], row_indices: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
-    Returns the keys of requests, one per run of consecutive completions of the same prompt. `row_indices` has the row
-    index of each completion, and `indices` its batch index over all ranks.
+    Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` has each
+    completion's row index, and `indices` its index in the batch of all ranks.
     """
     keys = []
-    for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
-        first, *others = run
-        text = f"{seed} {batch_index} {row_indices[first]}"
-        start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
-        keys.append((batch_index, row_indices[first], start, 1 + len(others)))
+    for _, consecutive in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
+        first_index, *other_indices = consecutive
+        text = f"{seed} {batch_index} {row_indices[first_index]}"
+        start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first_index]
+        keys.append((batch_index, row_indices[first_index], start, 1 + len(other_indices)))
     return keys

@@ -181,7 +181,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if ranks share an engine, or use servers, as all ranks raise a server's error."""
+        """`True` if ranks share an engine, or use servers, because all ranks raise the error of one rank's server."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(
@@ -205,7 +205,7 @@ class VLLMSampler(Sampler):
             _, ids, logps, _ = self.engine.generate(
                 prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
             )
-        return ids, [[logp for [logp] in row] for row in logps]
+        return ids, [[logp for [logp] in entries] for entries in logps]
 
     def invalidate_weights(self) -> None:
         """Makes the next call load the weights."""

@@ -27,14 +27,14 @@ from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forward
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .decoding import GraphedStep, TokenStep, decode, decodes, step_on, up_to_first_end
+from .decoding import GraphedStep, TokenStep, decode, runner_on, supports_decode, up_to_first_end
 
 
 # Cache layers without keys; older versions of transformers lack the second class
-_WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
+_KEYLESS_LAYERS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
 # Common prefixes are prefilled first if that reduces the tokens to forward to at most this share
-_WORTH_PREFILLING = 0.9
+_MAX_PREFILL_SHARE = 0.9
 
 # Completions in a cache, by batch index: the row in the cache, the prompt, and the sampled tokens that the cache holds
 Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
@@ -66,15 +66,15 @@ class Branches:
     ) -> None:
         """Stores the cache of prompts and completions `(B, N)`, with the prompts' attention mask `(B, P)`."""
         # The cache lacks the last token
-        sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
+        cached_mask = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         rows = {
             index: (row, prompt, ids[:n])
             for row, (index, prompt, ids, n) in enumerate(
-                zip(indices, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
+                zip(indices, prompts, completion_ids.tolist(), cached_mask.sum(1).tolist(), strict=True)
             )
         }
-        self._stored = cache, torch.cat([mask, sampled.to(mask)], dim=1), rows
+        self._stored = cache, torch.cat([mask, cached_mask.to(mask)], dim=1), rows
 
     def take(
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
@@ -94,10 +94,10 @@ class Branches:
         if self.obstacle is not None:
             return None
         suffixes, rows = [], []
-        for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
+        for prompt, (parent, results) in zip(prompts, self.continuations, strict=True):
             row, previous_prompt, ids = stored_rows[parent]
             n = len(previous_prompt) + len(ids)
-            suffixes.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
+            suffixes.append(replace(prompt.part(slice(n, None)), media=results.media if results else {}))
             rows.append(row)
         cache.layers = [
             layer.join_prompts() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers
@@ -108,8 +108,8 @@ class Branches:
 
     def _branch_obstacle(self, model: PreTrainedModel, rows: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
         """Returns the reason why the cache doesn't hold the prompts' first tokens, or `None` if it does."""
-        for prompt, (parent, turn) in zip(prompts, self.continuations or (), strict=True):
-            if turn is None:
+        for prompt, (parent, results) in zip(prompts, self.continuations or (), strict=True):
+            if results is None:
                 return "contexts were rewritten"
             if parent not in rows:
                 return "other completions were continued since"
@@ -136,38 +136,40 @@ def generate_completions(
     device: torch.device,
     *,
     shared_prefill: bool = True,
-    in_step: bool = False,
+    ranks_in_step: bool = False,
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    runs: TokenStep | None = None,
-    casts_once: bool = False,
+    runner: TokenStep | None = None,
+    casts_weights_once: bool = False,
 ) -> Any:
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
     Unique prompts are prefilled once by the model's own forward, and [`~engines.decoding.decode`] continues. Before
     that, one more forward prefills common prefixes of prompts ([`~forward.trees.Node`]), unless ranks need each
-    other's forwards (`in_step`). If the family or the options don't allow this loop, `generate` gets repeated prompts.
+    other's forwards (`ranks_in_step`). If the family or the options don't allow this loop, `generate` gets each prompt
+    once per completion.
 
-    `dummies` are prompts that are only prefilled, so that ranks run encoders equally often. `branches` may hold a
-    cache to continue from, and get the new cache. The `tokenizer` is needed for `stop_strings`. `runs` is the runner
-    of decoding steps. With `casts_once`, autocast casts each weight once for all tokens.
+    `dummies` are prompts that are only prefilled, so that ranks run encoders equally often. If `branches` holds a
+    cache, sampling continues from it, and the new cache replaces it. The `tokenizer` is needed for `stop_strings`.
+    `runner` runs decoding steps. With `casts_weights_once`, autocast casts each weight once for all tokens.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. That
     output ends with rows of the dummies if `generate` got repeated prompts.
     """
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
-    if (is_static or isinstance(runs, GraphedStep)) and shares_prompts(unwrapped_model):
-        # `room` is the number of tokens with static shapes. With `in_step`, a rank that waits may exceed this number.
-        config, room = copy.copy(config), 0 if in_step else min(ROOM, config.max_new_tokens or ROOM)
+    if (is_static or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
+        # `room` is the number of tokens with static shapes. It is 0 if ranks wait for each other (`ranks_in_step`), as
+        # a waiting rank could exceed any number.
+        config, room = copy.copy(config), 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
-    if not (shared_prefill and decodes(unwrapped_model, config)):
+    if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses another cache"
         rows = [*prompts, *dummies]
-        batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
+        batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
         del batch["position_ids"]
         inputs: dict[str, Any] = {**batch, **media, **({"tokenizer": tokenizer} if config.stop_strings else {})}
         cache_config = windows_as_forwarded(unwrapped_model)
@@ -177,29 +179,34 @@ def generate_completions(
         with frozen_features(unwrapped_model, rows):
             return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
-    order = [unique.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
+    prompt_rows = [unique.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
     if branches is not None:
         branches.obstacle = obstacle
         branches = None if obstacle is not None else branches
     if branches is not None and (past := branches.take(unwrapped_model, prompts)) is not None:
-        order, unique = [*range(len(prompts))], [*prompts]
-    elif obstacle is None and not in_step:
+        prompt_rows, unique = [*range(len(prompts))], [*prompts]
+    elif obstacle is None and not ranks_in_step:
         past = _prefill_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
-    index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model), None
-    size, remainder = divmod(len(order), len(unique))
-    if not shares or remainder or order != [i // size for i in range(len(order))]:
+    index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
+    n_per_prompt, remainder = divmod(len(prompt_rows), len(unique))
+    if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
-        mask, logits, index = mask[index], logits[index], torch.arange(len(order), device=device)
-    if shares:
-        layout = share_prompts(cache, mask, len(order), room)
-    keeps, mask = branches is not None, mask[index]
+        mask, logits, index = mask[index], logits[index], torch.arange(len(prompt_rows), device=device)
+    if shares_cache:
+        layout = share_prompts(cache, mask, len(prompt_rows), room)
+    keeps_cache, mask = branches is not None, mask[index]
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
-    options = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
+    options = {
+        "keeps_cache": keeps_cache,
+        "ranks_in_step": ranks_in_step,
+        "runner": runner,
+        "casts_weights_once": casts_weights_once,
+    }
     loop = functools.partial(decode, logits=logits[index], layout=layout, **options)
     inputs |= {"attention_mask": mask, KV_CACHE: cache, "custom_generate": loop}
-    output = _generate(model, unwrapped_model, inputs, config, len(order))
+    output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
@@ -218,7 +225,9 @@ def _generate(
     return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
 
 
-def _batch(rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int) -> tuple:
+def _prompt_batch(
+    rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int
+) -> tuple:
     """Returns the left-padded per-token tensors of prompts, and their media."""
     batch = left_pad(rows, pad_token_id)
     batch = {**batch.pop("fields"), **batch}
@@ -234,24 +243,24 @@ def _prefill_prefixes(
 ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
     """
     Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
-    of prompts. Returns `None` if that would save few tokens, or if a prefix may end within media.
+    of prompts. Returns `None` if that would save few tokens, or if a prefix could end within media.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):
         return None
-    prefixes, suffixes, owner = [], {}, {}
+    prefixes, suffixes, prefix_index = [], {}, {}
     for index, tree in enumerate(trees):
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
         spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
-        if n < 1 or any(first < n < end for first, end in spans):
+        if n < 1 or any(start < n < end for start, end in spans):
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
-            suffixes[prompt], owner[prompt] = prompt.part(slice(n, None)), index
+            suffixes[prompt], prefix_index[prompt] = prompt.part(slice(n, None)), index
     n_forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, suffixes.values()))
-    if n_forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
+    if n_forwarded > _MAX_PREFILL_SHARE * len(prompts) * max(map(len, prompts)):
         return None
-    order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
+    order = torch.tensor([prefix_index[prompt] for prompt in prompts], device=device)
     cache, mask, _ = _prefill(model, unwrapped_model, prefixes, device, pad_token_id)
     cache.reorder_cache(cast(torch.LongTensor, order))
     return cache, mask[order], [suffixes[prompt] for prompt in prompts]
@@ -268,7 +277,7 @@ def _prefill(
     """Prefills prompts, or the suffixes in `past`. Returns the cache, its mask `(B, N)`, and last logits `(B, V)`."""
     rows = prompts if past is None else past[2]
     with frozen_features(unwrapped_model, rows):
-        batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
+        batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
         mask = batch.pop("attention_mask")
         if past is None:
             cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
@@ -289,9 +298,9 @@ def shares_prompts(model: PreTrainedModel) -> bool:
     """Returns whether a cache can hold a prompt's keys and values once for all its completions."""
     layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
     supported = {DynamicLayer, DynamicSlidingWindowLayer}
-    # Chunked attention isn't a sliding window
+    # Chunked attention has the cache layers of a sliding window, but another mask
     has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
-    return set() < layers - _WITHOUT_KEYS <= supported and not has_chunks and takes_layouts(model)
+    return set() < layers - _KEYLESS_LAYERS <= supported and not has_chunks and takes_layouts(model)
 
 
 def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -333,7 +342,7 @@ def sample_completions(
     The `fallbacks`, by default the policy's, say whether prompts are prefilled once or for each completion, and
     whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.allows_graph` becomes
     `False`. `generating` returns a context with the model ready to generate, by default TRL's context. `branches` hold
-    the cache to continue from. They aren't used if weights are sharded, or if completions are sampled in parts.
+    the cache to continue from. The cache isn't used if weights are sharded, or if completions are sampled in parts.
 
     Returns completions `(B, N)`, or the result of [`generate_completions`] if a single call samples all completions.
     """
@@ -344,27 +353,27 @@ def sample_completions(
     with torch.no_grad():  # with gradients, there would be more dummies
         dummies = policy.processes.dummies(model, prompts)
         parts = split_samples(prompts, isolate)
-        ready: AbstractContextManager[nn.Module] = nullcontext(model)
+        generation_context: AbstractContextManager[nn.Module] = nullcontext(model)
         if generating is not None:
-            ready = generating()
+            generation_context = generating()
         elif policy.accelerator is not None:
-            ready = unwrap_model_for_generation(model, policy.accelerator)
+            generation_context = unwrap_model_for_generation(model, policy.accelerator)
         is_sharded = policy.accelerator is not None and not is_unsharded(policy.accelerator)
         if branches is not None and (is_sharded or isolate is not None):
             obstacle = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
             branches.obstacle, branches = obstacle, None
-        surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
-        is_cast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
-        with ready as generating_model, kept_adapter_state(generating_model):
+        n_surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
+        uses_autocast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
+        with generation_context as generating_model, kept_adapter_state(generating_model):
             unwrapped_model = policy.unwrapped(generating_model)
             device = unwrapped_model.device if policy.accelerator is None else policy.accelerator.device
             if branches is None or branches.continuations is None:  # otherwise the cache holds the media
                 with policy.autocast():
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
-            outputs, runs = [], step_on(device) if fallbacks.allows_graph else TokenStep()
+            outputs, runner = [], runner_on(device) if fallbacks.allows_graph else TokenStep()
             with without_router_logits(unwrapped_model):
                 # Repeats the last part until all ranks have equally many forwards
-                for part in [*parts, *[parts[-1]] * surplus]:
+                for part in [*parts, *[parts[-1]] * n_surplus]:
                     output = generate_completions(
                         generating_model,
                         unwrapped_model,
@@ -373,19 +382,19 @@ def sample_completions(
                         pad_token_id,
                         device,
                         shared_prefill=shared_prefill,
-                        in_step=is_sharded,
+                        ranks_in_step=is_sharded,
                         dummies=dummies,
                         branches=branches,
                         tokenizer=None if policy.processor is None else tokenizer_of(policy.processor),
-                        runs=runs,
-                        casts_once=is_cast and not is_sharded,
+                        runner=runner,
+                        casts_weights_once=uses_autocast and not is_sharded,
                     )
                     outputs.append(output)
-                    runs.reset()
-    fallbacks.allows_graph &= runs.obstacle is None
+                    runner.reset()
+    fallbacks.allows_graph &= runner.obstacle is None
     if len(parts) == 1:
         return outputs[0]
     outputs = outputs[: len(parts)]
-    longest = max(output.size(1) for output in outputs)
-    padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs]
+    max_length = max(output.size(1) for output in outputs)
+    padded = [F.pad(output, (0, max_length - output.size(1)), value=pad_token_id) for output in outputs]
     return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]

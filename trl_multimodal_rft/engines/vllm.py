@@ -88,7 +88,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         **kwargs,
     ):
         self._placeholders = placeholders
-        self._connected: dict[str, float] = {}  # by address, the time of connection on the server's clock
+        self._connection_times: dict[str, float] = {}  # by address, the time of connection on the server's clock
         self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
@@ -97,8 +97,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._while_sampling = while_sampling  # returns a context around the engine's sampling
         self.vllm_client: Any = None  # client of this rank's server; on rank 0, of all servers
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
-        self.batch_index = 0  # batch for which the engine gets weights
-        # Batch index and folder of the adapters on servers. Requests in flight may still use earlier adapters
+        self.generation_batch_index = 0  # index in the run of the batch for which the engine gets weights
+        # Adapters on servers: index of the batch in the run, and folder. Requests in flight may still use earlier ones
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -115,10 +115,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"or set {MERGED}."
             )
         try:
-            engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
+            engine_class = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
             engine_kwargs = {**adapter_kwargs, **self._engine_kwargs}
             with (
-                replaced(vllm_generation, LLM=lambda **args: engine(**{**args, **engine_kwargs})),
+                replaced(vllm_generation, LLM=lambda **args: engine_class(**{**args, **engine_kwargs})),
                 processors_unchecked(),
             ):
                 if self.mode == "server":
@@ -155,7 +155,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             info = client.get_server_info()
             check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
             used_urls = urls if rank == 0 or self._max_staleness > 0 else [rank_url]
-            self._connected = {url: clock_of(url, timeout)[1] for url in used_urls}
+            self._connection_times = {url: clock_of(url, timeout)[1] for url in used_urls}
             return client, info
 
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
@@ -186,15 +186,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """
-        Samples completions. `room` has the most tokens of each completion. Returns prompt ids, completion ids,
-        log-probabilities, and the tokens of the log-probabilities.
+        Samples completions. `room` has the maximum number of tokens of each completion. Returns prompt ids, completion
+        ids, log-probabilities, and the tokens of the log-probabilities.
         """
         options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # unique over ranks, as a group may straddle them
-        most = options["max_tokens"]
-        requests = self._requests(prompts, images, seed, [min(n, most) for n in room or [most] * len(prompts)])
+        max_tokens = options["max_tokens"]
+        requests = self._requests(
+            prompts, images, seed, [min(n, max_tokens) for n in room or [max_tokens] * len(prompts)]
+        )
         # A sleeping engine has no weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
@@ -215,19 +217,19 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         seed: int | None,
         room: Sequence[int],
     ) -> list[EngineRequest]:
-        """Returns requests for completions, one per run of consecutive completions of the same prompt."""
+        """Returns requests. A request is for consecutive completions of the same prompt."""
         requests: list[EngineRequest] = []
-        last = None
+        last_prompt = None
         for index, prompt in enumerate(prompts):
             prompt_images = images[index] if images is not None else None
-            if last is not None and prompt is last and not prompt_images:
+            if last_prompt is not None and prompt is last_prompt and not prompt_images:
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
-            last = prompt
-            rendered = self.prompts.take(prompt, prompt_images, index)
+            last_prompt = prompt
+            rendered = self.prompts.engine_input(prompt, prompt_images, index)
             seed_of_prompt = None if seed is None else seed + index
             requests.append(EngineRequest(rendered["prompt_token_ids"], rendered, 1, room[index], seed_of_prompt))
-        if any(len(request.ids) + request.most > self.prompts.max_length for request in requests):
+        if any(len(request.ids) + request.max_tokens > self.prompts.max_length for request in requests):
             logger.warning_once(
                 f"The engine was started for {self.prompts.max_length} tokens, which leaves less than {max(room)} to "
                 f"completions of some prompts; {self.prompts.remedy_of_length}."
@@ -239,21 +241,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
         return [request.for_server() for request in requests]
 
-    def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
+    def ask(self, request: EngineRequest, salt: str, request_index: int, attempt: int) -> list[ServerSample]:
         """
-        Returns completions from a server, see [`server_completions`]. Rank, `turn` and `attempt` determine the server,
-        so that a retry goes to another server if there are several.
+        Returns completions from a server, see [`server_completions`]. The server depends on the rank, `request_index`
+        and `attempt`, so that requests are spread over servers, and a retry goes to the next server.
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
-        url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
+        url = urls[(rank + request_index * n_ranks + attempt) % len(urls)]
         options = {**self._with_bad_words(self.sampling), "seed": request.seed}
         try:
-            return self._complete(url, request, options, attempt, salt)
+            return self._request_completions(url, request, options, attempt, salt)
         except RequestLost as error:
+            # A timeout ends the run, except for the first attempt if another server can answer the next one
             error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
             raise
 
-    def _complete(
+    def _request_completions(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
         """Returns completions from a server. A retry checks that the server still has the trained weights."""
@@ -266,34 +269,34 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             request,
             options,
             timeout=timeout,
-            vocabulary=self.prompts.renderer.model_config.get_vocab_size(),
+            vocab_size=self.prompts.renderer.model_config.get_vocab_size(),
             placeholders=self._placeholders,
             salt=salt,
         )
         if attempt > 0:
-            self._check_start(url)
+            self._check_not_restarted(url)
         return completions
 
-    def _check_start(self, url: str) -> None:
+    def _check_not_restarted(self, url: str) -> None:
         """
         Raises a `RuntimeError` if a server was restarted and has lost the trained weights. A lost adapter needs no
         check: each version has its own name, and a restarted server refuses unknown names.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
-        # The connection's time was rounded down to whole seconds
-        if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
+        # A second more, as the connection's time was rounded down to whole seconds
+        if loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
                 "of its folder, not with those that it was sent; resume the run, which sends them again."
             )
 
-    def check_starts(self) -> None:
-        """Raises a `RuntimeError` if a server was restarted and has lost weights. All ranks must call this."""
+    def check_restarts(self) -> None:
+        """Raises a `RuntimeError` if a server has lost the trained weights by a restart. All ranks must call this."""
 
         def check() -> None:
-            for url in self._connected:
-                with suppress(RequestLost):  # all requests are answered, so a server may be gone
-                    self._check_start(url)
+            for url in self._connection_times:
+                with suppress(RequestLost):  # it can't be reached, and no request needs it any more
+                    self._check_not_restarted(url)
 
         self._on_main_process(check)
 
@@ -337,14 +340,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def acceptance_length(self) -> float | None:
         """Returns the mean tokens per speculative step since the last call, or `None` if vLLM doesn't report it."""
-        if not self._speculates or not (counts := self._counters()):
+        if not self._speculates or not (counters := self._counters()):
             return None
-        before = self._n_drafts, self._n_accepted
+        last_counts = self._n_drafts, self._n_accepted
         self._n_drafts, self._n_accepted = (
-            counts.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
+            counters.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
         )
-        n_drafts = self._n_drafts - before[0]
-        return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
+        n_drafts = self._n_drafts - last_counts[0]
+        return 1 + (self._n_accepted - last_counts[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
         """Returns the counters of the engine or of this rank's server, by name. Without metrics, there are none."""
@@ -361,34 +364,37 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     ) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        first, batch = 0, requests
+        start, batch = 0, requests
         if self.tensor_parallel_size > 1:
-            gathered: list[Any] = [None] * self.tensor_parallel_size
-            torch.distributed.all_gather_object(gathered, requests, group=self.tp_group)
+            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
+            torch.distributed.all_gather_object(requests_of_ranks, requests, group=self.tp_group)
             rank = torch.distributed.get_rank(group=cast(torch.distributed.ProcessGroup, self.tp_group))
-            first, batch = sum(map(len, gathered[:rank])), [item for part in gathered for item in part]
+            start, batch = (
+                sum(map(len, requests_of_ranks[:rank])),
+                [item for part in requests_of_ranks for item in part],
+            )
             if is_peft_model(self.model):
                 # Collectives of the update must end before those of the engine (huggingface/trl#3671)
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         with profiler:
-            outputs = self._run(batch, options)
+            outputs = self._run_requests(batch, options)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
         completions = []
-        for output in outputs[first : first + len(requests)]:
+        for output in outputs[start : start + len(requests)]:
             for item in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(item.token_ids, item.logprobs, strict=True)]
                 completions.append((list(item.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
-    def _run(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
+    def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
         """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
-            sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+            sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(i), request.media, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
@@ -401,11 +407,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         def complete(request: EngineRequest) -> list[ServerSample]:
             request = request.for_server()  # media are converted while other requests are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
+            return until_answered(lambda n: self._request_completions(url, request, options, n), patience, self._warn)
 
         with profiler:
             answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
-            self.check_starts()
+            self.check_restarts()
         return [completion for completions in answers for completion in completions]
 
     # Weights
@@ -426,8 +432,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     @property
     def _needs_base_weights(self) -> bool:
         """
-        Whether the engine needs base weights besides the adapter: in place of 4-bit weights, or because it loses them
-        in sleep mode.
+        Whether the engine gets base weights besides the adapter. It gets them dequantized if the policy's have 4 bits,
+        and again after each sleep if it has a sleep mode, in which it loses them.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -443,7 +449,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     self._on_main_process(lambda: stack.enter_context(self.vllm_client.paused()))
                 # Before weights are gathered, so that no rank waits in a collective for a server that is gone
                 self._on_main_process(lambda: self.vllm_client.reset_encoder_caches())
-                self.check_starts()
+                self.check_restarts()
                 if sends_weights:
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:
@@ -459,12 +465,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if adapter is not None:
             self._load_adapter(adapter)
         self.llm.reset_prefix_cache()
-        # The keys of this cache don't depend on the weights (huggingface/trl#7198)
+        # By its keys, vLLM would reuse encoders' outputs for the same media and old weights (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
         worker, model = self.llm.llm_engine.model_executor.driver_worker, self._runner.model
-        # Kernels may hold weights in other layouts than checkpoints (vllm-project/vllm#42821)
+        # vLLM must load weights itself, as its kernels may hold them in other layouts (vllm-project/vllm#42821)
         reload = getattr(worker, "reload_weights", None)
         if reload is None:
             raise RuntimeError(
@@ -474,7 +480,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # vLLM may read a weight only when its layer is complete. The adapter is unmerged by then, hence the copies
+            # Copies, as vLLM reads some weights only once their layer is complete, when the adapter is unmerged again
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for. The names that it returns aren't the checkpoint's
@@ -487,18 +493,18 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._takes_all_weights = True
 
     def _load_adapter(self, adapter: EngineAdapter) -> None:
-        engine, last = self.llm.llm_engine, self._adapter_request
+        engine, last_request = self.llm.llm_engine, self._adapter_request
         with tempfile.TemporaryDirectory() as folder:
             adapter.write(folder)
-            number = 1 if last is None else last.lora_int_id + 1
-            request = LoRARequest(f"policy-{number}", number, folder)
-            if last is not None:
-                engine.remove_lora(last.lora_int_id)
+            adapter_id = 1 if last_request is None else last_request.lora_int_id + 1
+            request = LoRARequest(f"policy-{adapter_id}", adapter_id, folder)
+            if last_request is not None:
+                engine.remove_lora(last_request.lora_int_id)
             engine.add_lora(request)
         self._adapter_request = request
         # vLLM silently drops adapters of layers that it doesn't have or can't adapt
         manager: Any = self._runner.lora_manager._adapter_manager
-        left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+        left_out = sorted(manager.get_adapter(adapter_id).loras.keys() - manager.modules.keys())
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
@@ -518,10 +524,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
-        oldest = self.batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
+        oldest = self.generation_batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
         old_folders = [path for batch_index, path in self._adapters if batch_index < oldest]
-        current = [entry for entry in self._adapters if entry[0] >= oldest]
-        self._adapters = [*current, (self.batch_index, folder)]
+        current_adapters = [entry for entry in self._adapters if entry[0] >= oldest]
+        self._adapters = [*current_adapters, (self.generation_batch_index, folder)]
         self._on_main_process(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, old_folders))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name

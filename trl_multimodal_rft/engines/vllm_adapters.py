@@ -30,7 +30,7 @@ _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Option that merges an adapter into the weights
 MERGED = "`vllm_engine_kwargs={'enable_lora': False}`"
 # LoRA ranks that vLLM supports
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineAdapter:
@@ -62,18 +62,18 @@ class EngineAdapter:
                     kind = type(layer.get_base_layer()).__name__
                     raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
                 self._layers[checkpoint_name] = layer
-        adapter_ids = {id(parameter) for pair in self._pairs() for parameter in pair}
-        trained = [
+        adapter_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
+        trained_names = [
             name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapter_ids
         ]
-        if trained:
-            raise self._error(f"isn't all that is trained ('{trained[0]}' is, too)", "freeze the rest")
+        if trained_names:
+            raise self._error(f"isn't all that is trained ('{trained_names[0]}' is, too)", "freeze the rest")
 
     def _is_supported(self, layer: "LoraLayer") -> bool:
         is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
         return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
 
-    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    def _weight_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return [(layer.lora_A[self._name].weight, layer.lora_B[self._name].weight) for layer in self._layers.values()]
 
     def _check_config(self, config: "PeftConfig") -> None:
@@ -99,9 +99,9 @@ class EngineAdapter:
         if not self.alone:
             return unquantized
         rank = max(layer.r[self._name] for layer in self._layers.values())
-        if rank > _RANKS[-1]:
-            raise self._error(f"has the rank {rank}", f"lower it to {_RANKS[-1]}")
-        options = {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
+        if rank > _LORA_RANKS[-1]:
+            raise self._error(f"has the rank {rank}", f"lower it to {_LORA_RANKS[-1]}")
+        options = {"enable_lora": True, "max_lora_rank": min(r for r in _LORA_RANKS if r >= rank)}
         options["max_loras"] = self.versions
         decoder = {id(module) for module in self._base.get_decoder().modules()}
         head = self._base.get_output_embeddings()
@@ -128,10 +128,10 @@ class EngineAdapter:
     def write(self, folder: str | Path | None) -> None:
         """Writes the adapter in vLLM's format, if there is a `folder`. With ZeRO-3 all ranks must call this."""
         tensors = {}
-        with self._dist.gather_params([parameter for pair in self._pairs() for parameter in pair]):
+        with self._dist.gather_params([parameter for pair in self._weight_pairs() for parameter in pair]):
             if folder is None:
                 return
-            for (name, layer), (down, up) in zip(self._layers.items(), self._pairs(), strict=True):
+            for (name, layer), (down, up) in zip(self._layers.items(), self._weight_pairs(), strict=True):
                 # `lora_B` includes the scale, since layers may differ in it and vLLM has one scale for all
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()

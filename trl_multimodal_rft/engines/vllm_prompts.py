@@ -41,7 +41,7 @@ class EnginePrompts:
         """The engine's limit of tokens for a prompt and its completion together."""
         return self.renderer.model_config.max_model_len
 
-    def take(
+    def engine_input(
         self, prompt: EncodedPrompt | dict[str, Any] | Sequence[int], images: Sequence | None, index: int
     ) -> dict[str, Any]:
         """Returns a prompt as input of the engine. Errors name its row, or `index` for prompts without a row."""
@@ -65,7 +65,7 @@ class EnginePrompts:
     def _join_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
         if not prompt.modalities:
             return tokens_input(ids)
-        if isinstance(prompt.decoded, dict):
+        if isinstance(prompt.decoded, dict):  # another process has encoded the prompt, with features for a server
             return {"prompt_token_ids": ids, "features": prompt.decoded}
         if not prompt.decoded:
             raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
@@ -104,22 +104,23 @@ class EnginePrompts:
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {modality: dict(value) for modality, value in prompt.processor_kwargs.items()}
-        if "video" not in media:  # vLLM counts image tokens by options at the top level
+        # vLLM counts image tokens by options at the top level, which would also apply to videos
+        if "video" not in media:
             options |= options.pop("images_kwargs", {})
         if "video" in media:
-            videos = options["videos_kwargs"]
+            videos_kwargs = options["videos_kwargs"]
             metadata = [
                 {"fps": _ASSUMED_FPS, **{name: value for name, value in video_metadata.items() if value is not None}}
-                for video_metadata in videos.pop("video_metadata")[0]
+                for video_metadata in videos_kwargs.pop("video_metadata")[0]
             ]
             # If vLLM passes metadata with the frames, `do_sample_frames` belongs to the metadata and the top level
             if getattr(self.renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
-                del videos["do_sample_frames"]
+                del videos_kwargs["do_sample_frames"]
                 options["do_sample_frames"] = False
                 metadata = [{**video_metadata, "do_sample_frames": False} for video_metadata in metadata]
                 media["video"] = list(zip(media["video"], metadata, strict=True))
             else:
-                videos["video_metadata"] = [metadata]
+                videos_kwargs["video_metadata"] = [metadata]
         return {
             "prompt_token_ids": prompt.token_ids(cast(ProcessorMixin, processor)),
             "multi_modal_data": media,
@@ -129,21 +130,21 @@ class EnginePrompts:
     def _check_count(self, modality: str, count: int, row: int) -> None:
         # An engine that was started without media has no processor
         info = self.renderer.mm_processor and self.renderer.mm_processor.info
-        allowed = info.allowed_mm_limits.get(modality, 0) if info else 0
-        if count <= allowed:
+        engine_limit = info.allowed_mm_limits.get(modality, 0) if info else 0
+        if count <= engine_limit:
             return
-        most = info.supported_mm_limits.get(modality, 0) if info else None
+        model_limit = info.supported_mm_limits.get(modality, 0) if info else None
         message = f"row {row}: the prompt has media of the kind {modality!r}, {count} of them,"
-        if most is not None and count > most:
-            raise MediaError(f"{message} of which vLLM takes {most} for this model; set `use_vllm=False`.")
+        if model_limit is not None and count > model_limit:
+            raise MediaError(f"{message} of which vLLM takes {model_limit} for this model; set `use_vllm=False`.")
         if self.mode == "server":
             remedy = f"start the server with `--limit-mm-per-prompt.{modality} {count}`."
         else:
             remedy = (
-                "by default the most in a prompt of the trainer's datasets; raise "
+                "by default the largest number in a prompt of the trainer's datasets; raise "
                 f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {count}}}}}`."
             )
-        raise MediaError(f"{message} and the engine was started for {allowed}; {remedy}")
+        raise MediaError(f"{message} and the engine was started for {engine_limit}; {remedy}")
 
     def _check_length(self, length: int, row: int) -> None:
         if length >= self.max_length:
@@ -162,8 +163,8 @@ class EnginePrompts:
 def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
     if list(actual) != expected:
         raise MediaError(
-            f"row {row}: vLLM made {len(actual)} tokens of a prompt or a tool's result that has {len(expected)} here, "
-            "or others, so completions would be scored against a different prompt: its processor and "
+            f"row {row}: vLLM's {len(actual)} tokens of a prompt or a tool's result aren't the {len(expected)} "
+            "tokens of the trainer, so completions would be scored against a different prompt: its processor and "
             "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
 

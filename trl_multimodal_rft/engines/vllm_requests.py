@@ -22,18 +22,18 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Limit of concurrent requests
-_AT_ONCE = 64
-# In seconds: limit for connecting, wait before the first retry, and longest wait, up to which waits double
+# Maximum number of concurrent requests
+_MAX_CONCURRENT = 64
+# In seconds: limit for connecting, wait before the first retry, and longest wait. Waits double up to the longest
 _TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
 _MOST_BYTES = 2**24
-_SHOWN = 200  # bytes of an answer in an error
+_EXCERPT_BYTES = 200  # bytes of an answer in an error
 
 # Values of `finish_reason` of complete completions
-_ENDS = ("stop", "length", "repetition")
+_FINISH_REASONS = ("stop", "length", "repetition")
 # Value that servers send in place of a missing log-probability
-_UNKNOWN = -9999.0
-_ROUNDING = 1e-3  # largest log-probability, as rounding may give values above 0
+_MISSING_LOGP = -9999.0
+_LARGEST_LOGP = 1e-3  # limit of log-probabilities, which rounding may lift above 0
 
 # Ids of a completion, and their log-probabilities, `None` where the engine has none
 ServerSample = tuple[list[int], list[float | None]]
@@ -50,12 +50,12 @@ class RequestLost(RuntimeError):
 class WarnOnce:
     """Callback for lost requests. It warns once that a request is sent again."""
 
-    warned = False
+    has_warned = False
 
     def __call__(self, error: RequestLost) -> None:
-        if not self.warned:
+        if not self.has_warned:
             logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
-        self.warned = True
+        self.has_warned = True
 
 
 def answer_of(
@@ -80,20 +80,20 @@ def answer_of(
             connect_seconds=_TO_CONNECT,
         )
     except TooLarge:
-        raise lost(url, path, f"more than {max_bytes:,} bytes") from None
+        raise lost_error(url, path, f"more than {max_bytes:,} bytes") from None
     except NoAnswer as error:
         timed_out = time.monotonic() - start > 0.99 * seconds
         reason = f"nothing whole in {seconds:g} s" if timed_out else error
-        raise lost(url, path, reason, timed_out=timed_out) from error
+        raise lost_error(url, path, reason, timed_out=timed_out) from error
     except requests.RequestException as error:
-        raise lost(url, path, type(error).__name__) from error
+        raise lost_error(url, path, type(error).__name__) from error
 
 
-def lost(
+def lost_error(
     url: str, path: str, reason: str | int | Exception, answer: Answer | None = None, timed_out: bool = False
 ) -> RequestLost:
     """Returns the error of a lost request, with the reason and the start of the server's answer."""
-    excerpt = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
+    excerpt = "" if answer is None else f": {answer.body[:_EXCERPT_BYTES].decode(errors='replace')!r}"
     url = without_credentials(url)
     return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{excerpt}).", timed_out)
 
@@ -110,7 +110,7 @@ def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
 
 def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
     """Returns an error that quotes an unexpected answer."""
-    return RuntimeError(str(lost(url, path, answer.status, answer)))
+    return RuntimeError(str(lost_error(url, path, answer.status, answer)))
 
 
 def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
@@ -119,23 +119,23 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
     between attempts doubles up to a limit. Raises a `RuntimeError` when an attempt times out, or when the waits add up
     to `patience` seconds.
     """
-    n, waited = 0, 0.0
+    n, total_wait = 0, 0.0
     while True:
         try:
             return attempt(n)
         except RequestLost as error:
-            wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2**n, _LONGEST_WAIT, patience - waited)
+            wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2**n, _LONGEST_WAIT, patience - total_wait)
             if wait <= 0:
                 times = "once" if n == 0 else f"{n + 1} times"
                 raise RuntimeError(f"{error} It was asked {times}; `vllm_server_timeout` bounds it.") from error
             warn(error)
         time.sleep(wait)
-        n, waited = n + 1, waited + wait
+        n, total_wait = n + 1, total_wait + wait
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
     """Calls `work` on items in threads, and returns the results. After an error, doesn't wait for the other calls."""
-    slots = threading.Semaphore(_AT_ONCE)
+    slots = threading.Semaphore(_MAX_CONCURRENT)
 
     def run(item: T) -> U:
         with slots:
@@ -151,12 +151,17 @@ def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 
 def completions_in(
-    body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int] = ()
+    body: bytes,
+    count: int,
+    max_tokens: int,
+    vocab_size: int,
+    placeholders: Collection[int],
+    end_ids: Collection[int] = (),
 ) -> list[ServerSample]:
     """
-    Returns the `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary`. Tokens
-    must not be `placeholders` of media. Only a completion's last token may be one of `ends`, the tokens that end a
-    text. Raises a `ValueError` with a one-line message for any other answer.
+    Returns the `count` completions in the body of an answer, each of 1 to `max_tokens` tokens below `vocab_size`.
+    Tokens must not be `placeholders` of media. Tokens that end a text, `end_ids`, are only allowed at the end of a
+    completion. Raises a `ValueError` with a one-line message for any other answer.
     """
     try:
         content = json.loads(body)
@@ -170,26 +175,28 @@ def completions_in(
     samples: list[ServerSample] = [([], [])] * count
     for choice in content["choices"]:
         try:
-            samples[choice["index"]] = _sample_in(choice, most, vocabulary, placeholders, ends)
+            samples[choice["index"]] = _sample_in(choice, max_tokens, vocab_size, placeholders, end_ids)
         except ValueError as error:
             raise ValueError(f"completion {choice['index']} {error}") from None
     return samples
 
 
 def _sample_in(
-    choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int]
+    choice: dict[str, Any], max_tokens: int, vocab_size: int, placeholders: Collection[int], end_ids: Collection[int]
 ) -> ServerSample:
     reason, ids = choice.get("finish_reason"), choice.get("token_ids")
-    if reason not in _ENDS:
+    if reason not in _FINISH_REASONS:
         raise ValueError(f"ended by {reason!r}")
-    if not isinstance(ids, list) or not 1 <= len(ids) <= most:
-        raise ValueError(f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {most} are possible")
+    if not isinstance(ids, list) or not 1 <= len(ids) <= max_tokens:
+        raise ValueError(
+            f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {max_tokens} are possible"
+        )
     for value in ids:
-        if type(value) is not int or not 0 <= value < vocabulary:
-            raise ValueError(f"has the token {value!r}, and the vocabulary {vocabulary}")
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise ValueError(f"has the token {value!r}, and the vocabulary {vocab_size}")
         if value in placeholders:
             raise ValueError(f"has the token {value}, which stands for media that don't exist")
-    if early_ends := [token for token in ids[:-1] if token in ends]:
+    if early_ends := [token for token in ids[:-1] if token in end_ids]:
         raise ValueError(f"has tokens behind {early_ends[0]}, which ends a text")
     try:
         logps = [value["logprob"] for value in choice["logprobs"]["content"]]
@@ -201,11 +208,11 @@ def _sample_in(
         if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
             raise ValueError(f"has the log-probability of {name} for the token {token}")
     for value in logps:
-        if value is not None and (type(value) not in (int, float) or value > _ROUNDING):
+        if value is not None and (type(value) not in (int, float) or value > _LARGEST_LOGP):
             raise ValueError(f"has the log-probability {value!r}")
     return ids, [logp_or_none(value) for value in logps]
 
 
 def logp_or_none(logp: float | None) -> float | None:
     """Returns a log-probability, or `None` for values that engines and servers report in place of one."""
-    return None if logp is None or logp <= _UNKNOWN or math.isnan(logp) else logp
+    return None if logp is None or logp <= _MISSING_LOGP or math.isnan(logp) else logp

@@ -31,7 +31,7 @@ from .vllm_requests import (
     at_once,
     completions_in,
     content_of,
-    lost,
+    lost_error,
     refusal,
     until_answered,
 )
@@ -49,20 +49,20 @@ if engine_obstacle() is None:
 T = TypeVar("T")
 
 # Settings of a server that affect processed media: in its model config, and in its multimodal config
-_OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
-_OF_MEDIA = """
+_MODEL_KEYS = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
+_MEDIA_KEYS = """
 mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_method language_model_only
 """.split()
-_GENERATE = "/inference/v1/generate"
-_INFO = "/server_info?config_format=json"
-# Limits of an answer's size in bytes: per log-probability of a token, and for the rest of the answer
-_BYTES_PER_LOGP, _BYTES_AROUND = 2**10, 2**20
+_GENERATE_PATH = "/inference/v1/generate"
+_INFO_PATH = "/server_info?config_format=json"
+# Limits of an answer's size in bytes: for the log-probability of a token, and for the rest of the answer
+_BYTES_PER_LOGP, _BYTES_PER_ANSWER = 2**10, 2**20
 # Fields of a config that must be equal for two models to exchange weights
-_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SHAPE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-class Limits(TypedDict, total=False):
-    """HTTP method of a request, and most bytes of its answer."""
+class RequestOptions(TypedDict, total=False):
+    """HTTP method of a request, and maximum size of its answer in bytes."""
 
     method: str
     max_bytes: int
@@ -74,7 +74,7 @@ class EngineRequest(NamedTuple):
     ids: list[int]
     media: dict[str, Any] | None  # features for a server; for an engine, the whole prompt with processed media
     count: int  # number of completions
-    most: int  # most tokens of a completion
+    max_tokens: int  # maximum length of a completion
     seed: int | None
 
     def for_server(self) -> "EngineRequest":
@@ -95,7 +95,7 @@ class ServerClient(VLLMClient):
         body: dict[str, Any] | None = None,
         patience: float | None = None,
         seconds: float | None = None,
-        **limits: Unpack[Limits],
+        **request_options: Unpack[RequestOptions],
     ) -> Answer:
         """
         Returns the server's answer. `seconds` limits each attempt, and `patience` all waits between attempts. Both are
@@ -104,14 +104,18 @@ class ServerClient(VLLMClient):
         seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
         return until_answered(
-            lambda _: answer_of(self.base_url, path, body, seconds=seconds, **limits), patience, self.warn
+            lambda _: answer_of(self.base_url, path, body, seconds=seconds, **request_options), patience, self.warn
         )
 
     def call(
-        self, path: str, body: dict[str, Any] | None = None, patience: float | None = None, **limits: Unpack[Limits]
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        patience: float | None = None,
+        **request_options: Unpack[RequestOptions],
     ) -> dict[str, Any]:
         """Returns the content of the server's answer, see [`answer`]."""
-        return content_of(self.answer(path, body, patience, **limits), self.base_url, path)
+        return content_of(self.answer(path, body, patience, **request_options), self.base_url, path)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits for the server to be up."""
@@ -120,7 +124,7 @@ class ServerClient(VLLMClient):
     def get_server_info(self) -> dict[str, Any]:
         """Returns the server's settings."""
         try:
-            return self.call(_INFO, method="GET")["vllm_config"]
+            return self.call(_INFO_PATH, method="GET")["vllm_config"]
         except RuntimeError as error:
             raise RuntimeError(f"{error} Start it with `VLLM_SERVER_DEV_MODE=1` in its environment.") from error
 
@@ -167,7 +171,7 @@ class ServerGroup(ServerClient):
             client.call("/reset_prefix_cache")
 
     def reset_encoder_caches(self) -> None:
-        """Resets the encoder caches of all servers. Their keys don't depend on the weights (huggingface/trl#7198)."""
+        """Resets the encoder caches of all servers, which hold outputs by old weights (huggingface/trl#7198)."""
         for client in self.clients:
             client.call("/reset_encoder_cache")
 
@@ -213,7 +217,7 @@ def _resume(
 
 
 def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Calls `work` and returns its result. All ranks must call this. If one rank fails, all raise its error."""
+    """Calls `work` on all ranks, and returns this rank's result. If one rank fails, all raise that rank's error."""
     if accelerator.num_processes == 1:
         return work()
     result, error = None, None
@@ -221,11 +225,11 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
         result = work()
     except Exception as exception:
         error = exception
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=accelerator.device)
-    if accelerator.reduce(failed).item():
+    n_failed = torch.tensor([error is not None], dtype=torch.int32, device=accelerator.device)
+    if accelerator.reduce(n_failed).item():
         report = (isinstance(error, ValueError), f"Process {accelerator.process_index}: {error}")
-        is_refusal, line = gather_object([] if error is None else [report])[0]
-        raise (ValueError if is_refusal else RuntimeError)(line) from error
+        is_value_error, message = gather_object([] if error is None else [report])[0]
+        raise (ValueError if is_value_error else RuntimeError)(message) from error
     return cast(T, result)
 
 
@@ -259,7 +263,7 @@ def check_protocol(client: ServerClient) -> None:
             f"The vLLM server at {without_credentials(client.base_url)} runs vLLM {version} and the trainer "
             f"{vllm.__version__}, which may process media differently; install the same version for both."
         )
-    if client.answer(_GENERATE, {}).status == 404:
+    if client.answer(_GENERATE_PATH, {}).status == 404:
         raise ValueError(
             f"The vLLM server at {without_credentials(client.base_url)} takes no features of media; start it with "
             "`--enable-scale-out`."
@@ -267,7 +271,7 @@ def check_protocol(client: ServerClient) -> None:
 
 
 def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """Describes the fields of `_SHAPE` that differ on a server. The text is empty if the config can't be read."""
+    """Describes the `_SHAPE_FIELDS` that differ on a server. The text is empty if the config can't be read."""
     try:
         server_config = AutoConfig.from_pretrained(
             settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]
@@ -275,7 +279,7 @@ def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> st
     except (OSError, ValueError):
         return ""  # a path on another machine
     actual, expected = server_config.get_text_config(), config.get_text_config()
-    values = {name: (getattr(actual, name, None), getattr(expected, name, None)) for name in _SHAPE}
+    values = {name: (getattr(actual, name, None), getattr(expected, name, None)) for name in _SHAPE_FIELDS}
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
 
 
@@ -284,8 +288,8 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
     Returns a server's start time and current time, in seconds of its clock. Raises a [`RequestLost`] if the server
     doesn't answer.
     """
-    answer = answer_of(url, _INFO, seconds=timeout, method="GET")
-    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # a time in nanoseconds
+    answer = answer_of(url, _INFO_PATH, seconds=timeout, method="GET")
+    start = str(content_of(answer, url, _INFO_PATH)["vllm_config"].get("instance_id"))  # a time in nanoseconds
     now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
     return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
@@ -293,16 +297,16 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
 def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> "BaseRenderer":
     """Returns a renderer that processes prompts as the server would, without an engine."""
     settings = info["model_config"]
-    media = settings["multimodal_config"] or {}
+    media_settings = settings["multimodal_config"] or {}
     args = EngineArgs(
         model=model,
         revision=revision,
         trust_remote_code=trust_remote_code,
         dtype=settings["dtype"].removeprefix("torch."),
         mm_processor_cache_gb=0,  # each prompt is rendered once
-        limit_mm_per_prompt=media.get("limit_per_prompt", {}),
-        **{name: settings[name] for name in _OF_MODEL},
-        **{name: media[name] for name in _OF_MEDIA if name in media},
+        limit_mm_per_prompt=media_settings.get("limit_per_prompt", {}),
+        **{name: settings[name] for name in _MODEL_KEYS},
+        **{name: media_settings[name] for name in _MEDIA_KEYS if name in media_settings},
     )
     return renderer_from_config(args.create_engine_config())
 
@@ -314,7 +318,7 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
-            modality: [_range(placeholders, modality) for placeholders in ranges]
+            modality: [_embedding_range(placeholders, modality) for placeholders in ranges]
             for modality, ranges in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
@@ -324,7 +328,7 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
+def _embedding_range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
     """Returns the offset and length of the embeddings of an image, sound or video, without surrounding tokens."""
     offset, length = placeholders.offset, placeholders.length
     if placeholders.is_embed is not None:
@@ -345,7 +349,7 @@ def server_completions(
     options: dict[str, Any],
     *,
     timeout: float,
-    vocabulary: int,
+    vocab_size: int,
     placeholders: Collection[int] = (),
     salt: str | None = None,
 ) -> list[ServerSample]:
@@ -355,19 +359,21 @@ def server_completions(
     Raises a [`RequestLost`] if no answer comes within `timeout` seconds, or if the answer doesn't fit the request.
     Raises a `RuntimeError` if the server refuses the request.
     """
-    sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-    n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
+    sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
+    n_logps = request.count * request.max_tokens * (1 + (options.get("logprobs") or 0))
     body = {**_request_body(model, request, sampling), **({} if salt is None else {"cache_salt": salt})}
-    answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
+    answer = answer_of(
+        url, _GENERATE_PATH, body, seconds=timeout, max_bytes=_BYTES_PER_ANSWER + n_logps * _BYTES_PER_LOGP
+    )
     if answer.status == 404 and model is not None:  # a restarted server doesn't know the adapter
-        raise lost(url, _GENERATE, 404, answer)
+        raise lost_error(url, _GENERATE_PATH, 404, answer)
     if answer.status != 200:
-        raise refusal(answer, url, _GENERATE)
+        raise refusal(answer, url, _GENERATE_PATH)
     try:
-        ends = options.get("stop_token_ids") or ()
-        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders, ends)
+        end_ids = options.get("stop_token_ids") or ()
+        return completions_in(answer.body, request.count, request.max_tokens, vocab_size, placeholders, end_ids)
     except ValueError as error:
-        raise lost(url, _GENERATE, error, answer) from None
+        raise lost_error(url, _GENERATE_PATH, error, answer) from None
 
 
 def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
@@ -378,9 +384,9 @@ def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -
 
     def score(request: EngineRequest) -> list[dict[int, float]]:
         sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
-        max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
+        max_bytes = _BYTES_PER_ANSWER + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
         # TRL's client can't read the answers of vLLM 0.32 and later
-        answer = client.call(_GENERATE, _request_body(client.model, request, sampling), max_bytes=max_bytes)
+        answer = client.call(_GENERATE_PATH, _request_body(client.model, request, sampling), max_bytes=max_bytes)
         positions = answer["prompt_logprobs"][1:]
         # vLLM adds the prompt's token if it isn't among the `k` most likely ones
         scores = [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]

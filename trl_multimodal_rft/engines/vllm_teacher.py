@@ -44,12 +44,12 @@ class ServerTeacher:
         self.prompts = EnginePrompts(renderer, processor, "server")
         self.vocab_size = renderer.model_config.get_vocab_size()
 
-    def read(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
+    def requests_for(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
         """Returns requests to the server for prompts with decoded media. Each distinct prompt is processed once."""
         requests: dict[int, EngineRequest] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in requests:
-                rendered = self.prompts.take(prompt, None, i)
+                rendered = self.prompts.engine_input(prompt, None, i)
                 requests[id(prompt)] = EngineRequest(
                     rendered["prompt_token_ids"], server_features(rendered), 1, 1, None
                 )

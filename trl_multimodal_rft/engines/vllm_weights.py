@@ -81,8 +81,8 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
 def load_and_find_unread(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """Calls `load` with weights, and returns the names of weights that no operation reads. Views aren't reads."""
-    with _Reads() as reads:
+    """Calls `load` with weights, and returns the names of weights that no operation reads. Slicing isn't reading."""
+    with _ReadRecorder() as reads:
         copies = reads.track(weights)
         load(copies)
         for _ in copies:  # weights that `load` didn't ask for are unread, too
@@ -94,7 +94,7 @@ def load_and_find_unread(
 Tree = torch.Tensor | tuple | list | dict[str, Any] | float | None
 
 
-class _Reads(TorchDispatchMode):
+class _ReadRecorder(TorchDispatchMode):
     """Mode that records the unread weights. References to them keep other tensors from reusing their memory."""
 
     def __init__(self):
@@ -104,7 +104,7 @@ class _Reads(TorchDispatchMode):
 
     def track(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields copies of weights. The copies share no memory."""
-        self._is_loading = False  # operations that produce a weight may use tensors without memory
+        self._is_loading = False  # not recorded: operations that produce a weight may use tensors without memory
         for name, weight in weights:
             weight_copy = weight.clone()
             if weight_copy.numel():
@@ -119,12 +119,12 @@ class _Reads(TorchDispatchMode):
     ) -> Tree:
         output = func(*args, **(kwargs or {}))
         if self._is_loading:
-            for address in _memory((args, kwargs)) - _memory(output):
+            for address in _memory_addresses((args, kwargs)) - _memory_addresses(output):
                 self.unread.pop(address, None)
         return output
 
 
-def _memory(values: Tree) -> set[int]:
+def _memory_addresses(values: Tree) -> set[int]:
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
@@ -137,24 +137,25 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
             names = [key.replace(part, "") for key in names]
         targets = _targets_of[model] = _find_targets(model, names)
     if name not in targets:
-        targets |= _find_targets(model, [name], complete=False)
+        targets |= _find_targets(model, [name], covers_model=False)
     return targets[name]
 
 
-def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = True) -> dict[str, tuple[str, float]]:
-    """Returns the entries of weights in `_targets_of`. `complete` means that `names` covers the whole model."""
+def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool = True) -> dict[str, tuple[str, float]]:
+    """Returns the entries of weights in `_targets_of`. `covers_model` means that `names` are all of its names."""
     converters = _converters(model)
-    groups, joins = {}, {}
+    groups, has_several_sources = {}, {}
     for name in names:
         for converter in converters:
             group, source = converter.rename_source_key(name)
             if source is not None:
-                groups[name], joins[name] = group, len(converter.source_patterns) > 1
+                groups[name], has_several_sources[name] = group, len(converter.source_patterns) > 1
                 break
     sizes = Counter(groups.values())
     # A group of unknown size gets an infinite size: it is converted after the last weight
     entries = {
-        name: (group, sizes[group] if complete else math.inf if joins[name] else 1) for name, group in groups.items()
+        name: (group, sizes[group] if covers_model else math.inf if has_several_sources[name] else 1)
+        for name, group in groups.items()
     }
     markers = {name: torch.empty(0) for name in names if name not in groups}
     names_of = {id(marker): name for name, marker in markers.items()}
@@ -194,10 +195,10 @@ def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[st
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns weights with their conversion reverted, even if other weights of a group are missing."""
-    loaded = vars(model).get("_weight_conversions") or []
-    if not any(isinstance(conversion, GroupWeightRename) for conversion in loaded):
+    load_conversions = vars(model).get("_weight_conversions") or []
+    if not any(isinstance(conversion, GroupWeightRename) for conversion in load_conversions):
         return revert_weight_conversion(model, weights)
-    conversions = [copy.copy(conversion) for conversion in loaded]
+    conversions = [copy.copy(conversion) for conversion in load_conversions]
     for conversion in conversions:
         if isinstance(conversion, GroupWeightRename):
             conversion.__class__ = _UnguardedRename

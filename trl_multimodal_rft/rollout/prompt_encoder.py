@@ -85,7 +85,7 @@ class PromptEncoder:
             template_kwargs={**self.template_kwargs, **template_kwargs},
             audio_overlong=self.audio_overlong,
             keep_decoded=self.keep_decoded or self.for_engine,
-            engine_positions=self.for_engine,
+            use_engine_positions=self.for_engine,
             view=view,
             row=row,
             sampled=sampled,

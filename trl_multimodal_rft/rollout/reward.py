@@ -118,7 +118,7 @@ def reward_rollout(
     and `kwargs`, with media as the dataset has them. Functions whose rewards are in `early` aren't called again.
     """
     arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
-    for key, *entry in early.logged:
+    for key, *entry in early.log_entries:
         kwargs[key](*entry)
     remaining = {name: value for name, value in functions.items() if name not in early.values}
     rewards = call_rewards(remaining, arguments, loop, profile) | early.values

@@ -23,7 +23,7 @@ from trl.chat_template_utils import parse_response
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import TOOL_PREFIX, blocks_to_refs
-from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, stand_in_turn
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, checked_texts, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
@@ -169,7 +169,7 @@ class ToolLoop:
             trajectory.replace_context(messages, encoded, encoder.model)
             return True
         trajectory.turns.append((len(trajectory.ids) - trajectory.start, encoded))
-        trajectory.history += [normalize_tool_calls(results), *results]
+        trajectory.history += [stand_in_turn(results), *results]
         trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
         processor = None if self.engine_length is None else encoder.processor
         ids = trajectory.ids[trajectory.start :]

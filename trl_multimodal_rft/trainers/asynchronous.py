@@ -39,7 +39,7 @@ def row_encoder(
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
         encoded = prompt_encoder.encode_row(row, prompt)
         if encoded is not None:
-            encoded.decoded = server_features(engine_prompts().take(encoded, None, row.row_index))
+            encoded.decoded = server_features(engine_prompts().engine_input(encoded, None, row.row_index))
         return encoded
 
     return encode
@@ -60,7 +60,7 @@ class AsynchronousSampling:
         """
         run, flight, n = self.run, self.flight, len(rollout)
         accelerator = run.accelerator
-        self.engine.batch_index = batch_index
+        self.engine.generation_batch_index = batch_index
         with sampler.explain():
             sampler.load_weights(run.step)
         flight.version = batch_index
@@ -69,10 +69,10 @@ class AsynchronousSampling:
                 self._request_batch(index)
         with sampler.explain(), sampler.profile("vLLM.generate"):
             pending, responses, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
-            self.engine.check_starts()
+            self.engine.check_restarts()
         completions = [item for response in responses for item in response.completions]
         ids, logps = ([*item] for item in zip(*completions, strict=True))
-        versions = [[item.first, item.last] for item in responses for _ in item.completions]
+        versions = [[item.first_version, item.last_version] for item in responses for _ in item.completions]
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:
             rewards = on_all_ranks(accelerator, lambda: [item.result() for item in pending.rewards.values()])
@@ -122,7 +122,13 @@ class AsynchronousSampling:
         rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(rollouts)
         self.flight.ask(
-            batch_index, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes
+            batch_index,
+            batch,
+            rollout.source.row_indices,
+            requests,
+            reward_functions=reward,
+            views=views,
+            probes=probes,
         )
 
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
@@ -157,7 +163,7 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
     size, accelerator = min(n, _N_PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
-    short_requests = [item._replace(count=1, most=min(item.most, _PROBE_LENGTH)) for item in requests]
+    short_requests = [item._replace(count=1, max_tokens=min(item.max_tokens, _PROBE_LENGTH)) for item in requests]
     ids, logps = (
         [*item] for item in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
     )

@@ -166,7 +166,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._check_teacher_sees_more(rows)
         rollout, server = self._collect(rows), self.teacher_server
         prompts = teacher_prompts(self._run, rollout, rows)
-        requests = None if server is None else server.read(prompts)
+        requests = None if server is None else server.requests_for(prompts)
         rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)

@@ -195,7 +195,7 @@ def self_check_settings(
         generating=local_sampler.generating,
         changes=sampling_changes(run.args),
         audio_overlong=run.args.audio_overlong,
-        engine_positions=sampler.is_engine,
+        has_engine_positions=sampler.is_engine,
     )
 
 
@@ -250,11 +250,11 @@ def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
-    is_first, checks.has_looked = not checks.has_looked, True
+    is_first, checks.has_checked_logps = not checks.has_checked_logps, True
     if is_first and n_missing == n > 0 and corrects_for_engine:
         raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
-    if n_missing and not checks.has_warned:
-        checks.has_warned = True
+    if n_missing and not checks.has_warned_of_logps:
+        checks.has_warned_of_logps = True
         logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
 
 

@@ -137,7 +137,7 @@ class PreferenceCollator(SupervisedCollator):
                 f"{len(answer)} tokens, but its media, up to token {end}, and a text aren't cut; raise it, or make "
                 "the media smaller"
             )
-        return answer.first(n)
+        return answer.cut(n)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):

@@ -146,7 +146,7 @@ class PreferenceTrainer(CompletionTrainer):
         return pair.sequences(model)
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
+        measure, pairs = Measure(self._policy, model, has_engine_positions=False), inputs["sequences"]
         sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
         rows = [row for side in sides for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id

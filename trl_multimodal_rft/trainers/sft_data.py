@@ -119,7 +119,7 @@ class SupervisedCollator:
                 "with `on_media_error='skip'`"
             )
         n_tokens = len(sequence)
-        sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        sequence = sequence.cut(args.max_length, from_end=args.truncation_mode == "keep_end")
         if not sequence.learned[1:].any():
             raise OverlongRow(
                 f"row {row.row_index} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
