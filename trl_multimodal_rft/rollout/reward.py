@@ -22,7 +22,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..engines.in_flight import EarlyCalls, EarlyRewards
 from ..rewards.calls import StepwiseReward, call_rewards, checked_reward, reward_arguments
-from ..rewards.model import read_as_text
+from ..rewards.model import text_reward_func
 from .ranks import local_rows
 from .rollout import Rollout, Source, Turn
 
@@ -53,7 +53,7 @@ def checked_functions(
     ]
     return {
         name: checked_reward(
-            read_as_text(function, processor, template_kwargs) if name in readers else function,
+            text_reward_func(function, processor, template_kwargs) if name in readers else function,
             name,
             media_rules,
             rollout.source.row_indices,

@@ -31,7 +31,7 @@ from ..forward.scores import Scores
 from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
 from ..rewards.calls import distinct_names
-from ..rewards.named import as_reward_funcs, check_reads
+from ..rewards.named import as_reward_funcs, check_reward_columns
 from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
@@ -132,7 +132,7 @@ class MultimodalTrainer(CheckpointMixin):
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments may read any column
             warn_of_unread(args, datasets, modalities(model, args))
-            for warning in check_reads(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
+            for warning in check_reward_columns(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
                 logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
