@@ -294,7 +294,7 @@ class Evaluation:
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-            rollout.source.turns = [trajectory.sampled for trajectory in trajectories]
+            rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
             texts = [as_text(strip_media(item)) for item in rollout.source.completions]
             answers = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):

@@ -217,7 +217,7 @@ def evaluate_trainer(
             return trainer.sampler(trainer.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
 
     with kept_random_state():
-        toolbox = trainer.toolbox.fresh()
+        toolbox = trainer.toolbox.with_new_environments()
     policy = Policy(
         trainer.model,
         trainer.prompts,

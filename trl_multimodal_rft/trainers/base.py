@@ -36,11 +36,11 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import Estimates, keep_estimates, weighted_sum
+from ..rollout.reward import Estimates, set_estimates, weighted_sum
 from ..rollout.rollout import Rollout, TRLInputs, require
 from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
 from ..rollout.stream import CardNotes, RowStream
-from ..rollout.turns import ToolLoop, without_tools
+from ..rollout.turns import ToolLoop, completions_without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints.mixin import CheckpointMixin
@@ -390,7 +390,7 @@ class MultimodalTrainer(CheckpointMixin):
             ids, logps, tool_mask = continue_after_tools(run, *arguments)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.source.completions = without_tools(rollout, ids, self.processing_class)
+            rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed the media
 
@@ -413,7 +413,7 @@ class MultimodalTrainer(CheckpointMixin):
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
         estimates = self._compare(rollout, rewards, shaped, group_ids)
-        keep_estimates(rollout, estimates, self.accelerator)
+        set_estimates(rollout, estimates, self.accelerator)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
         self._rollout_log.add(rollout, rewards, estimates)
 
@@ -485,7 +485,7 @@ class MultimodalTrainer(CheckpointMixin):
         index = self._step % (steps * self.num_iterations)
         if index == 0 or self._buffered_inputs is None:
             for part in self._buffered_inputs or ():
-                part.release()
+                part.release_media()
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)

@@ -31,7 +31,7 @@ from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
-from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
+from ..rollout.turns import ENDS, ToolLoop, prompts_with_results, run_turns
 from .asynchronous import probe_engine
 from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -170,7 +170,7 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
     messages = rollout.source.messages
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
         rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked(prompt, row) for prompt, row in rows]
+        messages = [run.prompts.checked_prompt(prompt, row) for prompt, row in rows]
     run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
 
 
@@ -280,17 +280,17 @@ def continue_after_tools(
     for part in (
         part
         for completion in trajectories
-        for prompt in (completion.prompt, *completion.closed)
+        for prompt in (completion.prompt, *completion.closed_contexts)
         for part in prompt.parts
     ):
         part.decoded = ()  # no later turn needs decoded media
-    rollout.prompts = with_results(loop.encoder.model, trajectories)
+    rollout.prompts = prompts_with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [completion.messages for completion in trajectories]
-    rollout.source.turns = [completion.sampled for completion in trajectories]
+    rollout.source.turns = [completion.sampled_turns for completion in trajectories]
     rollout.source.contexts = [[messages for messages, _ in completion.contexts[1:]] for completion in trajectories]
     ids, mask = [completion.ids for completion in trajectories], [completion.mask for completion in trajectories]
     logps = None if samples[1] is None else [completion.logps or [] for completion in trajectories]
-    if sampler.samples_policy and any(len(completion.sampled) > 1 for completion in trajectories):
+    if sampler.samples_policy and any(len(completion.sampled_turns) > 1 for completion in trajectories):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.notices.mode_after_tools:

@@ -25,8 +25,8 @@ from ..forward.scores import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
-from ..rollout.collect import continued, view_prompts
-from ..rollout.prompt_encoder import reads_apart
+from ..rollout.collect import view_prompts, with_new_start
+from ..rollout.prompt_encoder import has_teacher_prompt
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
 from ..views.views import as_view
@@ -143,7 +143,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
     prompt, too. If teacher and student read the same prompt, both are one object. Raises `ValueError` if rows have
     columns for the teacher and there are tools.
     """
-    separate = [reads_apart(row.stored) for row in rows]
+    separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(separate):
         if run.toolbox.tools:
             column = next(name for name in TEACHER_COLUMNS if name in rows[separate.index(True)].stored)
@@ -206,7 +206,7 @@ def keep_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], scored: boo
     Sets the teacher's prompts in a rollout, continued by the turns after tool calls. Leaves them unset if they are the
     student's prompts, or if the completions are `scored` already. Drops their decoded media, which no sampler needs.
     """
-    prompts = [continued(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
+    prompts = [with_new_start(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
     for prompt in prompts:
         prompt.decoded = ()
     differ = any(student is not teacher for student, teacher in zip(rollout.prompts, prompts, strict=True))
