@@ -67,7 +67,7 @@ class PromptEncoder:
             return None
         return self.encode(prompt, row.row_index)
 
-    def encode_teachers(self, row: Row) -> EncodedPrompt | None:
+    def encode_teacher_prompt(self, row: Row) -> EncodedPrompt | None:
         """Returns the encoded prompt of a row's teacher, or `None` if it has no media or is the student's prompt."""
         if not has_teacher_prompt(row):
             return None

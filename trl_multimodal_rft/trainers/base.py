@@ -196,7 +196,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else encode,
             messages=self.prompts.messages,
-            encode_teachers=self.prompts.encode_teachers if args.teacher_columns else None,
+            encode_teacher_prompt=self.prompts.encode_teacher_prompt if args.teacher_columns else None,
             columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self._live.state,

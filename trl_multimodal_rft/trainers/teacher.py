@@ -159,8 +159,8 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         ]
         # `encoded` maps the id of a student's prompt to the teacher's. A `row` with media has been encoded already
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
-            if not is_separate or row.teachers is not None:
-                encoded[id(prompt)] = row.teachers if is_separate else prompt
+            if not is_separate or row.teacher_prompt is not None:
+                encoded[id(prompt)] = row.teacher_prompt if is_separate else prompt
             elif id(prompt) not in encoded:
                 encoded[id(prompt)] = run.prompts.encode(conversation, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
