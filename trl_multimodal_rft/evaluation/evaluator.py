@@ -236,11 +236,11 @@ def evaluate_trainer(
     return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 
-def check_has_sampler(trainer: MultimodalTrainer) -> None:
+def check_has_sampler(candidate: MultimodalTrainer) -> None:
     """Raises `ValueError` if a trainer doesn't sample completions with this package."""
-    if not hasattr(trainer, "sampler"):
+    if not hasattr(candidate, "sampler"):
         raise ValueError(
-            f"The trainer is a {type(trainer).__name__}, which doesn't sample completions; evaluate its model with "
+            f"The trainer is a {type(candidate).__name__}, which doesn't sample completions; evaluate its model with "
             "`evaluate`."
         )
 
