@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
-from trl_multimodal_rft.rollout.ranks import balanced, forwarded_length, packed_group
+from trl_multimodal_rft.rollout.ranks import balanced_assignment, forwarded_length, pickled_group
 from trl_multimodal_rft.rollout.rollout import PARTS, Rewards, Rollout, join_rollouts
 from trl_multimodal_rft.rollout.score import without_gradient
 
@@ -177,7 +177,7 @@ def test_replay_is_limited_in_size_and_age(options, steps, fractions):
         assert sorted(used) == replayed + dead[: 2 - len(replayed)] and is_stale == bool(replayed)
         assert metrics["replay/frac"] == fraction and metrics["replay/age"] == (step if fraction else 0)
     for kept in run.exchange.replay.state_dict()["groups"]:  # without the memory of the rest of their batch
-        for value in (value for _, value in kept.walk() if isinstance(value, torch.Tensor)):
+        for value in (value for _, value in kept.walk_fields() if isinstance(value, torch.Tensor)):
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
@@ -209,7 +209,7 @@ def test_swaps_balance_about_as_well_as_a_new_distribution(ranks, n):
     generator = random.Random(0)
     for _ in range(20):
         loads = [[int(generator.lognormvariate(8, 0.7)) for _ in range(n)] for _ in range(ranks)]
-        places, load = balanced(loads, [[1] * n] * ranks), sum(loads, [])
+        places, load = balanced_assignment(loads, [[1] * n] * ranks), sum(loads, [])
         assert sorted(sum(places, [])) == [*range(ranks * n)] and {*map(len, places)} == {n}
         longest = max(sum(load[group] for group in held) for held in places)
         assert longest <= 1.2 * longest_first(loads) and longest <= max(map(sum, loads))
@@ -217,12 +217,12 @@ def test_swaps_balance_about_as_well_as_a_new_distribution(ranks, n):
 
 
 def test_what_is_balanced_or_not_free_stays():
-    assert balanced([[5, 5], [6, 4]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
-    assert balanced([[9, 1], [1, 1]], [[1, 1]] * 2) == [[0, 1], [2, 3]]  # no swap helps
-    assert balanced([[9, 9], [1, 1]], [[1, 1]] * 2) == [[2, 1], [0, 3]]
-    assert balanced([[9, 9], [1, 1]], [[0, 1], [0, 1]]) == [[0, 3], [2, 1]]
-    assert balanced([[9, 9], [1, 1]], [[0, 0], [1, 1]]) == [[0, 1], [2, 3]]
-    assert balanced([[0, 0], [0, 0]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
+    assert balanced_assignment([[5, 5], [6, 4]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
+    assert balanced_assignment([[9, 1], [1, 1]], [[1, 1]] * 2) == [[0, 1], [2, 3]]  # no swap helps
+    assert balanced_assignment([[9, 9], [1, 1]], [[1, 1]] * 2) == [[2, 1], [0, 3]]
+    assert balanced_assignment([[9, 9], [1, 1]], [[0, 1], [0, 1]]) == [[0, 3], [2, 1]]
+    assert balanced_assignment([[9, 9], [1, 1]], [[0, 0], [1, 1]]) == [[0, 1], [2, 3]]
+    assert balanced_assignment([[0, 0], [0, 0]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
 
 
 def test_load_of_a_group_counts_its_prompt_for_each_padded_row():
@@ -244,7 +244,7 @@ def test_a_group_travels_without_its_neighbours():
     own, batch = group(1), torch.rand(1000, 3)
     own.prompts[0].media["pixel_values"] = batch[5:6]
     own.prompts[0].on_device["pixel_values"] = batch
-    data = packed_group(own)
+    data = pickled_group(own)
     assert len(data) < 8000 < batch.nbytes
     found = pickle.loads(data.numpy().tobytes())
     assert torch.equal(found.prompts[0].media["pixel_values"], batch[5:6])

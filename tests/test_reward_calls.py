@@ -159,7 +159,7 @@ def test_a_parameter_that_is_no_column_is_named(tmp_path):
         (
             accuracy_reward,
             alone.add_column("solution", [""] * 8),
-            r"'accuracy_reward' needs cells that hold nothing: col",
+            r"'accuracy_reward' has nothing to read: col",
         ),
         (
             accuracy_reward,

@@ -52,10 +52,10 @@ class Talking:
                     let_call(i, 0, trajectory.messages[-1])
                 super().run(trajectories)
 
-            def _continue(self, trajectories, idle):
-                super()._continue(trajectories, idle)
+            def _sample_turns(self, trajectories, idle_prompt):
+                super()._sample_turns(trajectories, idle_prompt)
                 for trajectory in trajectories:
-                    let_call(trajectory.index, len(trajectory.sampled) - 1, trajectory.messages[-1])
+                    let_call(trajectory.index, len(trajectory.sampled_turns) - 1, trajectory.messages[-1])
 
         return Calling(**vars(super().tool_loop(**options)))
 

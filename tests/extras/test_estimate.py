@@ -20,7 +20,7 @@ from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.arguments import parse as parse_script
 from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.extras import estimate
-from trl_multimodal_rft.extras.estimate import Measured, memory
+from trl_multimodal_rft.extras.estimate import Usage, memory
 from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
@@ -163,9 +163,9 @@ def test_frozen_tower_keeps_nothing_and_has_no_backward(folder):
 
 
 def numbers(**changes):
-    fields = dict.fromkeys(Measured.__dataclass_fields__, 0)
+    fields = dict.fromkeys(Usage.__dataclass_fields__, 0)
     fields = {**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, "cache": [], "sharing": 1}
-    return Measured(**{**fields, **changes})
+    return Usage(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def serve():
         "url",
         "media",
         "rewards",
-        "_act",
+        "_call_tool",
         "_shown",
         "__init__",
         "a-b",

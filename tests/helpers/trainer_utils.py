@@ -289,7 +289,7 @@ class ByName:
 
 
 def _cloned(rollout):
-    cloned = rollout.changed(lambda _, value: value.clone() if isinstance(value, torch.Tensor) else value)
+    cloned = rollout.map_values(lambda _, value: value.clone() if isinstance(value, torch.Tensor) else value)
     vars(cloned).update({name: vars(rollout)[name] for name in vars(rollout).keys() - vars(cloned).keys()})
     return ByName(cloned)
 

@@ -40,7 +40,7 @@ from ..progress import progress_bar
 from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
-from ..rewards.named import check_reads, load_reward_funcs
+from ..rewards.named import check_reward_columns, load_reward_funcs
 from ..rollout.prompt_encoder import PromptEncoder
 from .prompts import with_system_message, with_texts
 
@@ -359,7 +359,7 @@ modalities
 )
         if warning is not None:
             report.warnings.append(warning)
-        report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
+        report.warnings += check_reward_columns(load_reward_funcs(args.reward_funcs or ()), rows)
         if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
             raise too_few_rows_error(len(rows), args.batch_rows, has_groups=True)
     except ValueError as error:  # an error of the dataset as a whole

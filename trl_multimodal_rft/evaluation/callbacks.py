@@ -18,7 +18,7 @@ from transformers import (
 from ..reporting.events import EventPart
 from ..trainers.base import MultimodalTrainer
 from .config import EvaluationConfig
-from .evaluator import check_samples, evaluate_trainer, named_rewards
+from .evaluator import check_has_sampler, evaluate_trainer, named_rewards
 from .result import EvaluationResult
 
 
@@ -69,7 +69,7 @@ class GenerationEvalCallback(TrainerCallback):
         freq: int | Literal["epoch"] | None = None,
         output_dir: str | None = None,
     ):
-        check_samples(trainer)
+        check_has_sampler(trainer)
         if eval_dataset is None and not isinstance(trainer.eval_dataset, Dataset):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
@@ -82,7 +82,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.freq = freq
         self.output_dir = output_dir
         self.result: EvaluationResult | None = None  # the latest result
-        self._logged: dict[str, float] = {}  # metrics of `result`, as logged
+        self._metrics: dict[str, float] = {}  # metrics of `result`, by their names in logs
         self._last_step = -1
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
@@ -90,8 +90,8 @@ class GenerationEvalCallback(TrainerCallback):
         # Early stopping reads the metrics, so it has to run after this callback. The handler iterates over its list,
         # which must not change, so a new list replaces it.
         handler = self.trainer.callback_handler
-        stopping = [callback for callback in handler.callbacks if isinstance(callback, EarlyStoppingCallback)]
-        handler.callbacks = [callback for callback in handler.callbacks if callback not in stopping] + stopping
+        early_stops = [callback for callback in handler.callbacks if isinstance(callback, EarlyStoppingCallback)]
+        handler.callbacks = [callback for callback in handler.callbacks if callback not in early_stops] + early_stops
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:
@@ -109,20 +109,25 @@ class GenerationEvalCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: EventPart,
     ):
-        # The callback may have evaluated in this step, by `freq` or for another dataset of the trainer
+        # The callback may have evaluated in this step already, because of `freq` or of another dataset of the trainer
         is_current = self.trainer.is_in_train and state.global_step == self._last_step
-        if not is_current and (self.freq is None or self.trainer.is_in_train and self._selects_weights(args, metrics)):
+        if not is_current and (
+            self.freq is None or self.trainer.is_in_train and self._can_add_best_metric(args, metrics)
+        ):
             self._evaluate(state, control)
             is_current = True
         if is_current and metrics is not None:
-            metrics.update(self._logged)
+            metrics.update(self._metrics)
 
-    def _selects_weights(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
-        """Returns whether `metrics` lacks `metric_for_best_model`, and the callback may measure this metric."""
+    def _can_add_best_metric(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
+        """
+        Returns whether `metrics` lacks `metric_for_best_model`, and the callback's metrics can include it. Before the
+        first evaluation, their names are unknown.
+        """
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False
-        return self.result is None or name in self._logged
+        return self.result is None or name in self._metrics
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # The trainer may have loaded the best weights since the last evaluation
@@ -134,10 +139,10 @@ class GenerationEvalCallback(TrainerCallback):
         self._last_step = state.global_step
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
-        self._logged = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
+        self._metrics = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
         # Logging resets `should_log`, but a log of training metrics may still be due
-        due = control.should_log
+        should_log = control.should_log
         # TRL's `log` would add the training metrics since its last call, and the next log would miss them
         log: Callable[..., None] = Trainer.log
-        log(self.trainer, dict(self._logged))
-        control.should_log = due
+        log(self.trainer, dict(self._metrics))
+        control.should_log = should_log

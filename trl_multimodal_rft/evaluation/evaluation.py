@@ -87,62 +87,64 @@ class Evaluation:
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
-        self.skips = (args.on_media_error or policy.on_media_error) == "skip"
-        self.config = _generation_config(self.encoder, self.tokenizer, args)
+        self.skips_unreadable = (args.on_media_error or policy.on_media_error) == "skip"
+        self.generation_config = _generation_config(self.encoder, self.tokenizer, args)
         self._check_columns(dataset, "all")
-        stored = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
-        self.row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if stored is None else stored[i]
-        if args.group_by is not None and args.group_by not in self.row(0):
+        dataset_rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
+        self.read_row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if dataset_rows is None else dataset_rows[i]
+        if args.group_by is not None and args.group_by not in self.read_row(0):
             raise ValueError(
                 f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs."
             )
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
         self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
-        self.left_out: set[str] = set()  # columns with values that the table of rows can't hold
-        self.logged: list[tuple[str, float]] = []  # metrics of reward functions
+        self.unstorable_columns: set[str] = set()  # columns with values that the table of rows can't hold
+        self.logged_metrics: list[tuple[str, float]] = []  # metrics of reward functions
         self.skipped: dict[int, str] = {}  # reasons by the index of unreadable rows
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:
-        args, ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
-        size = max(args.batch_size // args.num_samples, 1)
-        batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
+        args, n_ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
+        rows_per_batch = max(args.batch_size // args.num_samples, 1)
+        batches = [range(start, min(start + rows_per_batch, n)) for start in range(0, n, rows_per_batch)]
         records: list[dict[str, Any]] = []
-        functions, answers, correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
+        functions, n_answers, n_correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
-            for first in range(0, len(batches), ranks):
-                batch_index = first + self.accelerator.process_index
+            for first_index in range(0, len(batches), n_ranks):
+                batch_index = first_index + self.accelerator.process_index
                 if batch_index < len(batches):
                     new_records = self._answer_batch(batch_index, batches[batch_index])
                     records += new_records
                     verdicts = [
                         verdict for record in new_records for verdict in record["correct"] if verdict is not None
                     ]
-                    answers, correct = answers + len(verdicts), correct + sum(verdicts)
-                    bar.set_postfix_str(f"accuracy {correct / answers:.1%}" if answers else "", refresh=False)
+                    n_answers, n_correct = n_answers + len(verdicts), n_correct + sum(verdicts)
+                    bar.set_postfix_str(f"accuracy {n_correct / n_answers:.1%}" if n_answers else "", refresh=False)
                 elif self.policy.is_collective:  # repeats the first batch, as calls of other ranks wait for this rank
-                    n_logged = len(self.logged)
+                    n_logged = len(self.logged_metrics)
                     self._answer_batch(batch_index, batches[0])
-                    del self.logged[n_logged:]
-                bar.update(sum(map(len, batches[first : first + ranks])))
+                    del self.logged_metrics[n_logged:]
+                bar.update(sum(map(len, batches[first_index : first_index + n_ranks])))
         return self._result(records)
 
     def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:
         args = self.args
-        left_out = set(gather_object(list(self.left_out)))
-        records = gather_object([{k: v for k, v in record.items() if k not in left_out} for record in records])
-        logged, skipped = gather_object(self.logged), dict(gather_object([*self.skipped.items()]))
+        unstorable_columns = set(gather_object(list(self.unstorable_columns)))
+        records = gather_object(
+            [{k: v for k, v in record.items() if k not in unstorable_columns} for record in records]
+        )
+        logged_metrics, skipped = gather_object(self.logged_metrics), dict(gather_object([*self.skipped.items()]))
         names = dict.fromkeys(name for record in records for name in record)
         records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
         if args.ablate is not None and not any(record.get("correct_without") for record in records):
             raise ValueError(f"No row has media of the modality {args.ablate!r}; leave out `ablate`, or name another.")
         metrics = aggregate(records, self.reward_funcs, args)
-        if self.skips:
+        if self.skips_unreadable:
             metrics["skipped_rows"] = len(skipped)
-        for name in sorted({name for name, _ in logged}):
-            metrics[f"metric/{name}"] = mean([value for metric, value in logged if metric == name])
+        for name in sorted({name for name, _ in logged_metrics}):
+            metrics[f"metric/{name}"] = mean([value for metric, value in logged_metrics if metric == name])
         for record in records:
             record.pop(GROUP, None)
         model = self.encoder.model.config._name_or_path
@@ -164,75 +166,80 @@ class Evaluation:
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
-        batch = list(map(self.row, indices))
+        batch = list(map(self.read_row, indices))
         if batch_index < self.accelerator.num_processes and not lists_columns(self.dataset):
             self._check_columns(batch, "first")
-        rollout, skipped = self._read(batch)
+        rollout, skipped = self._read_rollout(batch)
         rows = [row for row in batch if row.row_index not in skipped]
         self.skipped |= skipped
-        records = [{"index": row.row_index, **answer} for row, answer in zip(rows, self._answer(rollout), strict=True)]
+        records = [
+            {"index": row.row_index, **answer} for row, answer in zip(rows, self._answer_rollout(rollout), strict=True)
+        ]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
             ablated_rows = [
                 row for row, prompt in zip(rows, prompts, strict=True) if self.args.ablate in prompt.modalities
             ]
             if ablated_rows:
-                answers = self._answer_without(ablated_rows, seed)
+                answers = self._answer_without_media(ablated_rows, seed)
                 for record in records:
                     record |= answers.get(record["index"], {})
             elif self.policy.is_collective and rows:  # ranks with ablated rows wait for this call
-                self._answer_without(rows, seed)
+                self._answer_without_media(rows, seed)
         for row, record in zip(rows, records, strict=True):
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
-            self.left_out.update(name for name, value in columns.items() if not _is_plain(value))
-            if self.args.group_by is not None:  # a separate entry, as the column may be left out or overwritten
+            self.unstorable_columns.update(name for name, value in columns.items() if not _is_plain(value))
+            if self.args.group_by is not None:  # a separate entry: the column itself may be omitted or overwritten
                 columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= columns
         return records
 
     # Prompts
 
-    def _read(self, rows: Sequence[Row], ablated: bool = False) -> tuple[Rollout | None, dict[int, str]]:
-        """Returns the rollout of readable rows, `None` without any, and errors of unreadable rows by row index."""
+    def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Rollout | None, dict[int, str]]:
+        """
+        Returns the rollout of readable rows, or `None` if there are none, and errors of unreadable rows by row index.
+        With `ablates`, the view replaces media of the ablated modality.
+        """
         for row in () if self.toolbox else rows:
             check_has_prompt(row)
         try:
-            return self._collect(rows, ablated), {}
+            return self._collect(rows, ablates), {}
         except MediaError:
-            if not self.skips:
+            if not self.skips_unreadable:
                 raise
-        failed: dict[int, str] = {}
+        errors: dict[int, str] = {}
         for row in rows:
             try:
-                self._collect([row], ablated)
+                self._collect([row], ablates)
             except MediaError as error:
-                failed[row.row_index] = str(error)
-        readable = [row for row in rows if row.row_index not in failed]
-        if not readable and self.policy.is_collective:
+                errors[row.row_index] = str(error)
+        readable_rows = [row for row in rows if row.row_index not in errors]
+        if not readable_rows and self.policy.is_collective:
             raise MediaError(
                 "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
-                f"larger. The last row: {failed[rows[-1].row_index]}"
+                f"larger. The last row: {errors[rows[-1].row_index]}"
             )
-        return self._collect(readable, ablated) if readable else None, failed
+        return self._collect(readable_rows, ablates) if readable_rows else None, errors
 
-    def _collect(self, rows: Sequence[Row], ablated: bool) -> Rollout:
+    def _collect(self, rows: Sequence[Row], ablates: bool) -> Rollout:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox:
                 raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
-        encoded = [
+        encoded_rows = [
             EncodedRow(row.row_index, restored, row, prompt)
             for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True)
         ]
         return collect(
-            [encoded_row for encoded_row in encoded for _ in range(n)],
+            [encoded_row for encoded_row in encoded_rows for _ in range(n)],
             self.encoder,
             self.toolbox,
             encodes_text=True,
             group_size=n,
-            pad_token_id=self.config.pad_token_id,
+            pad_token_id=self.generation_config.pad_token_id,
             accelerator=self.accelerator,
-            views={row.row_index: self._view(row) for row in rows} if ablated else None,
+            views={row.row_index: self._view(row) for row in rows} if ablates else None,
         )
 
     def _view(self, row: Row) -> View:
@@ -247,29 +254,29 @@ class Evaluation:
         if not media:
             return view
         n = len(self.dataset)
-        first = int(np.random.default_rng([self.args.seed, row.row_index]).integers(n))
-        for index in range(first, first + n):
+        start = int(np.random.default_rng([self.args.seed, row.row_index]).integers(n))
+        for index in range(start, start + n):
             try:
-                other_media = self._media_of(self.row(index % n), modality)
+                other_media = self._media_of(self.read_row(index % n), modality)
             except MediaError:  # the batch of that row reports the error
                 continue
             if other_media and not same_prompt(other_media, media):
                 return view.with_others(other_media)
         raise media[0].error(f"no other row has another {modality} to replace it with; set `ablate_with='blank'`")
 
-    def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
+    def _media_of(self, row: Row, modality: str) -> list[MediaRef]:
         check_has_prompt(row)
-        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.modality == kind]
+        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.modality == modality]
 
     # Answers
 
-    def _answer_without(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
+    def _answer_without_media(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
         """Returns the answers without the ablated media, as further entries of records, by row index."""
-        rollout, _ = self._read(rows, ablated=True)
+        rollout, _ = self._read_rollout(rows, ablates=True)
         set_seed(seed)  # the seed of the answers with media, so that only the media differ
-        n_logged = len(self.logged)
-        answers = self._answer(rollout)
-        del self.logged[n_logged:]
+        n_logged = len(self.logged_metrics)
+        answers = self._answer_rollout(rollout)
+        del self.logged_metrics[n_logged:]
         row_indices = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
@@ -277,25 +284,28 @@ class Evaluation:
             for row_index, answer in zip(row_indices, answers, strict=True)
         }
 
-    def _answer(self, rollout: Rollout | None) -> list[dict[str, Any]]:
+    def _answer_rollout(self, rollout: Rollout | None) -> list[dict[str, Any]]:
         """Samples and scores completions of a rollout, and returns entries for the record of each row."""
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
-        trajectories = [trajectory for part in parts for trajectory in self._sample(part)]
+        trajectories = [trajectory for part in parts for trajectory in self._sample_completions(part)]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         answers = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-            rollout.source.turns = [trajectory.sampled for trajectory in trajectories]
+            rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
             texts = [as_text(strip_media(item)) for item in rollout.source.completions]
             answers = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
-        rewards, extras = self._reward(rollout)
-        first_rewards, ends = next(iter(rewards.values())), {*self.config.eos_token_id, self.config.pad_token_id}
+        rewards, extras = self._reward_completions(rollout)
+        first_rewards, end_ids = (
+            next(iter(rewards.values())),
+            {*self.generation_config.eos_token_id, self.generation_config.pad_token_id},
+        )
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
@@ -304,7 +314,7 @@ class Evaluation:
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in first_rewards],
             "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],
-            "truncated": [not ids or ids[-1] not in ends for ids in rollout.source.ids],
+            "truncated": [not ids or ids[-1] not in end_ids for ids in rollout.source.ids],
             **{f"reward/{name}": values for name, values in rewards.items()},
             **{f"extra/{name}": values for name, values in extras.items()},
         }
@@ -326,8 +336,8 @@ class Evaluation:
             for i in range(0, len(rollout), n)
         ]
 
-    def _sample(self, rollout: Rollout) -> list[Trajectory]:
-        policy, config, args = self.policy, self.config, self.args
+    def _sample_completions(self, rollout: Rollout) -> list[Trajectory]:
+        policy, config, args = self.policy, self.generation_config, self.args
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
             return [
@@ -353,13 +363,13 @@ class Evaluation:
         )
         return run_turns(rollout, ids, None, loop)
 
-    def _reward(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
+    def _reward_completions(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
         """Returns rewards by function, and the columns that functions passed to `log_extra`."""
         extras: dict[str, list] = {}
         arguments = {
             "trainer_state": self.policy.trainer_state,
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
-            "log_metric": lambda name, value: self.logged.append((name, float(value))),
+            "log_metric": lambda name, value: self.logged_metrics.append((name, float(value))),
         }
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
@@ -377,8 +387,10 @@ def _generation_config(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
 ) -> GenerationConfig:
     default = encoder.model.generation_config
-    ends = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
-    ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
+    eos_token_ids = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
+    eos_token_ids = [
+        token_id for token_id in dict.fromkeys([tokenizer.eos_token_id, *eos_token_ids]) if token_id is not None
+    ]
     # A sampled placeholder would stand for media that don't exist
     suppressed = all_placeholder_ids(encoder.model, encoder.processor) | set(default.suppress_tokens or [])
     sampling = {"do_sample": False}
@@ -386,7 +398,7 @@ def _generation_config(
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     return GenerationConfig(
         max_new_tokens=args.max_completion_length,
-        eos_token_id=ends,
+        eos_token_id=eos_token_ids,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         suppress_tokens=sorted(suppressed) or None,

@@ -199,7 +199,7 @@ def evaluate_trainer(
     Raises:
         `ValueError`: If there is no dataset, and in the cases of [`evaluate`].
     """
-    check_samples(trainer)
+    check_has_sampler(trainer)
     dataset = trainer.eval_dataset if dataset is None else dataset
     if dataset is None:
         raise ValueError(
@@ -217,7 +217,7 @@ def evaluate_trainer(
             return trainer.sampler(trainer.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
 
     with kept_random_state():
-        toolbox = trainer.toolbox.fresh()
+        toolbox = trainer.toolbox.with_new_environments()
     policy = Policy(
         trainer.model,
         trainer.prompts,
@@ -236,11 +236,11 @@ def evaluate_trainer(
     return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 
-def check_samples(evaluated: MultimodalTrainer) -> None:
+def check_has_sampler(candidate: MultimodalTrainer) -> None:
     """Raises `ValueError` if a trainer doesn't sample completions with this package."""
-    if not hasattr(evaluated, "sampler"):
+    if not hasattr(candidate, "sampler"):
         raise ValueError(
-            f"The trainer is a {type(evaluated).__name__}, which doesn't sample completions; evaluate its model with "
+            f"The trainer is a {type(candidate).__name__}, which doesn't sample completions; evaluate its model with "
             "`evaluate`."
         )
 

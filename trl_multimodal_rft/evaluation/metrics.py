@@ -87,12 +87,12 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
             )
         if not 1 <= k <= len(votes):
             raise ValueError(f"`k` is {k}, but row {row} has {len(votes)} answers; sample more, or lower it.")
-        right_blocks = []
+        is_block_right = []
         for start in range(0, len(votes) - k + 1, k):
             block = list(votes[start : start + k])
             (winner, _), *_ = Counter(block).most_common()  # equal counts are in the order of first appearance
-            right_blocks.append(bool(right[start + block.index(winner)]))
-        shares.append(np.mean(right_blocks))
+            is_block_right.append(bool(right[start + block.index(winner)]))
+        shares.append(np.mean(is_block_right))
     return np.array(shares, dtype=float)
 
 

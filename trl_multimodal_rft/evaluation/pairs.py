@@ -30,9 +30,9 @@ from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 
 
 # Entries of a row's record that are lists with an item for each completion
-_LISTS = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
-_LISTS += ("tool_failures", "unparsed_calls", "environment_failures", "ended_by")
-_LISTS += ("completions_without", "correct_without")
+_LIST_NAMES = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
+_LIST_NAMES += ("tool_failures", "unparsed_calls", "environment_failures", "ended_by")
+_LIST_NAMES += ("completions_without", "correct_without")
 
 
 def pair_result(result: EvaluationResult) -> EvaluationResult:
@@ -58,19 +58,21 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     print(result.metrics["accuracy"], result.metrics["flips"])
     ```
     """
-    args = EvaluationConfig(**{item.name: result.settings[item.name] for item in fields(EvaluationConfig)})
-    orders: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    args = EvaluationConfig(**{option.name: result.settings[option.name] for option in fields(EvaluationConfig)})
+    rows_by_pair: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
-        orders[row["index"] // 2].append(row)
-    pairs = [_join_orders(index, *rows) for index, rows in orders.items() if len(rows) == 2]
-    metrics = _metrics(pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args)
+        rows_by_pair[row["index"] // 2].append(row)
+    pairs = [_join_orders(index, *rows) for index, rows in rows_by_pair.items() if len(rows) == 2]
+    metrics = _pair_metrics(
+        pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args
+    )
     n = args.num_samples
     for name, column, agree in (
         ("consistent_accuracy", "correct", lambda first, second: bool(first and second)),
         ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
     ):
-        halves = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
-        shares = np.array([np.mean([agree(*item) for item in both]) for both in halves])
+        samples_by_pair = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
+        shares = np.array([np.mean([agree(*verdict_pair) for verdict_pair in samples]) for samples in samples_by_pair])
         metrics |= estimate(name, shares, n == 1, args.confidence)
     verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
     metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
@@ -83,20 +85,20 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
 
 def _join_orders(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a pair, with the completions of both orders."""
-    lists = [name for name in first if name in _LISTS or name.startswith(("reward/", "extra/"))]
+    lists = [name for name in first if name in _LIST_NAMES or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
     return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
 
 
-def _metrics(
-    pairs: list[dict[str, Any]], ties: list[bool], names: Sequence[str], args: EvaluationConfig
+def _pair_metrics(
+    pairs: list[dict[str, Any]], is_tie: list[bool], names: Sequence[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
     """Computes the metrics of evaluations that apply to pairs, and the accuracy without equally good pairs."""
-    grouped = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
-    metrics = aggregate(grouped, names, replace(args, pass_at=[], majority_at=[]))
-    if any(ties):
-        without_ties = [pair["correct"] for pair, tie in zip(pairs, ties, strict=True) if not tie]
-        shares = np.array([np.mean(correct) for correct in without_ties if None not in correct])
+    records = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
+    metrics = aggregate(records, names, replace(args, pass_at=[], majority_at=[]))
+    if any(is_tie):
+        untied_verdicts = [pair["correct"] for pair, tied in zip(pairs, is_tie, strict=True) if not tied]
+        shares = np.array([np.mean(correct) for correct in untied_verdicts if None not in correct])
         metrics |= estimate("accuracy_without_ties", shares, len(pairs[0]["correct"]) == 1, args.confidence)
     return metrics
 
@@ -143,26 +145,27 @@ def score_pairs(
     """
     check_pairs(dataset)
     args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
-    stored, name, skips = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
+    table, name, skips_rows = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    pairs, skipped, size = [], {}, 1 if skips else args.batch_size
+    pairs, skipped, size = [], {}, 1 if skips_rows else args.batch_size
     bar = progress_bar(len(indices), "evaluate", "pair")
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
-        for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
+        for batch in (table.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
             bar.update(len(batch))
             rows = [row.row_index for row in batch for _ in COMPLETIONS]
             try:
-                placed = [put_answer_media(row, rules=media_rules) for row in batch]
-                arguments = _arguments(batch, placed, media_rules)
+                placed_rows = [put_answer_media(row, rules=media_rules) for row in batch]
+                arguments = _arguments(batch, placed_rows, media_rules)
                 functions = {name: checked_reward(reward_func, name, media_rules, rows)}
                 scores = call_rewards(functions, arguments, loop)[name]
             except MediaError as error:
-                if not skips:
+                if not skips_rows:
                     raise
                 skipped[rows[0]] = str(error)
                 continue
             conversations = [
-                [row[name] for name in ("prompt", *COMPLETIONS)] for row in rows_to_messages(placed, rules=media_rules)
+                [row[name] for name in ("prompt", *COMPLETIONS)]
+                for row in rows_to_messages(placed_rows, rules=media_rules)
             ]
             for i, row, messages in zip(range(0, len(scores), 2), batch, conversations, strict=True):
                 prompt, *texts = (as_text(strip_media(chat)) for chat in messages)
@@ -172,45 +175,50 @@ def score_pairs(
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
-    metrics = _metrics(pairs, [pair[TIE] for pair in pairs], (), args)
+    metrics = _pair_metrics(pairs, [pair[TIE] for pair in pairs], (), args)
     scored = [pair for pair in pairs if None not in pair["scores"]]
     metrics["margin"] = mean([pair["scores"][0] - pair["scores"][1] for pair in scored if not pair[TIE]])
     metrics["predicted_ties"] = mean([pair["predicted_tie"] for pair in scored])
-    metrics |= {"skipped_rows": len(skipped)} if skips else {}
+    metrics |= {"skipped_rows": len(skipped)} if skips_rows else {}
     settings = {**asdict(args), "reward_funcs": [name], "tie_margin": tie_margin, "pairs": True}
     return EvaluationResult(metrics, pairs, settings, skipped)
 
 
-def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
+def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """
-    Returns the arguments of a reward function for both completions of each pair, as trainers pass them. `placed` are
-    the rows of the batch with media inside completions. Columns of media aren't arguments.
+    Returns the arguments of a reward function for both completions of each pair, as trainers pass them. `placed_rows`
+    are the rows of the batch with media inside completions. Columns of media aren't arguments.
     """
     for row in batch:
         for name in COMPLETIONS:
             check_all_is_read(read_answer(row[name], name, row.row_index), name, row.row_index)
-    prompts = restore_media([row["prompt"] for row in rows_to_messages(placed, rules=media_rules)])
+    prompts = restore_media([row["prompt"] for row in rows_to_messages(placed_rows, rules=media_rules)])
     rows = [
-        {name: value for name, value in row.items() if name in placed[i] and name not in COMPLETIONS}
+        {name: value for name, value in row.items() if name in placed_rows[i] and name not in COMPLETIONS}
         for i, row in enumerate(restore_rows(batch, media_rules))
     ]
     completions: list = [
         restore_media(row[name]) if row is not batch[i] else strip_media(row[name])
-        for i, row in enumerate(placed)
+        for i, row in enumerate(placed_rows)
         for name in COMPLETIONS
     ]
     if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+        completions = [
+            [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            for completion in completions
+        ]
     prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))
-    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # only runs have logs
+    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # only training logs
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}
 
 
-def _outcome(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
+def _outcome(
+    chosen_score: float | None, rejected_score: float | None, is_tie: bool, tie_margin: float
+) -> dict[str, Any]:
     """Returns the entries of a pair's record that follow from its scores."""
-    correct = predicted = None
-    if chosen is not None and rejected is not None:
-        predicted = abs(chosen - rejected) <= tie_margin
-        correct = predicted if tie else chosen > rejected and not predicted
-    return {"scores": [chosen, rejected], "correct": [correct], "predicted_tie": predicted, TIE: tie}
+    correct = predicts_tie = None
+    if chosen_score is not None and rejected_score is not None:
+        predicts_tie = abs(chosen_score - rejected_score) <= tie_margin
+        correct = predicts_tie if is_tie else chosen_score > rejected_score and not predicts_tie
+    return {"scores": [chosen_score, rejected_score], "correct": [correct], "predicted_tie": predicts_tie, TIE: is_tie}

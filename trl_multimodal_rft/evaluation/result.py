@@ -25,9 +25,9 @@ GROUP = "\0group"
 
 SCORE = "score/"  # prefix of the columns with the metrics of a harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
-_N_METRICS = 8  # in a `repr`
-_N_ANSWERS = 3  # in a summary
-_LONGEST = 200  # characters of a text in a summary
+_N_METRICS = 8  # metrics in a `repr`
+_N_ANSWERS = 3  # answers in a summary
+_LONGEST_TEXT = 200  # characters of a text in a summary
 
 
 @dataclass
@@ -80,8 +80,8 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         lines = metric_lines(self.metrics, self.settings)
-        more = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
-        return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *more])
+        rest = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
+        return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *rest])
 
     def save(self, folder: str | Path) -> None:
         """
@@ -106,49 +106,55 @@ def aggregate(
     records: list[dict[str, Any]], reward_names: Iterable[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
     """Computes the metrics of an [`EvaluationResult`] from the records of its rows."""
-    scored = [record for record in records if None not in record["correct"]]
-    n = len(scored[0]["correct"]) if scored else args.num_samples
-    right = np.array([sum(record["correct"]) for record in scored])
+    scored_records = [record for record in records if None not in record["correct"]]
+    n = len(scored_records[0]["correct"]) if scored_records else args.num_samples
+    n_right = np.array([sum(record["correct"]) for record in scored_records])
     metrics: dict[str, float | None] = {}
 
     def add(name: str, values: np.ndarray, is_binary: bool) -> None:
         metrics.update(estimate(name, values, is_binary, args.confidence))
 
-    add("accuracy", right / n, is_binary=n == 1)
+    add("accuracy", n_right / n, is_binary=n == 1)
     for k in args.pass_at:
-        add(f"pass@{k}", pass_at_k(n, right, k), is_binary=k == n)
+        add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
         # Answers agree if they differ only in case, whitespace or punctuation
-        answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
-        add(f"majority@{k}", majority_at_k(answers, [record["correct"] for record in scored], k), is_binary=n < 2 * k)
+        answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
+        add(
+            f"majority@{k}",
+            majority_at_k(answers, [record["correct"] for record in scored_records], k),
+            is_binary=n < 2 * k,
+        )
     if args.group_by is not None:
-        for value in sorted({record[GROUP] for record in scored}):
-            indices = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[indices] / n, is_binary=n == 1)
+        for value in sorted({record[GROUP] for record in scored_records}):
+            indices = [i for i, record in enumerate(scored_records) if record[GROUP] == value]
+            add(f"accuracy/{value}", n_right[indices] / n, is_binary=n == 1)
     if args.ablate is not None:
-        pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
-        shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
+        ablated_records = [record for record in scored_records if None not in (record["correct_without"] or [None])]
+        shares = [
+            np.array([sum(record[name]) / n for record in ablated_records]) for name in ("correct", "correct_without")
+        ]
         for name, values in zip(("with", "without"), shares, strict=True):
             add(f"accuracy_{name}_{args.ablate}", values, is_binary=n == 1)
         contribution = shares[0] - shares[1]
         name = f"{args.ablate}_contribution"
-        low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)
+        low, high = paired_interval(contribution, args.confidence) if ablated_records else (None, None)
         metrics.update({name: mean(contribution), f"{name}_low": low, f"{name}_high": high})
-        metrics[f"{args.ablate}_rows"] = len(pairs)
+        metrics[f"{args.ablate}_rows"] = len(ablated_records)
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
-        if not records or column in records[0]:  # pairs lack these columns, as their completions aren't sampled
+        if not records or column in records[0]:  # pairs lack these columns: their completions aren't sampled
             metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
-        ended = [end for record in records for end in record["ended_by"]]
-        metrics["tools/call_frequency"] = calls / len(ended)
+        ends = [end for record in records for end in record["ended_by"]]
+        metrics["tools/call_frequency"] = calls / len(ends)
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
-        metrics["tools/unparsed_frequency"] = sum(_flat(record["unparsed_calls"] for record in records)) / len(ended)
+        metrics["tools/unparsed_frequency"] = sum(_flat(record["unparsed_calls"] for record in records)) / len(ends)
         metrics["tools/environment_failures"] = len(_flat(record["environment_failures"] for record in records))
-        metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
-    return {**metrics, "rows": len(records), "scored_rows": len(scored)}
+        metrics |= {f"tools/ended_by_{end}": ends.count(end) / len(ends) for end in ENDS}
+    return {**metrics, "rows": len(records), "scored_rows": len(scored_records)}
 
 
 def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) -> dict[str, float | None]:
@@ -169,12 +175,14 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
     """
     base_rows = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
     for column in ("prompt", "solution", "fingerprint"):
-        both = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
-        if both[0] != both[1] and (column == "prompt" or not any(all(x is None for x in side) for side in both)):
-            index = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
-            differs = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
+        columns = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
+        if columns[0] != columns[1] and (
+            column == "prompt" or not any(all(x is None for x in values) for values in columns)
+        ):
+            index = next((i for i, (a, b) in enumerate(zip(*columns, strict=False)) if a != b), min(map(len, columns)))
+            content = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
             raise ValueError(
-                f"`compare_with` is {str(folder)!r}, which has other {differs}, first in row {index}; name a result "
+                f"`compare_with` is {str(folder)!r}, which has other {content}, first in row {index}; name a result "
                 "of these rows."
             )
     metrics: dict[str, float | None] = {}
@@ -193,6 +201,7 @@ def mean(values: Sequence[float] | np.ndarray) -> float | None:
 
 
 def _flat(values: Iterable[list]) -> list:
+    """Returns the values of all lists, except `None`."""
     return [value for part in values for value in part if value is not None]
 
 
@@ -202,7 +211,7 @@ def summary(result: EvaluationResult) -> str:
     wrong = [row for row in result.rows if not row["correct"][0]]
     examples = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
     lines = metric_lines(result.metrics, result.settings)
-    return "\n".join([*lines, *map(_answer, sorted(examples, key=lambda row: row["index"]))])
+    return "\n".join([*lines, *map(_answer_lines, sorted(examples, key=lambda row: row["index"]))])
 
 
 def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> list[str]:
@@ -231,18 +240,20 @@ def _per_cent(value: float | None) -> str:
     return "of no rows" if value is None else f"{100 * value:.1f} %"
 
 
-def _answer(row: dict[str, Any]) -> str:
+def _answer_lines(row: dict[str, Any]) -> str:
     """Returns the lines of a row for a summary. Long texts keep only their ends, which hold question or answer."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     question = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]
-    shown = {"prompt": question, "reference": row.get("solution"), "completion": row["completions"][0]}
+    text_by_name = {"prompt": question, "reference": row.get("solution"), "completion": row["completions"][0]}
     if "scores" in row:  # a pair
-        scored = zip(("chosen", "rejected"), row["scores"], row["completions"], strict=True)
-        answers = {name if score is None else f"{name}, score {score:.4g}": text for name, score, text in scored}
-        shown = {"prompt": question, **answers}
-    for name, value in shown.items():
+        scored_completions = zip(("chosen", "rejected"), row["scores"], row["completions"], strict=True)
+        answers = {
+            name if score is None else f"{name}, score {score:.4g}": text for name, score, text in scored_completions
+        }
+        text_by_name = {"prompt": question, **answers}
+    for name, value in text_by_name.items():
         if value is not None:
             text = " ".join(str(value).split())
-            lines.append(f"    {name}: {text if len(text) <= _LONGEST else f'...{text[-_LONGEST:]}'}")
+            lines.append(f"    {name}: {text if len(text) <= _LONGEST_TEXT else f'...{text[-_LONGEST_TEXT:]}'}")
     return "\n".join(lines)

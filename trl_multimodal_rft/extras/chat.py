@@ -102,9 +102,13 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     content = messages[-1]["content"]
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
-    first = {file_modality(path.name): str(path) for path in reversed(files)}
+    first_files = {file_modality(path.name): str(path) for path in reversed(files)}
     modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
-    return texts.get("system", ""), texts.get("user", ""), [first[kind] for kind in modalities if kind in first]
+    return (
+        texts.get("system", ""),
+        texts.get("user", ""),
+        [first_files[modality] for modality in modalities if modality in first_files],
+    )
 
 
 def page(
@@ -130,18 +134,18 @@ def page(
         sampling = replace(
             config, temperature=temperature, max_completion_length=int(max_completion_length), seed=seed
         )
-        start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
+        system_messages: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
-        for model, answer in answerers.items():
+        for model_name, answer in answerers.items():
             # A completion's title is its model. Completions of the other model are left out
-            context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
+            context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model_name)]
             turns = [(turn["role"], *_text_and_files(turn["content"])) for turn in context]
             try:
                 with lock:
-                    content = answer([*start, *turns, ("user", message["text"], message["files"])], sampling)
+                    content = answer([*system_messages, *turns, ("user", message["text"], message["files"])], sampling)
             except (ValueError, ImportError) as error:  # media can't be read, or a package is missing
                 raise gradio.Error(shown_error(error), print_exception=False) from error
-            replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
+            replies.append({"role": "assistant", "content": content, "metadata": {"title": model_name}})
         return replies if other_names else replies[0]["content"]
 
     max_length = max(_MAX_TOKENS, config.max_completion_length)

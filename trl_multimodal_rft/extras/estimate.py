@@ -47,7 +47,7 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass
-class Measured:
+class Usage:
     """Result of [`measure`]: sizes of a model, and memory and operations of a micro-batch on one GPU."""
 
     trained: int  # number of trained weights
@@ -94,7 +94,7 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
     return model
 
 
-def measure(args: argparse.Namespace) -> Measured:
+def measure(args: argparse.Namespace) -> Usage:
     """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
@@ -108,11 +108,12 @@ def measure(args: argparse.Namespace) -> Measured:
             install_prefix_attention(item)
     logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
-    linear = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
-    in_4_bits = sum(item.weight.numel() for item in linear) if args.use_peft else 0
+    linear_layers = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
+    n_linear_weights = sum(item.weight.numel() for item in linear_layers) if args.use_peft else 0
     layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
-    layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
-    ends = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}  # tied weights count once
+    largest_layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
+    # A set, in which tied weights count once
+    outer_weights = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
@@ -130,56 +131,56 @@ def measure(args: argparse.Namespace) -> Measured:
     if critic is not None:
         freeze_backbone(critic.model, as_names(args.freeze))
     prompt, encoder_inputs = synthetic_prompt(base, args)
-    group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
-    n_prompts = -(-args.per_device_train_batch_size // group)
+    group_size = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
+    n_prompts = -(-args.per_device_train_batch_size // group_size)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
     # Prompts get different positions, because prompts that start alike would share tokens
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
     completions = range(args.per_device_train_batch_size)
-    prompts = [unique[view * n_prompts + i // group] for view in range(n_views) for i in completions]
+    prompts = [unique[view * n_prompts + i // group_size] for view in range(n_views) for i in completions]
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
-    parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
-    largest_index = max(range(len(parts)), key=lambda i: len(parts[i]))
-    largest = [prompts[i] for i in parts[largest_index]]
+    forwards = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
+    largest_index = max(range(len(forwards)), key=lambda i: len(forwards[i]))
+    largest = [prompts[i] for i in forwards[largest_index]]
     prompt_first = (
-        packed and not _is_sharded(args) and keeps_states(base) and largest_index in chunk_ends(prompts, parts)
+        packed and not _is_sharded(args) and keeps_states(base) and largest_index in chunk_ends(prompts, forwards)
     )
     held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoder_inputs, prompt_first
     )
     # If a group is split into chunks, the operations on its prompt count once
     scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
-    n_extra_forwards = (len(parts) > 1) + (args.beta > 0)
+    n_extra_forwards = (len(forwards) > 1) + (args.beta > 0)
     prompts_of_largest = group_by_prompt(largest) if packed else largest
-    return Measured(
-        trained=_count(model, trained=True),
-        frozen=_count(model, trained=False),
-        in_4_bits=in_4_bits if args.load_in_4bit else 0,
+    return Usage(
+        trained=_count_weights(model, trained=True),
+        frozen=_count_weights(model, trained=False),
+        in_4_bits=n_linear_weights if args.load_in_4bit else 0,
         tensors=sum(p.requires_grad for p in model.parameters()),
         modules=count_parts(model),
-        critic=_count(critic and critic.model, trained=True),
-        frozen_critic=_count(critic and critic.model, trained=False),
-        layer=layer,
-        ends=sum(weight.numel() for weight in ends),
+        critic=_count_weights(critic and critic.model, trained=True),
+        frozen_critic=_count_weights(critic and critic.model, trained=False),
+        layer=largest_layer,
+        ends=sum(weight.numel() for weight in outer_weights),
         held=held,
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
-        sharing=min(_completions(args), args.num_generations) if shares_prompts(base) else 1,
+        sharing=min(_n_completions(args), args.num_generations) if shares_prompts(base) else 1,
         decoder=sum(
             item.numel() for item in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
         ),
         vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
         tokens=sum(map(len, prompts_of_largest)) + len(largest) * args.completion_tokens,
-        parts=len(parts),
+        parts=len(forwards),
         operations=scale * (update_ops + n_extra_forwards * forward_ops),
     )
 
 
-def _count(model: nn.Module | None, trained: bool) -> int:
+def _count_weights(model: nn.Module | None, trained: bool) -> int:
     weights = () if model is None else model.parameters()
     return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
 
@@ -219,15 +220,15 @@ def _measure_micro_batch(
                 if prompt_first:
                     models = [base] if critic is None else [base, critic.model]
                     states = prompt_states(models, prompts[0], ids.device)
-                    # The gradients of these states, summed over earlier chunks, take memory, too
+                    # The states' gradients, which are summed over the chunks, take memory, too
                     state_gradients = [
                         torch.empty_like(state, dtype=torch.float32) for pair in states.values() for state in pair
                     ]
                 prompt_ops = watch.operations
                 temperature = 1.0 if logits_from_model else None
                 request = ScoreRequest(prompts, ids, mask, packed, states=states)
-                scored = replace(request, critic=head, logits_temperature=temperature)
-                scores = completion_scores(model, base, scored)
+                policy_request = replace(request, critic=head, logits_temperature=temperature)
+                scores = completion_scores(model, base, policy_request)
                 loss = scores.logps.mean() + sum(
                     out.float().mean() for out in encoder_outputs(base, encoder_inputs, len(prompts))
                 )
@@ -255,28 +256,28 @@ def _cache_of_layers(
     ]
 
 
-def _cache(measured: Measured, tokens: int) -> float:
+def _cache_bytes(usage: Usage, n_tokens: int) -> float:
     """Returns the bytes of the KV cache of one sequence."""
-    return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
+    return sum(size * min(n_tokens, window or n_tokens) for size, window in usage.cache)
 
 
-def _completions(args: argparse.Namespace) -> int:
+def _n_completions(args: argparse.Namespace) -> int:
     """Returns the number of completions that a GPU samples at once."""
     return args.per_device_train_batch_size * args.steps_per_generation
 
 
-def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
+def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     """Returns bytes by name: a GPU's memory by purpose, its peaks during update and generation, and host memory."""
     loaded_width = 4 if args.dtype == "float32" else 2
     adapter_width = 2 if args.load_in_4bit else 4
-    trained, frozen = measured.trained, measured.frozen
+    trained, frozen = usage.trained, usage.frozen
     weights, gradients, optimizer = _states(
         args, trained, frozen, adapter_width if args.use_peft else loaded_width, loaded_width
     )
-    weights -= measured.in_4_bits * (loaded_width - BYTES_IN_4_BITS)
+    weights -= usage.in_4_bits * (loaded_width - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
-        optimizer += 4 * measured.tensors  # AdamW has a step counter for each tensor
-    critic_states = _states(args, measured.critic, measured.frozen_critic, loaded_width, loaded_width)
+        optimizer += 4 * usage.tensors  # AdamW has a step counter for each tensor
+    critic_states = _states(args, usage.critic, usage.frozen_critic, loaded_width, loaded_width)
     critic = sum(critic_states)
     shards_weights = SHARDS[args.strategy][0]
     reference = 0.0
@@ -289,36 +290,38 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     elif args.strategy.startswith("zero"):
         buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
     if args.strategy == "fsdp2":  # two layers, the gradient of one layer, the embeddings and the head
-        gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
+        gathered = gathered_to_sample = 2 * (3 * usage.layer + usage.ends)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
         # `ds3_gather_for_generation`
-        gathered_to_sample = 2 * (trained + frozen + measured.critic + measured.frozen_critic)
-    prompt = measured.prompt_tokens
-    if measured.sharing > 1 and prompt > SHORT_PROMPT:
-        per_completion = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
+        gathered_to_sample = 2 * (trained + frozen + usage.critic + usage.frozen_critic)
+    n_prompt = usage.prompt_tokens
+    if usage.sharing > 1 and n_prompt > SHORT_PROMPT:
+        kv_bytes = _cache_bytes(usage, n_prompt) / usage.sharing + _cache_bytes(usage, args.completion_tokens)
     else:
-        per_completion = _cache(measured, prompt + args.completion_tokens)
-    cache = _completions(args) * per_completion
-    graph = casts = vllm = 0.0
+        kv_bytes = _cache_bytes(usage, n_prompt + args.completion_tokens)
+    cache = _n_completions(args) * kv_bytes
+    decoding_graph = cast_weights = vllm = 0.0
     if args.device == "cuda" and not _is_sharded(args):
-        graph = 6.0 * _completions(args) * measured.vocabulary  # logits of a token in bfloat16 and in float32
-        casts = 2.0 * measured.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
+        # The CUDA graph of a decoding step holds the logits of a token in bfloat16 and in float32
+        decoding_graph = 6.0 * _n_completions(args) * usage.vocabulary
+        cast_weights = 2.0 * usage.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
     if args.use_vllm:
-        cache = graph = casts = gathered_to_sample = 0.0
+        cache = decoding_graph = cast_weights = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     states = weights + gradients + optimizer + critic + reference + buffers
     vllm_awake = 0.0 if args.vllm_enable_sleep_mode else vllm
-    update = states + gathered + measured.peak + vllm_awake
+    update = states + gathered + usage.peak + vllm_awake
     if reference and args.strategy == "fsdp2":  # the reference is one FSDP unit, gathered as a whole
         update = max(update, states + 2 * (trained + frozen) + vllm_awake)
     if args.trainer == "sft":
-        cache = graph = casts = gathered_to_sample = generation = 0.0
+        cache = decoding_graph = cast_weights = gathered_to_sample = generation = 0.0
     else:
-        generation = states + gathered_to_sample + cache + graph + vllm
-        if casts > (args.gpu_memory * GIB - generation) / 2:  # at most half of the free memory goes to casts
-            casts = 0.0
-        generation += casts
+        generation = states + gathered_to_sample + cache + decoding_graph + vllm
+        # Above half of the free memory, no cast weights are kept, see `weights_cast_once`
+        if cast_weights > (args.gpu_memory * GIB - generation) / 2:
+            cast_weights = 0.0
+        generation += cast_weights
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(critic_states[1:])
@@ -340,11 +343,11 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         "critic": critic,
         "buckets": buffers,
         "gathered weights": gathered,
-        "activations": measured.held,
-        "logits and backward": measured.peak - measured.held,
+        "activations": usage.held,
+        "logits and backward": usage.peak - usage.held,
         "KV cache": cache,
-        "graph of a token": graph,
-        "cast weights": casts,
+        "graph of a token": decoding_graph,
+        "cast weights": cast_weights,
         "gathered to sample": gathered_to_sample,
         "vLLM": vllm,
         "update": update,
@@ -357,24 +360,24 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
 def _states(
     args: argparse.Namespace, trained: int, frozen: int, trained_width: int, frozen_width: int
 ) -> tuple[float, ...]:
-    """Returns the bytes of weights, gradients and optimizer. A width is the number of bytes of one weight."""
-    factor, in_bytes = OPTIMIZERS[args.optim]
+    """Returns the bytes of weights, gradients and optimizer state. A width is the number of bytes of one weight."""
+    factor, per_byte = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
         trained_width = 4
-    state_width = factor * (trained_width if in_bytes else 1)
+    state_width = factor * (trained_width if per_byte else 1)
     sizes = trained_width * trained + frozen_width * frozen, trained_width * trained, state_width * trained
     if args.strategy.startswith("zero"):  # DeepSpeed's optimizer has a float32 copy of the trained weights
-        sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if in_bytes else 1)) * trained
+        sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if per_byte else 1)) * trained
     shards = SHARDS[args.strategy]
     return tuple(size / (args.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
 
 
-def advice(args: argparse.Namespace, measured: Measured, sizes: dict[str, float]) -> str:
+def advice(args: argparse.Namespace, usage: Usage, sizes: dict[str, float]) -> str:
     """Returns the change to try first for a run that doesn't fit."""
     states = sum(sizes[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
     peaks_in_generation = sizes["generation"] > sizes["update"]
-    offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
-    if peaks_in_generation and memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
+    offloading_args = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
+    if peaks_in_generation and memory(offloading_args, usage)["peak"] <= USABLE * args.gpu_memory * GIB:
         return "`--offload_during_generation`"
     if peaks_in_generation and sizes["vLLM"]:
         return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
@@ -382,14 +385,14 @@ def advice(args: argparse.Namespace, measured: Measured, sizes: dict[str, float]
         if sizes["KV cache"] > sizes["gathered to sample"]:
             return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
         return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
-    if not peaks_in_generation and measured.peak > states:
+    if not peaks_in_generation and usage.peak > states:
         if not args.gradient_checkpointing:
             return "`--gradient_checkpointing`"
         if args.packing == "padded":
             return "`--packing prefix`, which forwards each prompt once"
-        n_completions = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
+        n_completions = (usage.tokens - usage.prompt_tokens) // args.completion_tokens
         if n_completions > 1:
-            budget = measured.prompt_tokens + n_completions // 2 * args.completion_tokens
+            budget = usage.prompt_tokens + n_completions // 2 * args.completion_tokens
             return f"`--max_tokens_per_microbatch {budget}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
     if not peaks_in_generation and sizes["vLLM"] and not args.vllm_enable_sleep_mode:
@@ -408,20 +411,20 @@ def estimate(args: argparse.Namespace) -> dict:
         raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
     if args.strategy == "single" and args.gpus > 1:
         raise ValueError(f"`--strategy single` uses one GPU; for {args.gpus}, choose `ddp`, `fsdp2` or another.")
-    measured, note = measured_with_note(args)
-    result = verdict(args, measured)
+    usage, note = measure_with_note(args)
+    result = verdict(args, usage)
     return {**result, "note": note} if note else result
 
 
-def verdict(args: argparse.Namespace, measured: Measured) -> dict:
-    sizes = memory(args, measured)
-    result = {"fits": sizes["peak"] <= USABLE * args.gpu_memory * GIB, "memory": sizes, "measured": vars(measured)}
+def verdict(args: argparse.Namespace, usage: Usage) -> dict:
+    sizes = memory(args, usage)
+    result = {"fits": sizes["peak"] <= USABLE * args.gpu_memory * GIB, "memory": sizes, "measured": vars(usage)}
     if not result["fits"]:
-        result["advice"] = advice(args, measured, sizes)
+        result["advice"] = advice(args, usage, sizes)
     if sizes["vLLM"]:
-        weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
-        per_completion = _cache(measured, measured.prompt_tokens + args.completion_tokens)
-        result["vllm_completions"] = int((sizes["vLLM"] - weights) * args.vllm_tensor_parallel_size / per_completion)
+        weights = 2 * (usage.trained + usage.frozen) / args.vllm_tensor_parallel_size
+        kv_bytes = _cache_bytes(usage, usage.prompt_tokens + args.completion_tokens)
+        result["vllm_completions"] = int((sizes["vLLM"] - weights) * args.vllm_tensor_parallel_size / kv_bytes)
         if result["vllm_completions"] < 1:
             result["fits"] = False
             result["advice"] = (
@@ -430,8 +433,8 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
     return result
 
 
-def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
-    """Returns measurements. A note follows if they exclude media, because encoders don't run on fake tensors."""
+def measure_with_note(args: argparse.Namespace) -> tuple[Usage, str | None]:
+    """Measures a run. If its media encoders don't run on fake tensors, leaves out media, and adds a note about it."""
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
@@ -450,18 +453,18 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result))
         return
-    measured, sizes = result["measured"], result["memory"]
+    usage, sizes = result["measured"], result["memory"]
     print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
     for name, size in sizes.items():
         if name != "host" and size > 0 or name in ("update", "generation"):
             print(f"  {name:20} {size / GIB:8.1f}")
     print(
-        f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which "
-        f"{measured['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
-        f"{args.completion_tokens:,} tokens to prompts of {measured['prompt_tokens']:,}; {measured['parts']} "
-        f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
+        f"{(usage['trained'] + usage['frozen']) / 1e9:.2f} B weights, of which "
+        f"{usage['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
+        f"{args.completion_tokens:,} tokens to prompts of {usage['prompt_tokens']:,}; {usage['parts']} "
+        f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP an update."
     )
-    print(*parts_lines(measured["modules"]), sep="\n")
+    print(*parts_lines(usage["modules"]), sep="\n")
     if sizes["host"]:
         print(f"While a GPU samples, {sizes['host'] / GIB:.1f} GiB of the above wait in the host's memory.")
     if "vllm_completions" in result:

@@ -29,7 +29,8 @@ class FakeFloats(TorchDispatchMode):
     `FakeTensorMode` alone hides these values.
     """
 
-    LENGTHS = 1024  # largest size at which a float tensor computed from integers, such as media lengths, stays real
+    # Largest size at which a float tensor computed from integers, such as media lengths, stays real
+    LARGEST_REAL = 1024
 
     def __init__(self):
         super().__init__()
@@ -60,19 +61,19 @@ class FakeFloats(TorchDispatchMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a fake tensor in place of a large float tensor, and other tensors unchanged."""
-        return self.fake.from_tensor(tensor) if _can_be_fake(tensor) and tensor.numel() > self.LENGTHS else tensor
+        return self.fake.from_tensor(tensor) if _can_be_fake(tensor) and tensor.numel() > self.LARGEST_REAL else tensor
 
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replaces boolean masks by indices. A fake mask counts as all ones."""
-        plain: list[torch.Tensor | None] = []
+        mask_free: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
                 mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
-                plain += mask.nonzero().unbind(1)
+                mask_free += mask.nonzero().unbind(1)
             else:
-                plain.append(index)
-        return plain
+                mask_free.append(index)
+        return mask_free
 
 
 def _tensors(*values: PyTree) -> list[torch.Tensor]:
@@ -101,10 +102,10 @@ class Watch(TorchDispatchMode):
         # because torch registers some on first use.
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
-                q.shape, *_with_query_heads(q, k, v)
+                q.shape, *_shapes_with_query_heads(q, k, v)
             ),
             _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, q, k, v, *_, out_val, **__: (
-                sdpa_backward_flop_count(gradient.shape, q.shape, *_with_query_heads(q, k, v))
+                sdpa_backward_flop_count(gradient.shape, q.shape, *_shapes_with_query_heads(q, k, v))
             ),
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
         }
@@ -135,7 +136,7 @@ class Watch(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def _with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
+def _shapes_with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
     """Returns shapes of keys and values with the number of query heads, which torch before 2.13 requires."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
 

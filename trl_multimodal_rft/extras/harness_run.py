@@ -23,7 +23,7 @@ from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_e
 
 
 # The model's name on its server. lmms-eval mistakes models with `o1` in the name, such as `grpo1`, for OpenAI's.
-_NAME = "checkpoint"
+_ALIAS = "checkpoint"
 # Options of `evaluate` that apply to harnesses
 _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
 
@@ -46,14 +46,14 @@ def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) ->
     log = folder / f"{name}.txt"
     with _serve(model, flags(harness_args.server_args), folder) if url is None else nullcontext(url) as address:
         address = address.rstrip("/").removesuffix("/v1")
-        command = harness_command(name, task, _NAME if url is None else model, address, folder)
+        command = harness_command(name, task, _ALIAS if url is None else model, address, folder)
         command += flags({"limit": options["max_rows"], **harness_args.harness_args})
         if shutil.which(command[0]) is None:
             command = ["uvx", "--from", *PACKAGES[name].split(), *command]
-        with _program(command, log, "`pip install uv`, or install the harness.") as harness:
-            code = harness.wait()
+        with _start_program(command, log, "`pip install uv`, or install the harness.") as harness:
+            exit_code = harness.wait()
     read_results = read_lmms if name == "lmms" else read_evalscope
-    rows, figures = ([], {}) if code else read_results(folder)
+    rows, figures = ([], {}) if exit_code else read_results(folder)
     if not figures:
         raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"]}
@@ -73,12 +73,12 @@ def flags(options: dict) -> list[str]:
 @contextmanager
 def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
     """Context manager that runs `vllm serve` and yields its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _NAME, *words]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _ALIAS, *words]
     url, log = f"http://127.0.0.1:{port}", folder / "server.txt"
-    with _program(command, log, "Install vLLM, or set `--server_url`.") as server:
+    with _start_program(command, log, "Install vLLM, or set `--server_url`.") as server:
         try:
             while server.poll() is None:
                 with suppress(requests.RequestException):
@@ -93,7 +93,7 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
             server.wait()  # until its GPU memory is free
 
 
-def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
+def _start_program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     """Starts a program that writes its output to a file."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")

@@ -46,7 +46,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
             if pipeline == "none" and "_stderr" not in metric and isinstance(value, (int, float)):
                 figures[metric if len(counts) == 1 else f"{metric}/{task}"] = float(value)
     for task, count in counts.items():
-        samples = [*_lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl")))]
+        samples = [*_json_lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl")))]
         _check_complete("lmms-eval", task, [sample["doc_id"] for sample in samples], count["effective"])
         for sample in samples:
             completion = str(sample["filtered_resps"])
@@ -70,10 +70,10 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     report = json.loads(path.read_text(encoding="utf-8"))
     main, rows = report["primary_metric_identity"], []
     figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main), main["name"]
-    requested = (report.get("execution_summary") or {}).get("subsets") or {}
+    subsets = (report.get("execution_summary") or {}).get("subsets") or {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):
-        reviews = sorted(_lines(path), key=lambda review: review["index"])
-        subset = requested.get(path.stem.removeprefix(f"{report.get('dataset_name')}_"), {})
+        reviews = sorted(_json_lines(path), key=lambda review: review["index"])
+        subset = subsets.get(path.stem.removeprefix(f"{report.get('dataset_name')}_"), {})
         _check_complete("EvalScope", path.stem, [review["index"] for review in reviews], subset.get("requested"))
         for review in reviews:
             score, target, (*messages, _) = review["sample_score"]["score"], review["target"], review["messages"]
@@ -96,7 +96,7 @@ def _check_complete(harness: str, task: str, indices: Sequence[int], expected: i
         raise ValueError(f"{harness} wrote {len(indices)} of {expected} rows of {task!r}; run it again.")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 

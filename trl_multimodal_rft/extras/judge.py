@@ -73,7 +73,7 @@ class JudgeReward(Server):
             The best score. Scores are divided by it, and scores outside 0 to `max_score` count as unreadable.
         tool_bonus (`float`, *optional*, defaults to `0.0`):
             Addition to a score above 0.5 if a tool returned media in the completion. A bonus of 1.5 and a reward
-            weight of 0.8 give DeepEyes' 0.8 for a right answer, and 1.2 for the tool.
+            weight of 0.8 are DeepEyes' rewards: 0.8 for a right answer, and 0.8 * 1.5 = 1.2 for the tool.
         max_answer_length (`int`, *optional*):
             Number of characters. An answer of this length or more gets 0.0 without a request. DeepEyes uses 1000.
         media (`bool`, *optional*, defaults to `False`):
@@ -127,19 +127,19 @@ class JudgeReward(Server):
             self.url += _PATH if self.url.endswith("/v1") else f"/v1{_PATH}"
         if re.compile(self.pattern).groups < 1:
             raise ValueError(f"`pattern` is {self.pattern!r}; put the score into a group, as in 'Score: ([01])'.")
-        self._key()
+        self._api_key()  # raises if the variable isn't set
         self._lock = threading.Lock()
         self._replies: dict[str, str] = {}
-        self._file = None
+        self._reply_file = None
         if self.cache_dir is not None:
             folder = Path(self.cache_dir).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = folder / f"replies-{os.environ.get('RANK', '0')}.jsonl"
+            self._reply_file = folder / f"replies-{os.environ.get('RANK', '0')}.jsonl"
             for path in sorted(folder.glob("replies-*.jsonl")):
-                self._restore(path)
-        self._limit = math.inf
+                self._restore_replies(path)
+        self._n_allowed = math.inf
         if self.max_requests is not None:
-            self._limit = max(self.max_requests - len(self._replies), 0) // int(os.environ.get("WORLD_SIZE", "1"))
+            self._n_allowed = max(self.max_requests - len(self._replies), 0) // int(os.environ.get("WORLD_SIZE", "1"))
         self.n_requests = 0
 
     def __call__(
@@ -156,9 +156,9 @@ class JudgeReward(Server):
         bodies = {index: entry for index, entry in payloads.items() if entry is not None}
         texts = {index: json.dumps(entry, sort_keys=True) for index, entry in bodies.items()}
         keys = {index: hashlib.sha256(text.encode()).hexdigest() for index, text in texts.items()}
-        new = {key: bodies[index] for index, key in keys.items() if key not in self._replies}
-        if new:
-            self._ask_all(self._ask, new.items(), self._key())
+        new_requests = {key: bodies[index] for index, key in keys.items() if key not in self._replies}
+        if new_requests:
+            self._ask_all(self._request_reply, new_requests.items(), self._api_key())
         scores = {index: self._score(self._replies[key]) for index, key in keys.items()}
         if log_metric is not None and scores:
             log_metric(f"{self.name}/unreadable", sum(score is None for score in scores.values()) / len(scores))
@@ -198,15 +198,15 @@ class JudgeReward(Server):
                 "reference": "\n".join(map(extract_answer, references)),
                 "answer": answer,
             }
-            text = _FIELDS.sub(lambda name, texts=texts: texts[name[1]], self.template)
+            text = _FIELDS.sub(lambda field, texts=texts: texts[field[1]], self.template)
             content = [*_media_blocks(prompt, encode), {"type": "text", "text": text}] if self.media else text
             payloads[index] = {"model": self.model, "messages": [{"role": "user", "content": content}], **self.options}
         return payloads
 
-    def _ask(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:
+    def _request_reply(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:
         key, payload = request
         with self._lock:
-            if self.n_requests >= self._limit:
+            if self.n_requests >= self._n_allowed:
                 raise RuntimeError(
                     f"The judge {self.name!r} reached its bound `max_requests={self.max_requests}` after "
                     f"{self.n_requests} requests of this process; raise the bound and resume from a checkpoint. With "
@@ -214,23 +214,27 @@ class JudgeReward(Server):
                 )
             self.n_requests += 1
         too_large = f"The reply of the judge {self._public_url} is too large; set `max_tokens` in `options`."
-        answer = self._post(
-            payload, session, _MAX_BYTES, too_large, lambda answer: answer.status != 200 or _read(answer) is not None
+        response = self._post(
+            payload,
+            session,
+            _MAX_BYTES,
+            too_large,
+            is_usable=lambda response: response.status != 200 or _reply_in(response) is not None,
         )
-        reply = _read(answer)
+        reply = _reply_in(response)
         if reply is None:
-            text = answer.body[:200].decode(errors="replace")
-            secret = self._key()
+            text = response.body[:200].decode(errors="replace")
+            secret = self._api_key()
             text = text if secret is None else text.replace(secret, "***")
-            raise RuntimeError(f"The judge {self._public_url} answered {answer.status}: {text!r}.")
+            raise RuntimeError(f"The judge {self._public_url} answered {response.status}: {text!r}.")
         with self._lock:
             self._replies[key] = reply
-            if self._file is not None:
+            if self._reply_file is not None:
                 # The first line break separates the entry from a partial line, which a killed process may have left
-                with self._file.open("a", encoding="utf-8") as file:
+                with self._reply_file.open("a", encoding="utf-8") as file:
                     file.write(f"\n{json.dumps({'key': key, 'reply': reply})}\n")
 
-    def _restore(self, path: Path) -> None:
+    def _restore_replies(self, path: Path) -> None:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -246,7 +250,7 @@ class JudgeReward(Server):
             return None
         return share if 0 <= share <= 1 else None
 
-    def _key(self) -> str | None:
+    def _api_key(self) -> str | None:
         if self.api_key_variable is None:
             return None
         key = os.environ.get(self.api_key_variable)
@@ -279,12 +283,12 @@ def _media_blocks(
     return blocks
 
 
-def _read(answer: Answer) -> str | None:
-    """Returns the reply in a chat completion, or `None` if the server answered with something else."""
-    if answer.status != 200:
+def _reply_in(response: Answer) -> str | None:
+    """Returns the reply in a chat completion, or `None` if the response is something else."""
+    if response.status != 200:
         return None
     try:
-        reply = json.loads(answer.body)["choices"][0]["message"]["content"]
+        reply = json.loads(response.body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return reply or "" if isinstance(reply, (str, type(None))) else None

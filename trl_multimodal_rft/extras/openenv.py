@@ -26,7 +26,7 @@ Observation = str | list[Json]
 
 _MAX_BYTES = 100 * 2**20  # limit of an observation, as in OpenEnv's client
 TIMEOUT = 60  # seconds until a call to a server fails
-_PENDING_SECONDS = 0.01  # time for a pending answer, which may arrive in two parts
+_PENDING_SECONDS = 0.01  # time for the rest of a pending response, which may arrive in two parts
 _ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors after which a session goes on
 _RESERVED_NAMES = {"url", "media", "rewards", "get_context", "get_reward", "reset"}
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
@@ -40,9 +40,9 @@ class Session:
         self.url, self._exit_stack = url, ExitStack()
         self._socket: Any = None
 
-    def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
+    def ask(self, request_type: str, data: Json, opens: bool = False) -> Json:
         """
-        Sends a request and returns the data of the server's answer. With `opens`, starts a session if none is open.
+        Sends a request and returns the data of the server's response. With `opens`, starts a session if none is open.
         Raises `ValueError` if an action fails, and `EnvironmentFailure` if the session fails or isn't open.
         """
         client = require_module("websockets.sync.client", "environments")
@@ -53,34 +53,34 @@ class Session:
                     raise ConnectionError("the session is over")
                 socket = client.connect(f"ws{self.url.removeprefix('http')}/ws", max_size=_MAX_BYTES)
                 self._socket = self._exit_stack.enter_context(socket)
-            pending = self._pending_error(errors.ConnectionClosed)
+            pending_error = self._pending_error(errors.ConnectionClosed)
             with suppress(errors.ConnectionClosed):  # the server's reason for closing can still be read
-                self._socket.send(json.dumps({"type": kind, "data": data}, default=lambda medium: None))
-            answer = json.loads(pending or self._socket.recv(timeout=TIMEOUT))
-            data = answer["data"]
-            if not isinstance(data, dict) or answer["type"] not in ("observation", "error"):
-                raise TypeError(f"it answered {shortened(answer)}")
+                self._socket.send(json.dumps({"type": request_type, "data": data}, default=lambda medium: None))
+            response = json.loads(pending_error or self._socket.recv(timeout=TIMEOUT))
+            data = response["data"]
+            if not isinstance(data, dict) or response["type"] not in ("observation", "error"):
+                raise TypeError(f"it answered {shortened(response)}")
         except (OSError, errors.WebSocketException, ValueError, KeyError, TypeError) as error:
             self.close()
             raise EnvironmentFailure(without_credentials(f"{self.url}: {type(error).__name__}: {error}")) from error
-        if answer["type"] == "error" and data["code"] in _ACTION_ERRORS:
+        if response["type"] == "error" and data["code"] in _ACTION_ERRORS:
             details = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in data.get("errors", ())]
             raise ValueError("; ".join([data["message"], *details]))
-        if answer["type"] == "error":
+        if response["type"] == "error":
             self.close()
             raise EnvironmentFailure(without_credentials(f"{self.url}: {data['code']}: {data['message']}"))
         return data
 
-    def _pending_error(self, closed: type[Exception]) -> str | bytes | None:
+    def _pending_error(self, closed_error: type[Exception]) -> str | bytes | None:
         """
-        Returns an error that the server sent after its last answer, or `None`. Raises `ConnectionError` for any other
-        answer, because later requests would then get the answers to earlier ones.
+        Returns an error that the server sent after its last response, or `None`. Raises `ConnectionError` for any
+        other response, because later requests would then get the responses to earlier ones.
         """
-        with suppress(TimeoutError, closed):
-            answer = self._socket.recv(timeout=_PENDING_SECONDS)
-            if json.loads(answer)["type"] != "error":
+        with suppress(TimeoutError, closed_error):
+            response = self._socket.recv(timeout=_PENDING_SECONDS)
+            if json.loads(response)["type"] != "error":
                 raise ConnectionError("it answered one request twice")
-            return answer
+            return response
         return None
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Session:
 class ServedEnvironment:
     """Environment with the tools of a server."""
 
-    _act: Callable[..., Observation]  # takes a tool's name on the server, and the call's arguments
+    _call_tool: Callable[..., Observation]  # takes a tool's name on the server, and the call's arguments
 
 
 class OpenEnvironment(ServedEnvironment):
@@ -117,20 +117,20 @@ class OpenEnvironment(ServedEnvironment):
         """Returns the sum of the rewards of the episode's steps."""
         return sum(self.rewards)
 
-    def _act(self, tool: str | None, arguments: Json) -> Observation:
+    def _call_tool(self, tool: str | None, arguments: Json) -> Observation:
         if self._is_done:
             raise ValueError("The episode has ended; answer without a call.")
         call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
-        answer = self._session.ask("step", arguments if tool is None else call)
-        reward = answer.get("reward")
+        response = self._session.ask("step", arguments if tool is None else call)
+        reward = response.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not math.isfinite(reward or 0.0):
             raise EnvironmentFailure(f"the server gave the reward {reward!r}, which is no finite number")
         self.rewards.append(float(reward or 0.0))
-        return self._observation(answer)
+        return self._observation(response)
 
-    def _observation(self, answer: Json) -> Observation:
+    def _observation(self, response: Json) -> Observation:
         try:
-            content, self._is_done = answer["observation"], bool(answer["done"])
+            content, self._is_done = response["observation"], bool(response["done"])
         except (KeyError, TypeError):
             raise EnvironmentFailure("the server's answer has no `observation` and `done`") from None
         if "tool_name" in content:  # the result of an MCP tool
@@ -165,9 +165,9 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     url, description = url.rstrip("/"), {}
     for page in ("metadata", "schema"):
         try:
-            answer = requests.get(f"{url}/{page}", timeout=TIMEOUT)
-            answer.raise_for_status()
-            description |= answer.json()
+            response = requests.get(f"{url}/{page}", timeout=TIMEOUT)
+            response.raise_for_status()
+            description |= response.json()
         except (requests.RequestException, ValueError, TypeError) as error:
             raise ValueError(without_credentials(f"{url}/{page} isn't one of OpenEnv: {error}")) from None
     action, tools = description["action"], {}
@@ -183,9 +183,9 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     return type(re.sub(r"\W", "_", description["name"]), (OpenEnvironment,), attributes)
 
 
-def tool_name(remote: str, tools: Collection[str]) -> str:
+def tool_name(remote_name: str, tools: Collection[str]) -> str:
     """Returns a valid Python name for a server's tool, distinct from other tools' and methods' names."""
-    name = re.sub(r"\W", "_", remote).lstrip("_")
+    name = re.sub(r"\W", "_", remote_name).lstrip("_")
     if not name.isidentifier() or iskeyword(name) or hasattr(OpenEnvironment, name) or name in _RESERVED_NAMES:
         name = f"tool_{name}"
     while name in tools:
@@ -193,13 +193,13 @@ def tool_name(remote: str, tools: Collection[str]) -> str:
     return name
 
 
-def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
-    """Returns a method that calls `_act` with the tool's name on the server. Its signature follows a JSON schema."""
+def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[str, str] | None) -> Callable:
+    """Returns a method that calls `_call_tool` with the tool's remote name. Its signature follows a JSON schema."""
 
     def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
-        return self._act(remote, {fields.get(key, key): value for key, value in arguments.items()})
+        return self._call_tool(remote_name, {fields.get(key, key): value for key, value in arguments.items()})
 
-    lines, parameters, fields = [" ".join(text.split()), "", "Args:"], [], {}
+    lines, parameters, fields = [" ".join(description.split()), "", "Args:"], [], {}
     for field, field_schema in schema.get("properties", {}).items():
         if field == "metadata":  # every action has this field, which isn't for a model
             continue
@@ -250,12 +250,12 @@ def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modal
     Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, or an empty list.
     Blocks hold data, never paths or URLs, which a server could choose at will.
     """
-    n, name = len(blocks), value.get("type") if isinstance(value, dict) else None
-    if name == "text" and isinstance(value.get("text"), str):
+    n_before, block_type = len(blocks), value.get("type") if isinstance(value, dict) else None
+    if block_type == "text" and isinstance(value.get("text"), str):
         blocks.append({"type": "text", "text": value["text"]})
         return []
-    if name in ("image", "audio") and isinstance(value.get("data"), str):
-        modality, value = name, value["data"]
+    if block_type in ("image", "audio") and isinstance(value.get("data"), str):
+        modality, value = block_type, value["data"]
     uri = _DATA_URI.match(value) if isinstance(value, str) else None
     if (modality := uri.group(1) if uri else modality) is not None and value is not None:
         is_text = isinstance(value, str)
@@ -264,7 +264,7 @@ def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modal
         return []
     if isinstance(value, list):
         remaining = [remainder for item in value for remainder in _move_blocks(item, blocks, media)]
-        return [remaining] if remaining or len(blocks) == n else []
+        return [remaining] if remaining or len(blocks) == n_before else []
     if not isinstance(value, dict):
         return [value]
     fields = {
@@ -273,6 +273,6 @@ def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modal
         for remainder in _move_blocks(item, blocks, media, media.get(key))
     }
     fields = {key: item for key, item in fields.items() if item not in (None, {})}
-    if len(blocks) > n and fields.keys() <= {"type"}:  # the shell of a block such as `image_url`
+    if len(blocks) > n_before and fields.keys() <= {"type"}:  # the shell of a block such as `image_url`
         return []
     return [next(iter(fields.values()))] if [*map(type, fields.values())] == [str] else [fields]

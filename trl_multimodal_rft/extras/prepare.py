@@ -29,8 +29,8 @@ def convert(args: argparse.Namespace) -> DatasetDict:
     options = {name: value for name, value in options.items() if value is not None}
     for name in options:
         if name not in parameters:
-            takes = [f"--{option}" for option in _OPTIONS if option in parameters and option != "audio_dir"]
-            raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {takes}; remove it.")
+            supported = [f"--{option}" for option in _OPTIONS if option in parameters and option != "audio_dir"]
+            raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {supported}; remove it.")
     tasks = get_args(parameters["task"].annotation) if "task" in options else ()
     if "task" in options and options["task"] not in tasks:
         raise ValueError(f"the layout {args.layout!r} supports `--task {'` or `'.join(tasks)}`; set one of them.")

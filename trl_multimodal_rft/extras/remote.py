@@ -52,13 +52,15 @@ class Server:
     def _public_url(self) -> str:
         return without_credentials(self.url)
 
-    def _ask_all(self, ask: Callable[[requests.Session, P], T], items: Iterable[P], key: str | None = None) -> list[T]:
-        """Returns the results of `ask` for all items, called in threads that share an HTTP session."""
+    def _ask_all(
+        self, ask: Callable[[requests.Session, P], T], items: Iterable[P], api_key: str | None = None
+    ) -> list[T]:
+        """Calls `ask` on all items, in threads that share an HTTP session, and returns the results."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
                 session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
-            if key is not None:
-                session.headers["Authorization"] = f"Bearer {key}"
+            if api_key is not None:
+                session.headers["Authorization"] = f"Bearer {api_key}"
             try:
                 return list(pool.map(partial(ask, session), items))
             except BaseException:
@@ -73,7 +75,10 @@ class Server:
         too_large: str,
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises `RuntimeError` for no answer, or one above `max_bytes`."""
+        """
+        Returns the first usable response to a request, which is sent again after other responses. Raises
+        `RuntimeError` if none comes in time, or for a response above `max_bytes`.
+        """
         try:
             return ask(
                 "POST",
@@ -147,23 +152,23 @@ class RemoteReward(Server):
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        return [reward for batch in self._ask_all(self._ask, batches) for reward in batch]
+        return [reward for batch in self._ask_all(self._request_rewards, batches) for reward in batch]
 
-    def _ask(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
+    def _request_rewards(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
         n = len(batch["completions"])
-        answer = self._post(
+        response = self._post(
             batch,
             session,
             max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
             too_large=f"The response of the reward server {self._public_url} is too large for {n} rewards; it must "
             "return one number for each completion.",
-            is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
+            is_usable=lambda response: not (response.status == 200 and response.is_html),
         )
-        text = answer.body[:200].decode(errors="replace")
-        if answer.status != 200:
-            raise RuntimeError(f"The reward server {self._public_url} answered {answer.status}: {text!r}.")
+        text = response.body[:200].decode(errors="replace")
+        if response.status != 200:
+            raise RuntimeError(f"The reward server {self._public_url} answered {response.status}: {text!r}.")
         try:
-            return check_rewards(json.loads(answer.body)["rewards"], n, self.name)
+            return check_rewards(json.loads(response.body)["rewards"], n, self.name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeError(
                 f"The reward server {self._public_url} answered {text!r} for {n} completions; it must return "

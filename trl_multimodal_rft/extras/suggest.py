@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .estimate import GIB, USABLE, Measured, measured_with_note, target_modules, verdict
+from .estimate import GIB, USABLE, Usage, measure_with_note, target_modules, verdict
 
 
 # Completions per update; in supervised training, rows per update
@@ -29,27 +29,28 @@ _SAMPLING_SWITCHES = {"use_vllm": _VLLM_KEYS, "offload_during_generation": ()}
 
 def run(args: argparse.Namespace) -> None:
     """
-    Prints the first config that fits, from full training via LoRA to QLoRA, with the largest micro-batches that fit.
+    Tries full training, LoRA and QLoRA, in this order, and prints the config of the first method that fits, with the
+    largest micro-batches that fit.
     """
     min_peak = float("inf")
     for method in _methods(args):
         fit = None
-        for size in _sizes(args):
+        for size in _micro_batch_sizes(args):
             step_counts = _step_counts(args, size)
             options = {**method, "per_device_train_batch_size": size, "gradient_accumulation_steps": step_counts[0]}
-            measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
+            usage, _ = measure_with_note(argparse.Namespace(**{**vars(args), **options}))
             for steps in step_counts:  # in descending order
                 options = {**options, "steps_per_generation": steps}
-                result = verdict(argparse.Namespace(**{**vars(args), **options}), measured)
+                result = verdict(argparse.Namespace(**{**vars(args), **options}), usage)
                 peak = result["memory"]["peak"]
                 min_peak = min(min_peak, peak)
                 if result["fits"]:
-                    fit = options, peak, measured
+                    fit = options, peak, usage
                     break
             else:
                 break  # larger micro-batches don't fit, either
         if fit is not None:
-            print(_text(args, *fit), end="")
+            print(_config_text(args, *fit), end="")
             return
     raise ValueError(
         f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {min_peak / GIB:.3g} GiB. "
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields options of trained weights and strategy, from full training to the least memory."""
+    """Yields options of methods and strategies, from full training to QLoRA, with all switches that `args` sets."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     variants: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
@@ -69,28 +70,28 @@ def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {"strategy": strategy, **options}
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
+def _micro_batch_sizes(args: argparse.Namespace) -> list[int]:
     """Returns the sizes of micro-batches to try, from 1 to a group."""
     largest = 8 if args.trainer == "sft" else args.num_generations
     return [size for size in range(1, largest + 1) if largest % size == 0]
 
 
 def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
-    """Returns values of `steps_per_generation` that sample whole groups. The first one spans a whole update."""
-    completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
-    steps = max(1, -(-_PER_UPDATE[args.trainer] // completions))
-    steps = -(-steps * completions // group_size) * group_size // completions
-    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * completions % group_size == 0]
+    """Returns values of `steps_per_generation` that sample whole groups. With the first, a rollout spans an update."""
+    n_completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
+    steps = max(1, -(-_PER_UPDATE[args.trainer] // n_completions))
+    steps = -(-steps * n_completions // group_size) * group_size // n_completions
+    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * n_completions % group_size == 0]
 
 
-def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
+def _config_text(args: argparse.Namespace, options: dict[str, Any], peak: float, usage: Usage) -> str:
     has_sampling = args.trainer != "sft"
     values = {
         **vars(args),
         **options,
         "accelerate_config": _ACCELERATE[options["strategy"]],
         "num_processes": args.gpus,
-        "max_tokens_per_microbatch": measured.tokens,
+        "max_tokens_per_microbatch": usage.tokens,
         "max_completion_length": args.completion_tokens,
         "lora_alpha": 2 * args.lora_r,
         "lora_target_modules": target_modules(args),
@@ -104,7 +105,7 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
         names.remove("num_processes")
     keys = {name: values[name] for name in names if name != "lora_modules_to_save" or values[name]}
     return (
-        f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
+        f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {usage.prompt_tokens} tokens "
         f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with\n"
         f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * has_sampling} "
         f"--output_dir ...\n{yaml.safe_dump(keys, sort_keys=False)}"

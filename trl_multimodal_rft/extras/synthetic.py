@@ -49,32 +49,32 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
     """Returns a prompt of the length and media in `args`. A model without a processor gets encoder inputs, too."""
     has_vision, has_audio = (modality in model.input_modalities for modality in ("image", "audio"))
-    images = int(has_vision) if args.images is None else args.images
+    n_images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
-    if images and not has_vision or seconds and not has_audio:
+    if n_images and not has_vision or seconds and not has_audio:
         raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
     empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
     prompt, encoder_inputs = empty, EncoderInputs()
-    if images or seconds:
+    if n_images or seconds:
         processor, limits = None, {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
         with suppress(OSError, ValueError):
             processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:
             pixel_limits = {name: limit for name, limit in limits.items() if limit is not None}
             side, _ = budgeted_size(args.image_size, args.image_size, pixel_limits)
-            encoder_inputs = _inputs_from_config(model, 0 if seconds else images, side)
+            encoder_inputs = _inputs_from_config(model, 0 if seconds else n_images, side)
         else:
-            prompt = _encode_media(model, processor, images, args.image_size, seconds, MediaRules(**limits))
+            prompt = _encode_media(model, processor, n_images, args.image_size, seconds, MediaRules(**limits))
     return _pad_to_length(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoder_inputs
 
 
 def _encode_media(
-    model: PreTrainedModel, processor: Processor, images: int, size: int, seconds: float, rules: MediaRules
+    model: PreTrainedModel, processor: Processor, n_images: int, side: int, seconds: float, rules: MediaRules
 ) -> EncodedPrompt:
     blocks = []
-    for i in range(images):
+    for i in range(n_images):
         # Random pixels, because some models need fewer tokens for uniform images
-        pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(i).integers(0, 256, (side, side, 3), dtype=np.uint8)
         ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
         blocks.append({"type": "image", "image": ref})
     if seconds:
@@ -85,7 +85,7 @@ def _encode_media(
 
 
 def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
-    """Appends text to a prompt that is shorter than a minimum length."""
+    """Appends tokens to a prompt until it has a minimum length."""
     n_added = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
     return replace(
@@ -99,16 +99,16 @@ def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) 
     )
 
 
-def _inputs_from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
+def _inputs_from_config(model: PreTrainedModel, n_images: int, image_side: int) -> EncoderInputs:
     """Builds image encoder inputs from a config. Raises `RuntimeError` unless images are rows of patches (Qwen-VL)."""
     encode: Any = getattr(model, "get_image_features", None)
-    if not images or "image_grid_thw" not in inspect.signature(encode).parameters:
+    if not n_images or "image_grid_thw" not in inspect.signature(encode).parameters:
         raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")
     vision = model.config.vision_config
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-    side = max(round(size / (vision.patch_size * vision.spatial_merge_size)), 1) * vision.spatial_merge_size
+    side = max(round(image_side / (vision.patch_size * vision.spatial_merge_size)), 1) * vision.spatial_merge_size
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     return {
-        "pixel_values": torch.zeros(images * side * side, width),
-        "image_grid_thw": torch.tensor([[1, side, side]] * images),
+        "pixel_values": torch.zeros(n_images * side * side, width),
+        "image_grid_thw": torch.tensor([[1, side, side]] * n_images),
     }

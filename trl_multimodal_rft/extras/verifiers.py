@@ -32,24 +32,24 @@ class VerifiersEnvironment(ServedEnvironment):
     def reset(self, task: int, **row: Value) -> None:
         """Starts the servers of a task. Tool calls wait until the servers run."""
         if hasattr(self, "_rollout"):  # the last rollout may not have ended with a reward
-            self._urls.cancel()
+            self._url_future.cancel()
             self._run(self._rollout.aclose())
         self._rollout = self._play(task)
-        self._urls = self._run(anext(self._rollout))
+        self._url_future = self._run(anext(self._rollout))
 
     async def get_reward(self, completion: list[Json]) -> float:
         """Returns the weighted sum of the task's rewards."""
-        await asyncio.wrap_future(self._urls)
+        await asyncio.wrap_future(self._url_future)
         return await asyncio.wrap_future(self._run(self._rollout.asend(completion)))
 
-    def _act(self, tool: tuple[str, str], arguments: Json) -> Observation:
+    def _call_tool(self, tool: tuple[str, str], arguments: Json) -> Observation:
         server, name = tool
         try:
-            answer = self._run(_ask(self._urls.result()[server], "call_tool", name, arguments)).result()
+            result = self._run(_call_server(self._url_future.result()[server], "call_tool", name, arguments)).result()
         except Exception as error:
             raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
-        content = observation_of([block.model_dump() for block in answer.content] or None, {})
-        if answer.is_error:
+        content = observation_of([block.model_dump() for block in result.content] or None, {})
+        if result.is_error:
             raise ValueError(content)
         return content
 
@@ -115,14 +115,14 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     threading.Thread(target=loop.run_forever, daemon=True).start()
     run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
 
-    async def start() -> tuple[Json, list[Any]]:
+    async def start_servers() -> tuple[Json, list[Any]]:
         shared = await serving.__aenter__()
         async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as interaction:
             return shared, [
-                (name, await _ask(url, "list_tools")) for name, url in interaction.trace.info["urls"].items()
+                (name, await _call_server(url, "list_tools")) for name, url in interaction.trace.info["urls"].items()
             ]
 
-    shared, tool_lists = run(start()).result()
+    shared, tool_lists = run(start_servers()).result()
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     attributes: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
     attributes["_serving"] = serving  # this object keeps the servers running
@@ -132,7 +132,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), attributes)
 
 
-async def _ask(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
+async def _call_server(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
     async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 

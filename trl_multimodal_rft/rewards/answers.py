@@ -31,8 +31,8 @@ _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 _OPENING_TAG, _CLOSING_TAG = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
 # "The answer is 7." and "**Final answer:** 7", not "I wonder which answer is right"
-_STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
-_BEFORE_STATED = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
+_STATEMENT = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
+_BEFORE_STATEMENT = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
 _HOPE = re.compile(r"\. I hope it is correct\.?\Z")  # suffix of Minerva's answers
 # A whole answer in math mode, in `\text{}` or after the word "option"
 _WRAPPED = re.compile(
@@ -112,10 +112,10 @@ def accuracy_reward(
     rewards: list[float | None] = []
     for position, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, position, "accuracy_reward")
-        answer, in_latex = _read(completion_text(completion))
+        answer, in_latex = _find_answer(completion_text(completion))
         answer = normal_form(answer).strip()
-        right = any(_is_right(answer, in_latex, reference) for reference in references)
-        rewards.append(float(right) if references else None)
+        is_right = any(_is_right(answer, in_latex, reference) for reference in references)
+        rewards.append(float(is_right) if references else None)
     return rewards
 
 
@@ -172,7 +172,7 @@ def rewards_by_reference(
     completions: Sequence[Completion],
     solution: Sequence[Reference] | None,
     name: str,
-    read: Callable[[Json], list[T]],
+    read_references: Callable[[Json], list[T]],
     form: str,
     reward: Callable[[str, list[T], int], float],
     columns: dict[str, Argument],
@@ -180,7 +180,8 @@ def rewards_by_reference(
     """
     Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty.
 
-    `read` returns the references in a cell. If it returns none, raises a [`RowError`] that names the expected `form`.
+    `read_references` returns the references in a cell. Without any, raises a [`RowError`] that names the expected
+    `form`.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -188,7 +189,7 @@ def rewards_by_reference(
         if (reference := cell_value(plain(reference))) is None or reference in ([], [None]):
             rewards.append(None)
             continue
-        references = read(reference)
+        references = read_references(reference)
         if not references:
             problem = f"column 'solution': {name} got {reference!r:.100}, which isn't {form}; correct it."
             raise RowError(position, problem)
@@ -224,21 +225,21 @@ def extract_answer(text: str) -> str:
     ['7', '7', '7', '7']
     ```
     """
-    return _read(text)[0]
+    return _find_answer(text)[0]
 
 
-def _read(text: str) -> tuple[str, bool]:
+def _find_answer(text: str) -> tuple[str, bool]:
     """Returns the answer in a text, and whether it is in LaTeX."""
-    _, *opened = _OPENING_TAG.split(text, maxsplit=1)
-    if opened:
-        answer, *closed = _CLOSING_TAG.split(opened[0], maxsplit=1)
-        if not closed:
+    _, *after_tag = _OPENING_TAG.split(text, maxsplit=1)
+    if after_tag:
+        answer, *after_closing_tag = _CLOSING_TAG.split(after_tag[0], maxsplit=1)
+        if not after_closing_tag:
             return text.strip(), False
         text = answer
     box = _last_box(text)
     if box is not None:
         return _unwrapped(box), True
-    hashes = ("", "", "") if opened else text.rstrip().rpartition("\n")[2].rpartition("####")
+    hashes = ("", "", "") if after_tag else text.rstrip().rpartition("\n")[2].rpartition("####")
     answer = hashes[2] if hashes[1] else text
     stated_answer = _stated_answer(answer)
     if hashes[1] or stated_answer is not None:
@@ -249,15 +250,15 @@ def _read(text: str) -> tuple[str, bool]:
 
 def _last_box(text: str) -> str | None:
     """Returns the content of the last closed `\\boxed{}`, or `None`."""
-    opened: list[int | None] = []
+    open_braces: list[int | None] = []  # index behind the brace of a box, `None` for other braces
     start, content = -1, None
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
-            opened.append(None)
+            open_braces.append(None)
         elif brace[1]:
-            opened.append(brace.end())
-        elif brace[0] == "}" and opened:
-            begin = opened.pop()
+            open_braces.append(brace.end())
+        elif brace[0] == "}" and open_braces:
+            begin = open_braces.pop()
             if begin is not None and begin > start:
                 start, content = begin, text[begin : brace.start()]
     return content
@@ -265,8 +266,8 @@ def _last_box(text: str) -> str | None:
 
 def _stated_answer(text: str) -> str | None:
     """Returns the answer in a statement such as "the answer is 7" that ends a text, or `None`."""
-    for statement in reversed([*_STATED.finditer(text)]):
-        if _BEFORE_STATED.search(text[max(0, statement.start() - 10) : statement.start()].rstrip()):
+    for statement in reversed([*_STATEMENT.finditer(text)]):
+        if _BEFORE_STATEMENT.search(text[max(0, statement.start() - 10) : statement.start()].rstrip()):
             answer = _HOPE.sub("", text[statement.end() :].strip())
             return answer if answer and "\n" not in answer else None
     return None
@@ -344,31 +345,31 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
     # One of two equal numbers may lack its unit
-    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
+    (value, unit), (right_value, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
     units = {unit, right_unit} - {""}
-    return in_latex and len(units) == 1 and _equal(value, right)
+    return in_latex and len(units) == 1 and _equal(value, right_value)
 
 
 def _same_choice(answer: str, reference: str) -> bool:
     """Returns whether both texts name the same choice, by letter, text or both. The reference must have a letter."""
-    named, right = read_letter(answer), read_letter(reference)
-    if right is None:
+    answer_choice, right_choice = read_letter(answer), read_letter(reference)
+    if right_choice is None:
         return False
-    right_text = reference[right[1] :].strip(" .")
-    if named is None:
+    right_text = reference[right_choice[1] :].strip(" .")
+    if answer_choice is None:
         return bool(right_text) and _equal(answer, right_text)
-    named_text = answer[named[1] :].strip(" .")
-    if named[0] != right[0] or listed_letters(named_text) - {right[0]}:
+    answer_text = answer[answer_choice[1] :].strip(" .")
+    if answer_choice[0] != right_choice[0] or listed_letters(answer_text) - {right_choice[0]}:
         return False
-    return not named_text or not right_text or _equal(named_text, right_text)
+    return not answer_text or not right_text or _equal(answer_text, right_text)
 
 
 def _value_and_unit(text: str) -> tuple[str, str]:
-    measured = _UNIT.fullmatch(text) if len(text) < _LONGEST_MEASURE else None
-    if measured is None or not _is_expression(measured["value"]):
+    match = _UNIT.fullmatch(text) if len(text) < _LONGEST_MEASURE else None
+    if match is None or not _is_expression(match["value"]):
         return text, ""
-    unit = normalize_answer(re.sub(r"\\\w+|[{}]", "", measured["unit"]))
-    return (text, "") if unit in _FACTORS else (measured["value"], unit)
+    unit = normalize_answer(re.sub(r"\\\w+|[{}]", "", match["unit"]))
+    return (text, "") if unit in _FACTORS else (match["value"], unit)
 
 
 def _equal(answer: str, reference: str) -> bool:
@@ -394,7 +395,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Returns whether a text may be an expression. Of other texts, math_verify may read only a part."""
+    """Returns whether a text can be an expression. math_verify would read only parts of other texts."""
     if len(text) > _LONGEST_EXPRESSION or not any(map(str.isalnum, text)):
         return False
     bare = _LATEX_COMMAND.sub("", text)

@@ -51,10 +51,10 @@ def length_reward(
     """
     if completion_ids is None:
         raise ValueError("length_reward needs `completion_ids`, the tokens of completions, which trainers pass.")
-    correct = correctness(completions=completions, completion_ids=completion_ids, **kwargs)
+    correctness_rewards = correctness(completions=completions, completion_ids=completion_ids, **kwargs)
     return [
         None if reward is None else bonus if reward > _CORRECT and min_length <= len(ids) <= max_length else 0.0
-        for reward, ids in zip(correct, completion_ids, strict=True)
+        for reward, ids in zip(correctness_rewards, completion_ids, strict=True)
     ]
 
 
@@ -84,7 +84,7 @@ def tool_curiosity_reward(
         group_ids (`list[int]`):
             Group of each completion. The trainers of this package pass it if no group straddles processes.
         target_rate (`float`, *optional*, defaults to `0.3`):
-            Share of completions with calls from which on the bonus is 0.
+            Share of completions with calls at which, and above which, the bonus is 0.
         curiosity (`float`, *optional*, defaults to `0.5`):
             Weight of the bonus.
         free_calls (`int`, *optional*, defaults to `1`):

@@ -45,7 +45,8 @@ Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# Columns that reward functions get under other names, as in TRL
+# Columns that aren't passed by these names, as in TRL: `prompt` and `completion` are passed in the plural, and the
+# argument `completion_ids` comes from the trainer
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
@@ -93,17 +94,17 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
     except (TypeError, ValueError):  # some builtins have no signature
         return
     kinds = {param.kind for param in parameters.values()}
-    by_name = {
+    keyword_names = {
         key for key, param in parameters.items() if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
     }
     names = CALLED_WITH if arguments is None else arguments
     called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
-    if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
+    if inspect.Parameter.VAR_KEYWORD not in kinds and not keyword_names.issuperset(names):
         raise ValueError(
             f"The reward function '{name}' takes ({', '.join(map(str, parameters))}), but {called}, all by name; add "
             "`**kwargs` to its parameters."
         )
-    missing = [key for key in by_name.difference(names) if parameters[key].default is inspect.Parameter.empty]
+    missing = [key for key in keyword_names.difference(names) if parameters[key].default is inspect.Parameter.empty]
     if arguments is not None and missing:
         raise ValueError(
             f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
@@ -139,15 +140,15 @@ def _explain_errors(
 
 def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> list[str]:
     """Returns a hint if a function seems to expect completions of another format, or else an empty list."""
-    conversational = not all(isinstance(completion, str) for completion in completions)
+    is_conversational = not all(isinstance(completion, str) for completion in completions)
     if not isinstance(error, (AttributeError, TypeError)):
         return []
-    if conversational and re.search(r"\b(list|dict)\b", str(error)):
+    if is_conversational and re.search(r"\b(list|dict)\b", str(error)):
         return [
             "Completions are lists of messages here, as the prompts are; the text of one is "
             "`completion[-1]['content']`."
         ]
-    if not conversational and re.search(r"string ind|\bstr\b", str(error)):
+    if not is_conversational and re.search(r"string ind|\bstr\b", str(error)):
         return [
             "Completions are texts here, as the prompts are; a function that reads messages needs prompts of "
             "messages: `[{'role': 'user', 'content': ...}]`."
@@ -155,17 +156,17 @@ def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> l
     return []
 
 
-def _failing_position(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
+def _failing_position(reward_func: Callable, columns: dict[str, Any], error_type: type[Exception]) -> int | None:
     """
-    Returns the position of the first completion that raises the error on its own, if any. Doesn't repeat calls of
-    functions that may wait for servers.
+    Calls a function again with one completion at a time, and returns the position of the first that raises the error,
+    if any. Async functions and objects aren't called again, because they may wait for servers.
     """
-    is_local = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
-    for position in range(len(columns["completions"])) if is_local and not torch.distributed.is_initialized() else ():
+    is_sync = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
+    for position in range(len(columns["completions"])) if is_sync and not torch.distributed.is_initialized() else ():
         row_columns = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
         try:
             reward_func(**row_columns | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
-        except kind:
+        except error_type:
             return position
         except Exception:
             continue
@@ -173,13 +174,16 @@ def _failing_position(reward_func: Callable, columns: dict[str, Any], kind: type
 
 
 def compares_completions(reward_func: Callable) -> bool:
-    """Returns whether a function's code compares values, calls no helpers and reads no `content` of messages."""
+    """
+    Returns whether a function seems to compare whole completions with texts: its code compares values, calls no
+    helpers and reads no `content` of messages.
+    """
     codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
     for code in codes:  # the loop also reaches code that it appends, such as comprehensions
         codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
     steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
-    helpers = [name for kind, name in steps if kind == "LOAD_GLOBAL" and not hasattr(builtins, name)]
-    compares = any(kind == "CONTAINS_OP" or (kind == "COMPARE_OP" and value in ("==", "!=")) for kind, value in steps)
+    helpers = [name for op, name in steps if op == "LOAD_GLOBAL" and not hasattr(builtins, name)]
+    compares = any(op == "CONTAINS_OP" or (op == "COMPARE_OP" and value in ("==", "!=")) for op, value in steps)
     return compares and not helpers and not any(value == "content" for _, value in steps)
 
 
@@ -274,15 +278,15 @@ def check_rewards(
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
     # If any array has several numbers, all arrays hold rewards per turn, even an array of one number
-    by_turn = turns is not None and any(_is_vector(reward) and len(reward) > 1 for reward in values)
+    has_turn_rewards = turns is not None and any(_is_vector(reward) and len(reward) > 1 for reward in values)
     for position, reward in enumerate(values):
-        value = reward.tolist() if by_turn and _is_vector(reward) else _plain(reward)
-        row = f"completion {position}" if rows is None else f"row {rows[position]}"
+        value = reward.tolist() if has_turn_rewards and _is_vector(reward) else _plain(reward)
+        label = f"completion {position}" if rows is None else f"row {rows[position]}"
         if turns is not None and isinstance(value, (list, tuple)):
-            value = _stepwise([*map(_plain, value)], turns[position], source, row)
+            value = _stepwise_reward([*map(_plain, value)], turns[position], source, label)
         if value is not None and not is_finite(value):
             raise ValueError(
-                f"{source} {value!r:.40} for {row}; return a finite number, or None where the reward doesn't apply. "
+                f"{source} {value!r:.40} for {label}; return a finite number, or None where the reward doesn't apply. "
                 "Rewards are float32, up to 3.4e38."
             )
         values[position] = value
@@ -301,12 +305,12 @@ def _plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
 
 
-def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
+def _stepwise_reward(values: list[Any], turns: Sequence[tuple[int, int]], source: str, label: str) -> StepwiseReward:
     """Returns the reward of a completion from numbers per turn, or from pairs (last token, reward)."""
     if not any(isinstance(step, (list, tuple)) for step in values):
         if len(values) != len(turns):
             raise ValueError(
-                f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
+                f"{source} rewards of {len(values)} turns for {label}, whose completion has {len(turns)}; return one "
                 "number per turn, or (last token, reward) pairs. Turns are the assistant's messages in `completion`."
             )
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
@@ -317,7 +321,7 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
         if not is_sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
-                f"{source} the step {step!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
+                f"{source} the step {step!r:.40} for {label}; return pairs of a token's index, in order, and a finite "
                 f"number. The sampled tokens are {spans}."
             )
         steps.append((cast(int, end), float(cast(float, reward))))
@@ -345,10 +349,10 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     """Returns names for metrics. Duplicates, such as the names of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
-        unique, number = name, 1
-        while unique in distinct or number > 1 and unique in names:
-            number += 1
-            unique = f"{name}_{number}"
+        unique, suffix = name, 1
+        while unique in distinct or suffix > 1 and unique in names:
+            suffix += 1
+            unique = f"{name}_{suffix}"
         distinct.append(unique)
     return distinct
 
@@ -398,7 +402,10 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """Yields an event loop in a thread, as a notebook's main thread runs a loop; `None` without async functions."""
+    """
+    Yields an event loop that runs in another thread, because a notebook's main thread already runs one; `None` without
+    async functions.
+    """
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

@@ -78,7 +78,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
     # The loop compares texts only if their lengths match, since an answer may repeat "A." many times
-    letters, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
+    indices, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if n_left in lengths else None
         if text in texts:
@@ -88,14 +88,14 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         if letter is None or ord(letter[0]) - ord("A") >= len(choices):
             index = _by_words(answer[start:], choices)
             break
-        letters.append(ord(letter[0]) - ord("A"))
+        indices.append(ord(letter[0]) - ord("A"))
         n_left -= _n_characters(answer[start : letter[1]])
         start = letter[1]
         if start == len(answer):
             break
-    listed = listed_letters(answer[start:]) if letters else ()
-    named = {*letters, *(ord(letter) - ord("A") for letter in listed), index} - {None}
-    return named.pop() if len(named) == 1 else None
+    listed = listed_letters(answer[start:]) if indices else ()
+    named_indices = {*indices, *(ord(letter) - ord("A") for letter in listed), index} - {None}
+    return named_indices.pop() if len(named_indices) == 1 else None
 
 
 def _n_characters(text: str) -> int:

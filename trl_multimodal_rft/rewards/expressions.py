@@ -37,13 +37,13 @@ class _Comparer:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                self._process = _start()
+                self._process = _start_process()
             process, verdict = self._process, ""
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps([answer, reference]) + "\n")
                 process.stdin.flush()
-                verdict = _read(process)
+                verdict = _read_line(process)
             except BrokenPipeError:
                 pass  # the process was killed
             finally:
@@ -59,14 +59,14 @@ class _Comparer:
 
 
 @functools.cache
-def _comparer(process: int) -> _Comparer:
+def _comparer(process_id: int) -> _Comparer:
     """Returns the comparer for a process id, since a forked process needs its own comparer."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer
 
 
-def _start() -> subprocess.Popen:
+def _start_process() -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-P", __file__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -74,21 +74,21 @@ def _start() -> subprocess.Popen:
         stdout=subprocess.PIPE,
         encoding="utf-8",
     )
-    if _read(process) != "ready":
+    if _read_line(process) != "ready":
         process.kill()
         process.communicate()
         raise RuntimeError("math-verify can't be imported; `python -c 'import math_verify'` shows why.")
     return process
 
 
-def _read(process: subprocess.Popen) -> str:
+def _read_line(process: subprocess.Popen) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def _serve() -> None:
-    """Compares expressions from stdin until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+def _compare_lines() -> None:
+    """Compares the two expressions in each line of stdin, until stdin is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     if sys.platform != "win32":
         import resource
 
@@ -111,4 +111,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _compare_lines()

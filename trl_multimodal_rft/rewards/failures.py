@@ -26,8 +26,8 @@ class RewardError(RuntimeError):
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Returns the frames of the user's code in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOREIGN))
-    return [frame for frame in frames if not frame.filename.startswith(foreign)]
+    foreign_prefixes = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOREIGN))
+    return [frame for frame in frames if not frame.filename.startswith(foreign_prefixes)]
 
 
 def line_of(frame: traceback.FrameSummary) -> str:

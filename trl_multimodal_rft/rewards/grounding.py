@@ -203,15 +203,15 @@ def detection_reward(
     [1.125, 0.0]
     ```
     """
-    scores = {"visual_rft": _visual_rft, "perception_r1": _perception_r1}
-    if method not in scores:
-        raise ValueError(f"detection_reward has the methods {[*scores]}, not {method!r}.")
+    reward_by_method = {"visual_rft": _visual_rft, "perception_r1": _perception_r1}
+    if method not in reward_by_method:
+        raise ValueError(f"detection_reward has the methods {[*reward_by_method]}, not {method!r}.")
 
     def reward(answer: str, references: list[Box], position: int) -> float:
         scales = scales_of(solution_scale, answer_scale, position)
         boxes = [scaled_box(box, scales[1]) for box in boxes_in(answer)]
         references = [scaled_box(reference, scales[0]) for reference in references]
-        return scores[method](answer, boxes, references, of_row(iou_threshold, position))
+        return reward_by_method[method](answer, boxes, references, of_row(iou_threshold, position))
 
     return rewards_by_reference(completions, solution, "detection_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
@@ -227,12 +227,12 @@ def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold:
             if None in (box.label, candidate.label) or _label(box) == _label(candidate)
         ]
         iou, index = max(candidates, key=lambda candidate: candidate[0], default=(0.0, 0))
-        matches = iou > threshold
-        if matches:
+        is_match = iou > threshold
+        if is_match:
             del unmatched[index]
             overlap += iou
         if box.confidence is not None and 0 <= box.confidence <= 1:
-            confidence += box.confidence if matches else 1 - box.confidence
+            confidence += box.confidence if is_match else 1 - box.confidence
     return overlap / max(len(boxes), len(references)) + confidence / len(boxes) if boxes else 0.0
 
 
@@ -246,8 +246,8 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
         return reward
     precision, recall = len(pairs) / len(boxes), len(pairs) / len(references)
     labels = [(_label(boxes[i]), _label(references[j])) for i, j in pairs]
-    right = [label is not None and label == reference for label, reference in labels]
-    reward += 0.75 * 2 * precision * recall / (precision + recall) + float(np.mean(right))
+    is_right = [label is not None and label == reference for label, reference in labels]
+    reward += 0.75 * 2 * precision * recall / (precision + recall) + float(np.mean(is_right))
     reward += float(np.mean([ious[pair] for pair in pairs])) - 0.5 * (2 - precision - recall)
     return min(max(reward, 0.0), 3.0)
 
@@ -303,8 +303,8 @@ def counting_reward(
         guesses = np.array(points) / scales[1]
         targets = np.array(references) / scales[0]
         distances = np.linalg.norm(guesses[:, None] - targets, axis=-1) / math.sqrt(2)
-        mean = float(np.mean([distances[pair] for pair in _best_assignment(-distances)]))
-        return min(len(guesses), len(targets)) / max(len(guesses), len(targets)) * max(1 - mean, 0.0)
+        mean_distance = float(np.mean([distances[pair] for pair in _best_assignment(-distances)]))
+        return min(len(guesses), len(targets)) / max(len(guesses), len(targets)) * max(1 - mean_distance, 0.0)
 
     form = "a number, a list of numbers, or a list of points [x, y]"
     return rewards_by_reference(completions, solution, "counting_reward", _numbers_or_points, form, reward, kwargs)

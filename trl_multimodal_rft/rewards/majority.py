@@ -76,8 +76,8 @@ def majority_reward(
             winners.append(next(position for position in positions if answers[position] == label))
     if log_metric is not None and shares:
         log_metric("sampling/agreement", sum(shares) / len(shares))
-        if right := _label_rewards(completions, columns, winners):
-            log_metric("majority/correct_frac", sum(right) / len(right))
+        if label_rewards := _label_rewards(completions, columns, winners):
+            log_metric("majority/correct_frac", sum(label_rewards) / len(label_rewards))
     return rewards
 
 
@@ -94,5 +94,5 @@ def _label_rewards(completions: Sequence[Completion], columns: Mapping[str, Any]
         return []
     rows = {name: [values[i] for i in winners] for name, values in columns.items() if name in ("solution", "choices")}
     reward = choice_reward if any(rows.get("choices") or ()) else accuracy_reward
-    right = reward([completions[i] for i in winners], **rows)
-    return [value for value in right if value is not None]
+    rewards = reward([completions[i] for i in winners], **rows)
+    return [value for value in rewards if value is not None]

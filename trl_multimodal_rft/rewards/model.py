@@ -109,10 +109,10 @@ class RewardModel:
         tokenizer = tokenizer_of(processor)
         # `placeholder_tokens` reads only the attribute `config` of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding token
-        self.config.get_text_config().pad_token_id = self._pad
-        self._options = {"add_generation_prompt": False, **self.template_kwargs}
+        self.config.get_text_config().pad_token_id = self._pad_id
+        self._template_options = {"add_generation_prompt": False, **self.template_kwargs}
         self._group_model = _model_for_groups(unwrapped)
 
     @classmethod
@@ -160,19 +160,19 @@ class RewardModel:
             else read_messages(answer, "completions", i, rules)
             for i, answer in enumerate(as_encoded(completions))
         ]
-        sequences, groups = self._encode(prompts, completions)
+        sequences, groups = self._encode_batch(prompts, completions)
         scores = torch.empty(len(rows))
         self.model.eval()
         with torch.no_grad():
             for batch in self._batches(sequences):
-                scores[batch] = self._score([sequences[i] for i in batch])
-            n = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
-            for start in range(0, len(groups), n):
-                batch = groups[start : start + n]
+                scores[batch] = self._score_sequences([sequences[i] for i in batch])
+            groups_per_pass = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
+            for start in range(0, len(groups), groups_per_pass):
+                batch = groups[start : start + groups_per_pass]
                 scores[[i for group in batch for i in group.rows]] = self._score_groups(batch)
         return scores.tolist()
 
-    def _encode(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
+    def _encode_batch(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
         """Returns whole sequences to forward, by row index, and groups that share the forward pass of their prompt."""
         sequences, groups, start = {}, [], 0
         for stop in range(1, len(prompts) + 1):
@@ -181,12 +181,12 @@ class RewardModel:
                 continue
             rows, prompt = range(start, stop), prompts[start]
             refs, start = [*iter_refs(prompt), *iter_refs(completions[start])], stop
-            media, chats = self._load(refs), [self._chat(prompt, completions[i]) for i in rows]
-            first = self._encode_row(chats[0], refs, *media)
-            group = None if self._group_model is None or len(rows) == 1 else self._group(rows, first, chats)
+            media, chats = self._load_media(refs), [self._chat(prompt, completions[i]) for i in rows]
+            first_sequence = self._encode_row(chats[0], refs, *media)
+            group = None if self._group_model is None or len(rows) == 1 else self._group(rows, first_sequence, chats)
             if group is None:
-                others = (self._encode_row(chat, refs, *media) for chat in chats[1:])
-                sequences |= dict(zip(rows, [first, *others], strict=True))
+                other_sequences = (self._encode_row(chat, refs, *media) for chat in chats[1:])
+                sequences |= dict(zip(rows, [first_sequence, *other_sequences], strict=True))
             else:
                 groups.append(group)
         return sequences, groups
@@ -206,29 +206,32 @@ class RewardModel:
             outputs = dict(call(text=[chat], add_special_tokens=False, return_tensors="pt"))
             outputs.pop("attention_mask")
         else:
-            outputs = processor_outputs(chat, refs, self.processor, decoded, processor_kwargs, self._options)
+            outputs = processor_outputs(chat, refs, self.processor, decoded, processor_kwargs, self._template_options)
         ids = outputs.pop("input_ids")[0]
         check_ids(ids, self.config, None)
         fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
         modalities = frozenset(ref.modality for ref in refs)
         return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=modalities)
 
-    def _group(self, rows: Sequence[int], first: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
+    def _group(self, rows: Sequence[int], first_sequence: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
         """Returns the group of a prompt's completions, or `None` if they can't share the prompt's forward pass."""
         assert self._group_model is not None
         texts = [
-            chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._options) for chat in chats
+            chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._template_options)
+            for chat in chats
         ]
         ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
-        first.position_ids = prompt_position_ids(self._group_model, first.input_ids, first.media, first.token_fields)
+        first_sequence.position_ids = prompt_position_ids(
+            self._group_model, first_sequence.input_ids, first_sequence.media, first_sequence.token_fields
+        )
         try:
-            group = _Group(rows, *common_start(first, ids))
+            group = _Group(rows, *common_start(first_sequence, ids))
         except ValueError:
             return None
         # A completion of padding alone is scored at the prompt's last token, which must not be padding
-        return None if group.prompt.input_ids[-1] == self._pad else group
+        return None if group.prompt.input_ids[-1] == self._pad_id else group
 
-    def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
+    def _load_media(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
             if ref.modality not in self._modalities or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
@@ -268,9 +271,9 @@ class RewardModel:
         request = ScoreRequest(prompts, ids, mask, isolate=family_of(self._group_model).isolate)
         return completion_rewards(self.model, self._group_model, request)[:, 0].cpu()
 
-    def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
+    def _score_sequences(self, rows: list[EncodedPrompt]) -> torch.Tensor:
         ids, mask = padded([row.input_ids for row in rows])
-        ids = ids.masked_fill(mask == 0, self._pad)
+        ids = ids.masked_fill(mask == 0, self._pad_id)
         fields = {name: [row.token_fields[name] for row in rows] for name in rows[0].token_fields}
         inputs = {
             "attention_mask": mask,
@@ -295,7 +298,7 @@ class RewardModel:
 def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
     Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if that isn't
-    possible. Sharded weights rule it out: ranks need equally many forward passes, but may have different numbers of
+    possible. Sharded weights rule it out: ranks need equally many forward passes, but can have different numbers of
     groups.
     """
     base = unwrapped_model(None, model)
@@ -311,7 +314,7 @@ def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     return group_model
 
 
-def read_as_text(
+def text_reward_func(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[..., list[float]]:
     """Returns a reward function of a text model. Texts such as `"<image>"` replace media."""

@@ -37,7 +37,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    reward_funcs = [_load(name) for name in names]
+    reward_funcs = [_load_func(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
     return reward_funcs
@@ -51,7 +51,7 @@ def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -
     """
     names = recipe_names(recipe)
     functions = dict(zip(names, load_reward_funcs(names), strict=True))
-    table = {label: [("named", name, weight) for name, weight in parts.items()] for label, parts in recipe.items()}
+    table = {label: [("named", name, weight) for name, weight in weights.items()] for label, weights in recipe.items()}
     return apply_recipe(functions, table, label_column)
 
 
@@ -63,14 +63,14 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
             is_function = reward_func.endswith(")") or _DOTTED.fullmatch(reward_func)
             # A misspelled name of a function must not be taken for a model on the Hub
             is_function = is_function or difflib.get_close_matches(reward_func, REWARD_NAMES, cutoff=0.8)
-            reward_func = _load(reward_func) if is_function and not os.path.isdir(reward_func) else reward_func
+            reward_func = _load_func(reward_func) if is_function and not os.path.isdir(reward_func) else reward_func
         if callable(reward_func) and not isinstance(reward_func, nn.Module):
             check_signature(reward_func, get_callable_name(reward_func))
         reward_funcs.append(reward_func)
     return reward_funcs
 
 
-def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
+def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
     """
     Checks that a dataset has the columns that reward functions read, and returns warnings about their empty cells.
 
@@ -85,15 +85,15 @@ def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
             check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(function, "__name__", None)) in _FUNCTIONS and function is getattr(rewards, name):
             func(**no_rows)  # raises an error about a missing column
-            needed = columns.intersection(inspect.signature(function).parameters)
-            if cells := describe_empty_cells(dataset, needed):
-                if any(len(empty_row_indices(dataset, column)) == len(dataset) for column in needed):
-                    raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")
+            needed_columns = columns.intersection(inspect.signature(function).parameters)
+            if cells := describe_empty_cells(dataset, needed_columns):
+                if any(len(empty_row_indices(dataset, column)) == len(dataset) for column in needed_columns):
+                    raise ValueError(f"'{name}' has nothing to read: {cells}; fill in the cells, or remove it.")
                 warnings.append(f"'{name}' gives no reward where {cells}.")
     return warnings
 
 
-def _load(name: str) -> Callable:
+def _load_func(name: str) -> Callable:
     name, settings = split_settings(name)
     if name in _FACTORIES:
         return _call_factory(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})

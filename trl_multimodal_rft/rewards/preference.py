@@ -12,7 +12,7 @@ from .calls import Argument, Completion, Reference, RowError, require_column
 Verdict = Literal["A", "B", "tie"]
 
 # Judges write verdicts in tags, in the last fields of Omni-RRM's JSON, or in the brackets of MT-Bench
-_MARKED = re.compile(
+_MARKED_VERDICT = re.compile(
     r'<answer>([^<]*)</answer>|"(?:better|(?:final_)?verdict)"\s*:\s*"([^"]*)"|\[\[([^\[\]]*)\]\]', re.IGNORECASE
 )
 _DECORATION = re.compile(r"</?answer>|[\[\]()*.\"'\s]+")
@@ -50,11 +50,11 @@ def preference_reward(
     rewards: list[float | None] = []
     for position, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, position, "preference_reward")
-        right = {reference: verdict_in(reference) for reference in references}
-        if wrong := [reference for reference, expected in right.items() if expected is None]:
+        right_verdicts = {reference: verdict_in(reference) for reference in references}
+        if wrong := [reference for reference, expected in right_verdicts.items() if expected is None]:
             raise RowError(position, f"column 'solution': {wrong[0]!r:.100} is no verdict; write 'A', 'B' or 'tie'.")
         verdict = verdict_in(completion_text(completion))
-        rewards.append(float(verdict is not None and verdict in right.values()) if references else None)
+        rewards.append(float(verdict is not None and verdict in right_verdicts.values()) if references else None)
     return rewards
 
 
@@ -78,7 +78,7 @@ def verdict_in(text: str) -> Verdict | None:
         a verdict, or if verdicts contradict each other.
     """
     final_text = text.rpartition("</think>")[2].partition("<think>")[0]
-    candidates = ["".join(groups) for groups in _MARKED.findall(final_text)] or [extract_answer(final_text)]
+    candidates = ["".join(groups) for groups in _MARKED_VERDICT.findall(final_text)] or [extract_answer(final_text)]
     verdicts = {_as_verdict(words) for words in candidates} - {None}
     return verdicts.pop() if len(verdicts) == 1 else None
 

@@ -42,24 +42,25 @@ def combine_rewards(
             raise ValueError(
                 f"Sample {i} has the label {label!r}, which `reward_recipe` doesn't know: {sorted(recipe)}."
             )
-    weighted = [torch.full_like(rewards[0], torch.nan)]
-    for name, weights in _weights({label: recipe[label] for label in labels}).items():
+    terms = [torch.full_like(rewards[0], torch.nan)]
+    for name, weights in _weights_by_name({label: recipe[label] for label in labels}).items():
         if name not in label_map:
             raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
-        weighted.append(
-            rewards[label_map[name]] * weighted[0].new_tensor([weights.get(label, torch.nan) for label in labels])
+        terms.append(
+            rewards[label_map[name]] * terms[0].new_tensor([weights.get(label, torch.nan) for label in labels])
         )
-    return add_rewards(torch.stack(weighted))
+    return add_rewards(torch.stack(terms))
 
 
-def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
+def _weights_by_name(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
+    """Returns the weight of each reward by name and label."""
     weights: dict[str, dict[str, float]] = {}
     for label, parts in recipe.items():
         for _, name, weight in parts:
-            by_label = weights.setdefault(name, {})
+            label_weights = weights.setdefault(name, {})
             if not is_finite(weight):
                 raise ValueError(f"The recipe's weight of {name!r} for {label!r} is {weight!r:.40}; give a number.")
-            by_label[label] = by_label.get(label, 0.0) + weight
+            label_weights[label] = label_weights.get(label, 0.0) + weight
     return weights
 
 
@@ -103,7 +104,7 @@ def apply_recipe(
     trainer = MultimodalGRPOTrainer(reward_funcs=apply_recipe(functions, recipe, label_column="task"), ...)
     ```
     """
-    weights = _weights(recipe)
+    weights = _weights_by_name(recipe)
     missing = weights.keys() - reward_funcs.keys()
     if missing:
         raise ValueError(
@@ -123,7 +124,7 @@ def apply_recipe(
 def _on_labelled_rows(
     name: str, reward_func: Callable, weights: dict[str, float], labels: Iterable[str], label_column: str
 ) -> Callable:
-    extra_columns: set[str] = set()
+    logged_columns: set[str] = set()
 
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         if label_column not in columns:
@@ -132,47 +133,50 @@ def _on_labelled_rows(
                 f"{sorted(columns)}; add it, or name another as `label_column`."
             )
         row_labels = columns[label_column]
-        for row, label in enumerate(row_labels):
+        for position, label in enumerate(row_labels):
             if label not in labels:
                 raise RowError(
-                    row,
+                    position,
                     f"column '{label_column}': the recipe has no {label!r}, only {sorted(labels)}; add or correct it.",
                 )
-        rows = [row for row, label in enumerate(row_labels) if label in weights]
+        positions = [position for position, label in enumerate(row_labels) if label in weights]
         arguments = {
-            key: [value[row] for row in rows] if isinstance(value, list) else value for key, value in columns.items()
+            key: [value[position] for position in positions] if isinstance(value, list) else value
+            for key, value in columns.items()
         }
         if "log_extra" in columns:
 
             def log_extra(column: str, values: list) -> None:
-                by_row = dict(zip(rows, values, strict=True))
-                extra_columns.add(column)
-                columns["log_extra"](column, [by_row.get(row) for row in range(len(row_labels))])
+                by_position = dict(zip(positions, values, strict=True))
+                logged_columns.add(column)
+                columns["log_extra"](column, [by_position.get(position) for position in range(len(row_labels))])
 
             arguments["log_extra"] = log_extra
-            if not rows:
+            if not positions:
                 # Without new values, TRL's table would repeat the values of an earlier batch
-                for column in sorted(extra_columns):
+                for column in sorted(logged_columns):
                     log_extra(column, [])
 
         def to_all_rows(rewards: list) -> list[float | None]:
             result: list[float | None] = [None] * len(row_labels)
-            for row, reward in zip(rows, check_rewards(rewards, len(rows), name), strict=True):
-                result[row] = None if reward is None else weights[row_labels[row]] * reward
+            for position, reward in zip(positions, check_rewards(rewards, len(positions), name), strict=True):
+                result[position] = None if reward is None else weights[row_labels[position]] * reward
             return result
 
-        return arguments if rows else None, _naming_rows(name, rows), to_all_rows
+        return arguments if positions else None, _add_batch_indices(name, positions), to_all_rows
 
     return wrap_reward(reward_func, get_callable_name(reward_func), prepare)
 
 
 @contextmanager
-def _naming_rows(name: str, rows: list[int]):
-    """Adds batch indices to the errors of a function that was called with only some `rows` of the batch."""
+def _add_batch_indices(name: str, positions: list[int]):
+    """Adds batch indices to the errors of a function that was called with only some `positions` of the batch."""
     try:
         yield
     except RowError as error:
-        raise RowError(rows[error.position], error.problem) from None
+        raise RowError(positions[error.position], error.problem) from None
     except Exception as error:
-        error.add_note(f"The recipe passed {name!r} the rows {rows} of the batch; its row 0 is the first of these.")
+        error.add_note(
+            f"The recipe passed {name!r} the rows {positions} of the batch; its row 0 is the first of these."
+        )
         raise

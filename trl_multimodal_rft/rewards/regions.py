@@ -85,7 +85,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 
 def boxes_in(text: str) -> list[Box]:
     """Returns the boxes of positive area in an answer. Boxes in JSON may have labels and confidences."""
-    boxes, _ = _read(_json_in(text), _as_box)
+    boxes, _ = _read_items(_json_in(text), _as_box)
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
@@ -102,7 +102,7 @@ def share_of_boxes(text: str) -> float:
 
 def points_in(text: str) -> list[tuple[float, float]]:
     """Returns the points in an answer. A box counts as its center."""
-    points, _ = _read(_json_in(text), _as_point)
+    points, _ = _read_items(_json_in(text), _as_point)
     if points:
         return points
     matches = [pair[1:] for pair in _PAIR.findall(text)] or _POINT.findall(text)
@@ -135,7 +135,7 @@ def spans_of(solution: Json) -> list[tuple[float, float]]:
 def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
     if isinstance(solution, str):
         return read_text(extract_answer(solution))
-    items, n_unreadable = _read(solution, as_item)
+    items, n_unreadable = _read_items(solution, as_item)
     return [] if n_unreadable else items
 
 
@@ -184,12 +184,12 @@ def _json_in(text: str) -> Json:
     return None
 
 
-def _read(value: Json, read: Callable[[Json], T | None]) -> tuple[list[T], int]:
-    """Returns the results of `read` on the items of nested lists, and the number of items that it can't read."""
+def _read_items(value: Json, read_item: Callable[[Json], T | None]) -> tuple[list[T], int]:
+    """Returns the results of `read_item` on the items of nested lists, and the number of items that it can't read."""
     values, n_unreadable, stack = [], 0, [value]
     while stack:
         item = stack.pop()
-        result = read(item)
+        result = read_item(item)
         if result is not None:
             values.append(result)
         elif isinstance(item, (list, tuple)) and item:
@@ -204,8 +204,8 @@ def _as_box(value: Json) -> Box | None:
     confidence = label = None
     if isinstance(value, dict):
         entries = {str(key).lower(): item for key, item in value.items()}
-        confidence, label = (_first(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
-        value = _first(entries, _BOX_KEYS) or _values(entries, _CORNERS)
+        confidence, label = (_first_value(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
+        value = _first_value(entries, _BOX_KEYS) or _values(entries, _CORNERS)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, (list, tuple)) for item in value):
         value = sum(map(list, value), [])
     if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
@@ -219,7 +219,7 @@ def _as_box(value: Json) -> Box | None:
 def _as_point(value: Json) -> tuple[float, float] | None:
     if isinstance(value, dict):
         entries = {str(key).lower(): item for key, item in value.items()}
-        value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
+        value = _first_value(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
     if isinstance(value, (list, tuple)) and all(map(_is_number, value)):
         if len(value) == 2:
             return float(value[0]), float(value[1])
@@ -236,7 +236,7 @@ def _as_span(value: Json) -> tuple[float, float] | None:
     return None
 
 
-def _first(entries: dict[str, Json], keys: Sequence[str]) -> Json:
+def _first_value(entries: dict[str, Json], keys: Sequence[str]) -> Json:
     return next((entries[key] for key in keys if entries.get(key) is not None), None)
 
 

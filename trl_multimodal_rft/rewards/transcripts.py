@@ -111,7 +111,7 @@ def _best_rewards(
 ) -> list[float | None]:
     """Returns, for each answer, the largest of the rewards over its references."""
 
-    def read(reference: Json) -> list[str]:
+    def read_references(reference: Json) -> list[str]:
         entries = reference if isinstance(reference, (list, tuple)) else [reference]
         entries = [entry for entry in entries if cell_value(entry) is not None]
         texts = [normalize(extract_answer(str(entry))) for entry in entries if isinstance(entry, (str, Real, Decimal))]
@@ -122,5 +122,5 @@ def _best_rewards(
         return max(reward(answer, reference) for reference in references)
 
     return rewards_by_reference(
-        completions, solution, name, read, "a text with words, or a list of these", largest_reward, columns
+        completions, solution, name, read_references, "a text with words, or a list of these", largest_reward, columns
     )

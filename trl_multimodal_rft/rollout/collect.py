@@ -38,13 +38,13 @@ def collect(
     A batch without media is encoded only if `encodes_text`. Otherwise the user's `rollout_func` tokenizes it. `views`
     has the view of each row's media, by row index.
     """
-    columns, row_indices = [row.row for row in rows], [row.row_index for row in rows]
-    source = Source(columns, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
+    dataset_rows, row_indices = [row.row for row in rows], [row.row_index for row in rows]
+    source = Source(dataset_rows, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
     source.tools = [toolbox.tools_in(None)] * len(rows)
     dataset_messages = source.messages
     if toolbox:
-        source.environments, source.messages, source.failures = toolbox.enter(
-            source.messages, columns, row_indices, encoder.checked_observation
+        source.environments, source.messages, source.failures = toolbox.reset_all(
+            source.messages, dataset_rows, row_indices, encoder.checked_observation
         )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
@@ -66,7 +66,8 @@ def collect(
                 except MediaError as error:
                     if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
-                    source.failures[i], messages[i] = error, dataset_messages[i]  # the observation can't be encoded
+                    # The environment's observation can't be encoded, which ends the trajectory
+                    source.failures[i], messages[i] = error, dataset_messages[i]  # without the observation
                     prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
@@ -74,66 +75,71 @@ def collect(
 
 def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
     """
-    Returns the prompts of completions under a view. Completions of one prompt share the prompt under the view. If the
-    view replaces no media of a prompt, the prompt stays the same object. Media that tools returned stay as they are.
-    Random numbers depend on the view's seed and the row index.
+    Returns the prompts of completions, encoded with the media that a view puts in place of theirs. Completions of one
+    prompt share the new prompt. If the view replaces no media of a prompt, the prompt stays the same object. Media
+    that tools returned stay as they are. Random numbers depend on the view's seed and the row index.
     """
     encoded: dict[int, EncodedPrompt] = {}
 
-    def under_view(row: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
-        if isinstance(prompt, Contexts):
-            contexts = zip(prompt.prompts, [batch_messages[row], *rollout.source.contexts[row]], strict=True)
+    def under_view(index: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
+        if isinstance(prompt, Contexts):  # the messages of the first context are the prompt's
+            contexts = zip(prompt.prompts, [batch_messages[index], *rollout.source.contexts[index]], strict=True)
             new_prompts = [
-                under_view(row, context, [*batch_messages[:row], messages, *batch_messages[row + 1 :]])
+                under_view(index, context, [*batch_messages[:index], messages, *batch_messages[index + 1 :]])
                 for context, messages in contexts
             ]
-            same = all(context is new for context, new in zip(prompt.prompts, new_prompts, strict=True))
-            return prompt if same else Contexts.of(new_prompts, prompt.ends)
+            is_unchanged = all(
+                context is new_prompt for context, new_prompt in zip(prompt.prompts, new_prompts, strict=True)
+            )
+            return prompt if is_unchanged else Contexts.of(new_prompts, prompt.ends)
         if isinstance(prompt, Conversation):
-            return continued(prompt, under_view(row, prompt.prompt, batch_messages))
+            return with_new_start(prompt, under_view(index, prompt.prompt, batch_messages))
         if not any(view.applies_to(modality) for modality in prompt.modalities):
             return prompt
         if id(prompt) not in encoded:
             encoded[id(prompt)] = encoder.encode(
-                batch_messages[row],
-                rollout.source.row_indices[row],
-                view_of_row(view, batch_messages, rollout.source.row_indices, row),
+                batch_messages[index],
+                rollout.source.row_indices[index],
+                view_of_row(view, batch_messages, rollout.source.row_indices, index),
                 sampled=True,  # a context may hold turns that the policy sampled
-                **rollout.source.template_tools(row),
+                **rollout.source.template_tools(index),
             )
         return encoded[id(prompt)]
 
-    prompts = [under_view(row, prompt, rollout.source.messages) for row, prompt in enumerate(rollout.prompts)]
+    prompts = [under_view(index, prompt, rollout.source.messages) for index, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
     return prompts
 
 
-def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
-    """Returns `first`, with the tool results of `prompt` if any. `first` needs as many tokens as `prompt.prompt`."""
+def with_new_start(prompt: EncodedPrompt, start: EncodedPrompt) -> EncodedPrompt:
+    """
+    Returns `start`, with the tool results that `prompt` holds if it is a [`Conversation`]. `start` then needs as many
+    tokens as `prompt.prompt`, which it replaces.
+    """
     if not isinstance(prompt, Conversation):
-        return first
-    if first is prompt.prompt:
+        return start
+    if start is prompt.prompt:
         return prompt
-    return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
+    return replace(prompt, prompt=start, media=start.media, mask_cache={}, on_device={})
 
 
-def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], row: int) -> View:
+def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], index: int) -> View:
     """
-    Returns the view, seeded for a row of the batch. If the view needs media of another row, it gets the
-    media of the next row that has other media of the same modalities.
+    Returns the view, seeded for the row at `index` in the batch. A view that needs media of another row gets the media
+    of the next row that has other media of the same modalities.
     """
-    view = view.seeded(*view.seed, row_indices[row])
+    view = view.seeded(*view.seed, row_indices[index])
     if not view.type.needs_other:
         return view
-    media = _replaced_media(view, messages[row])
+    media = _media_to_replace(view, messages[index])
     for step in range(1, len(messages)):
-        other = _replaced_media(view, messages[(row + step) % len(messages)])
+        other = _media_to_replace(view, messages[(index + step) % len(messages)])
         if {ref.modality for ref in other} >= {ref.modality for ref in media} and not same_prompt(other, media):
             return view.with_others(other)
     return view
 
 
-def _replaced_media(view: View, messages: Any) -> list[MediaRef]:
+def _media_to_replace(view: View, messages: Any) -> list[MediaRef]:
     return [ref for ref in iter_refs(messages) if view.applies_to(ref.modality)]
 
 
@@ -162,14 +168,14 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
         for i, (prompt, prompt_ids, ids) in enumerate(rows):
             if list(prompt_ids) != prompt.input_ids.tolist():
                 raise ValueError(
-                    f"`rollout_func` gave {len(prompt_ids)} `prompt_ids` for completion {i}, not the {len(prompt)} "
-                    "of its prompt as the processor encodes it, placeholders of media and all; return those of "
+                    f"`rollout_func` gave {len(prompt_ids)} `prompt_ids` for completion {i} that differ from the "
+                    f"{len(prompt)} of its prompt as the processor encodes it, placeholders included; return those of "
                     "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
                 )
             if not set(placeholders).isdisjoint(ids):
                 raise ValueError(
-                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
-                    "nothing knows; use `tools` or `environment_factory` to show media to the model."
+                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, but not "
+                    "their media; use `tools` or `environment_factory` to show media to the model."
                 )
     else:
         ids = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]
@@ -177,7 +183,7 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
 
-def complete(
+def add_completions(
     rollout: Rollout,
     ids: list[list[int]],
     logps: list[list[float | None]] | None,
@@ -208,14 +214,14 @@ def complete(
         if rollout.tool_mask is not None:
             rollout.tool_mask = rollout.tool_mask * has_ended[:, None].to(device)
     rollout.completion_mask = mask.to(device)
-    prompts = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
+    prompt_lengths = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
-    table = torch.stack([prompts, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
-    prompts, lengths, has_ended, n_loss_tokens = accelerator.gather(table).cpu().unbind(1)
+    table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
+    prompt_lengths, lengths, has_ended, n_loss_tokens = accelerator.gather(table).cpu().unbind(1)
     rollout.num_items_in_batch = n_loss_tokens.sum().to(device)
     metrics = {"completions/clipped_ratio": 1 - has_ended.float().mean().item()}
     terminated = lengths[has_ended == 1]
     for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()
-    return metrics, int(prompts.sum() + lengths.sum())
+    return metrics, int(prompt_lengths.sum() + lengths.sum())

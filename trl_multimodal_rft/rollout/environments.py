@@ -22,7 +22,7 @@ from ..rewards.calls import Argument, distinct_names
 
 
 # Methods of environments that aren't tools
-_NO_TOOLS = ("reset", "get_reward", "get_context")
+_NOT_TOOLS = ("reset", "get_reward", "get_context")
 
 # Messages that stand for a prompt until an environment makes it
 _NO_PROMPT = [{"role": "user", "content": ""}]
@@ -74,15 +74,15 @@ class Environments:
                     f"`tools` has the class {tool.__name__}; a class of environments is `environment_factory`, and a "
                     "tool is a function."
                 )
-        self.standalone, self.factory = list(tools), factory
+        self.standalone_tools, self.factory = list(tools), factory
         self.media_rules = media_rules
-        self.several = isinstance(factory, dict)
+        self.has_several_factories = isinstance(factory, dict)
         self.factories: dict[Any, Callable] = {}
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
         # One environment of each factory, to know its tools and whether it has a reward
-        self.pool = {name: [_make(make)] for name, make in self.factories.items()}
-        for [environment] in self.pool.values():
+        self.pools = {name: [_make_environment(make)] for name, make in self.factories.items()}
+        for [environment] in self.pools.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
         for tool in self.tools:
@@ -94,26 +94,26 @@ class Environments:
     @property
     def tools(self) -> list[Callable]:
         """Tools of all completions and environments, without duplicates."""
-        callables = list(self.standalone)
-        for environment, *_ in self.pool.values():
+        callables = list(self.standalone_tools)
+        for environment, *_ in self.pools.values():
             callables += [method for method in tools_of(environment).values() if method not in callables]
         return callables
 
     def tools_in(self, environment: Any) -> dict[str, Callable]:
         """Returns a completion's tools by name: standalone tools, and tools of its environment if there is one."""
-        return {**{tool.__name__: tool for tool in self.standalone}, **tools_of(environment)}
+        return {**{tool.__name__: tool for tool in self.standalone_tools}, **tools_of(environment)}
 
     def reward_funcs(self) -> dict[str, Callable]:
         """Returns a reward function for each class of environments with `get_reward`, by the name of the class."""
-        classes = dict.fromkeys(type(environment) for environment, *_ in self.pool.values())
+        classes = dict.fromkeys(type(environment) for environment, *_ in self.pools.values())
         rewarding = [cls for cls in classes if hasattr(cls, "get_reward")]
         return dict(zip(distinct_names([cls.__name__ for cls in rewarding]), map(reward_of, rewarding), strict=True))
 
-    def fresh(self) -> "Environments":
+    def with_new_environments(self) -> "Environments":
         """Returns the same tools, with new environments of the same factories."""
-        return Environments(self.standalone, self.factory, self.media_rules)
+        return Environments(self.standalone_tools, self.factory, self.media_rules)
 
-    def enter(
+    def reset_all(
         self,
         prompts: Sequence[Any],
         rows: Sequence[Mapping[str, Any]],
@@ -143,7 +143,7 @@ class Environments:
         Raises:
             `ValueError`: If a row names an unknown environment.
         """
-        names = [row.get("environment") if self.several else None for row in rows]
+        names = [row.get("environment") if self.has_several_factories else None for row in rows]
         for name in names:
             if name not in self.factories:
                 raise ValueError(
@@ -155,13 +155,15 @@ class Environments:
         environments, messages = [], []
         failures: list[Exception | None] = [None] * len(rows)
         for i, (name, prompt, row, row_index) in enumerate(zip(names, prompts, rows, row_indices, strict=True)):
-            pool = self.pool[name]
+            pool = self.pools[name]
             if n_used[name] == len(pool):
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
             # With several factories, the column `environment` only chooses the factory, as in TRL
-            columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
+            columns = {
+                key: value for key, value in row.items() if key != "environment" or not self.has_several_factories
+            }
             label, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
             if "prompt_messages" in signature.parameters:
                 columns["prompt_messages"] = prompt
@@ -173,7 +175,7 @@ class Environments:
                     "`**row`, and give those that rows may lack a default."
                 ) from None
             observation = None
-            with _storing_error(failures, i):
+            with _store_error(failures, i):
                 content = environment.reset(**columns)
                 if isinstance(content, list):
                     content = blocks_to_refs(content, label, row_index, self.media_rules)
@@ -196,7 +198,7 @@ def check_without_media(result: object, origin: str) -> None:
         )
 
 
-def _make(factory: Callable[[], Any]) -> Any:
+def _make_environment(factory: Callable[[], Any]) -> Any:
     """Returns an environment of a factory. Raises a `TypeError` if the factory can't be called."""
     if not callable(factory):
         raise TypeError(
@@ -251,9 +253,9 @@ def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBas
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
-    """Returns the tools of an environment by name: its public methods, except for `_NO_TOOLS`."""
+    """Returns the tools of an environment by name: its public methods, except for `_NOT_TOOLS`."""
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
-    return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
+    return {name: getattr(environment, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")}
 
 
 def reward_of(environment_class: type) -> Callable:
@@ -272,7 +274,7 @@ def reward_of(environment_class: type) -> Callable:
         rewards: list[Any] = [None] * len(environments)
         for i, environment in enumerate(environments):
             if type(environment) is environment_class and (failures is None or failures[i] is None):
-                with _storing_error(failures, i):
+                with _store_error(failures, i):
                     rewards[i] = environment.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
@@ -280,13 +282,13 @@ def reward_of(environment_class: type) -> Callable:
         environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
-            with _storing_error(failures, i):
+            with _store_error(failures, i):
                 return None if reward is None else await reward
 
         return await asyncio.gather(*starmap(settle, enumerate(call(environments, completions, failures))))
 
     reward: Callable = call_and_wait if inspect.iscoroutinefunction(environment_class.get_reward) else call
-    reward.__name__, vars(reward)["notes_failures"] = environment_class.__name__, True
+    reward.__name__, vars(reward)["stores_failures"] = environment_class.__name__, True
     return reward
 
 
@@ -296,7 +298,7 @@ def as_error(exit: SystemExit) -> Exception:
 
 
 @contextmanager
-def _storing_error(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
+def _store_error(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
     """Stores an error of the context at an index of `failures`, or raises the error if `failures` is `None`."""
     try:
         yield

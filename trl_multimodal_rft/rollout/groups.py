@@ -90,34 +90,34 @@ class GroupExchange:
         earlier step, and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
-        drawn = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
-        size, rounds = len(drawn), 1
-        chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
-        while rounds < self.max_rounds and any_rank(self.accelerator, len(chosen) < size):
-            further_groups = draw(size).for_loss().groups(self.group_size)
-            drawn, chosen, rounds = drawn + further_groups, chosen + _with_signal(further_groups), rounds + 1
+        draws = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
+        n_groups, rounds = len(draws), 1
+        picks = self.surplus.take(len(self.surplus)) + _with_signal(draws)
+        while rounds < self.max_rounds and any_rank(self.accelerator, len(picks) < n_groups):
+            further_groups = draw(n_groups).for_loss().groups(self.group_size)
+            draws, picks, rounds = draws + further_groups, picks + _with_signal(further_groups), rounds + 1
         if is_dynamic:
-            self.surplus.append(chosen[size:])
-        chosen = chosen[:size]
-        replayed = self.replay.sample(size - len(chosen), step)
+            self.surplus.append(picks[n_groups:])
+        picks = picks[:n_groups]
+        old_groups = self.replay.sample(n_groups - len(picks), step)
         if self.replays:
-            self.replay.append(chosen)
-        with_signal = _with_signal(drawn)
-        no_signal = [group for group in drawn if group not in with_signal]
-        groups = chosen + replayed + no_signal[: size - len(chosen) - len(replayed)]
+            self.replay.append(picks)
+        with_signal = _with_signal(draws)
+        without_signal = [group for group in draws if group not in with_signal]
+        groups = picks + old_groups + without_signal[: n_groups - len(picks) - len(old_groups)]
 
         result = join_rollouts(groups, self.accelerator.device)
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
-        total_age = sum(step - group.step for group in replayed)
-        unequal_groups = [group for group in drawn if require(group.rewards.has_signal).all()]
-        n_equal = len(drawn) - len(unequal_groups)
-        n_below, n_above = (sum(_side(group) == side for group in unequal_groups) for side in (-1, 1))
-        counts = [len(drawn), len(with_signal), size, len(replayed), total_age, n_equal, n_below, n_above]
-        n_drawn, n_with_signal, n_used, n_replayed, total_age, *dropped = sum_over_ranks(self.accelerator, counts)
+        total_age = sum(step - group.step for group in old_groups)
+        unequal_groups = [group for group in draws if require(group.rewards.has_signal).all()]
+        n_equal = len(draws) - len(unequal_groups)
+        n_below, n_above = (sum(_range_side(group) == side for group in unequal_groups) for side in (-1, 1))
+        counts = [len(draws), len(with_signal), n_groups, len(old_groups), total_age, n_equal, n_below, n_above]
+        n_drawn, n_with_signal, n_used, n_replayed, total_age, *n_dropped = sum_over_ranks(self.accelerator, counts)
         metrics = {"sampling/kept_frac": n_with_signal / n_drawn}
         if self.is_bounded:
-            for name, n in zip(("equal", "below", "above"), dropped, strict=True):
+            for name, n in zip(("equal", "below", "above"), n_dropped, strict=True):
                 metrics[f"sampling/dropped_{name}"] = n / n_drawn
         if is_dynamic:
             metrics["sampling/rounds"] = rounds
@@ -128,10 +128,10 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if require(group.rewards.has_signal).all() and _side(group) == 0]
+    return [group for group in groups if require(group.rewards.has_signal).all() and _range_side(group) == 0]
 
 
-def _side(group: Rollout) -> int:
+def _range_side(group: Rollout) -> int:
     """Returns -1 or 1 if the group's mean reward is too low or too high for the wanted range, and 0 otherwise."""
     return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 

@@ -51,8 +51,8 @@ class PromptEncoder:
         """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
-        placed = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules, prefix)
-        return [row["prompt"] for row in placed]
+        message_rows = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules, prefix)
+        return [row["prompt"] for row in message_rows]
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
         """
@@ -63,13 +63,13 @@ class PromptEncoder:
         if prompt is None:
             (prompt,) = self.messages([row])
         if next(iter_refs(prompt), None) is None:
-            self.checked(prompt, row.row_index)
+            self.checked_prompt(prompt, row.row_index)
             return None
         return self.encode(prompt, row.row_index)
 
-    def encode_teachers(self, row: Row) -> EncodedPrompt | None:
+    def encode_teacher_prompt(self, row: Row) -> EncodedPrompt | None:
         """Returns the encoded prompt of a row's teacher, or `None` if it has no media or is the student's prompt."""
-        if not reads_apart(row):
+        if not has_teacher_prompt(row):
             return None
         (prompt,) = self.messages([row], TEACHER)
         return self.encode_row(row, prompt)
@@ -79,7 +79,7 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         """Encodes the prompt of a row, with media under `view`. `sampled` says that the policy wrote a part of it."""
         encoded = encode_prompt(
-            self.checked(prompt, row),
+            self.checked_prompt(prompt, row),
             self.processor,
             self.model,
             template_kwargs={**self.template_kwargs, **template_kwargs},
@@ -98,7 +98,7 @@ class PromptEncoder:
         """Applies `special_tokens_in_text`, by default `"raise"`, to an environment's text or blocks."""
         return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 
-    def checked(self, prompt: Any, row: int) -> Any:
+    def checked_prompt(self, prompt: Any, row: int) -> Any:
         """Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn."""
         ends_with_answer = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
         if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
@@ -110,6 +110,6 @@ class PromptEncoder:
         return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
 
 
-def reads_apart(row: Row) -> bool:
+def has_teacher_prompt(row: Row) -> bool:
     """Returns whether a teacher and the student read different prompts of a row."""
     return any(row.get(name) is not None for name in TEACHER_COLUMNS)

@@ -21,22 +21,22 @@ from .rollout import Rollout, join_rollouts
 _TOLERANCE = 0.02  # share by which the longest rank may exceed the mean; a smaller excess isn't worth the transfer
 
 
-def arranged(
-    rollout: Rollout, args: Any, accelerator: Accelerator, may_move: bool = True
+def arrange_rollout(
+    rollout: Rollout, args: Any, accelerator: Accelerator, can_move: bool = True
 ) -> tuple[Rollout, dict[str, float]]:
     """
     Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`,
-    ranks first exchange groups if `may_move`. All ranks have to call this.
+    ranks first exchange groups if `can_move`. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
         # The same order on all ranks, so that their longest micro-batches coincide
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
-        if may_move:
+        if can_move:
             rollout, metrics["packing/moved_mb"] = _exchange(rollout, args.num_generations, accelerator)
     if steps > 1:
-        later = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
-        lengths = [n + more for n, more in zip(rollout.completion_mask.sum(1).tolist(), later, strict=True)]
+        later_lengths = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
+        lengths = [n + more for n, more in zip(rollout.completion_mask.sum(1).tolist(), later_lengths, strict=True)]
         rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, generator))
     return rollout, metrics
 
@@ -46,7 +46,7 @@ def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tu
     groups, rank = rollout.groups(group_size), accelerator.process_index
     loads = torch.tensor([[forwarded_length(group) for group in groups], _is_free(groups)], device=accelerator.device)
     loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
-    assignment = balanced(loads, free)
+    assignment = balanced_assignment(loads, free)
     local_groups = dict(enumerate(groups, start=rank * len(groups)))
     received, n_bytes = _move(local_groups, assignment, accelerator)
     if n_bytes > 0:
@@ -74,7 +74,7 @@ def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> 
     return {"packing/rank_imbalance": float(rank_lengths.amax(0).sum() / rank_lengths.mean(0).sum().clamp(min=1))}
 
 
-def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> list[list[int]]:
+def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> list[list[int]]:
     """
     Returns the indices of each rank's groups, among the groups of all ranks, after swaps of groups that are `free`.
 
@@ -122,15 +122,15 @@ def _move(
         for group in rank_groups
         if group // n != target
     ]
-    sent = {group: packed_group(local_groups[group]) for group, source, _ in moves if source == rank}
-    sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(assignment))], device=device)
+    payloads = {group: pickled_group(local_groups[group]) for group, source, _ in moves if source == rank}
+    sizes = torch.tensor([len(payloads.get(group, ())) for group in range(n * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # Gloo can't send memory of a GPU
         device = torch.device("cpu")
     transfers, buffers = [], {}
     for group, source, target in moves:  # sender and receiver must have the same order
         if source == rank:
-            transfers.append(dist.P2POp(dist.isend, sent[group].to(device), target))
+            transfers.append(dist.P2POp(dist.isend, payloads[group].to(device), target))
         elif target == rank:
             buffers[group] = torch.empty(sizes[group], dtype=torch.uint8, device=device)
             transfers.append(dist.P2POp(dist.irecv, buffers[group], source))
@@ -148,7 +148,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def packed_group(group: Rollout) -> torch.Tensor:
+def pickled_group(group: Rollout) -> torch.Tensor:
     """Returns a group as bytes, without tensors on devices, cached masks and decoded media."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(group.with_copied_prompts(on_device=False).to("cpu"))

@@ -22,7 +22,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..engines.in_flight import EarlyCalls, EarlyRewards
 from ..rewards.calls import StepwiseReward, call_rewards, checked_reward, reward_arguments
-from ..rewards.model import read_as_text
+from ..rewards.model import text_reward_func
 from .ranks import local_rows
 from .rollout import Rollout, Source, Turn
 
@@ -45,15 +45,18 @@ def checked_functions(
     media_rules: MediaRules,
 ) -> dict[str, Callable]:
     """Returns reward functions by name, with checks of their arguments and results. Reward models get plain text."""
-    readers = [name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)]
-    check_readers(readers, rollout.source.messages, rollout.source.completions)
+    text_model_names = [
+        name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)
+    ]
+    check_text_models(text_model_names, rollout.source.messages, rollout.source.completions)
     failures = {"failures": rollout.source.failures}
     reward_funcs = [
-        partial(function, **failures) if hasattr(function, "notes_failures") else function for function in reward_funcs
+        partial(function, **failures) if hasattr(function, "stores_failures") else function
+        for function in reward_funcs
     ]
     return {
         name: checked_reward(
-            read_as_text(function, processor, template_kwargs) if name in readers else function,
+            text_reward_func(function, processor, template_kwargs) if name in text_model_names else function,
             name,
             media_rules,
             rollout.source.row_indices,
@@ -96,13 +99,13 @@ def reward_early(
     calls: EarlyCalls,
 ) -> EarlyRewards:
     """Calls reward functions while the policy is trained, and returns their rewards and the entries that they log."""
-    logged: list[tuple[str, str, Any]] = []
-    logs = {key: partial(lambda *entry: logged.append(entry), key) for key in ("log_extra", "log_metric")}
+    log_entries: list[tuple[str, str, Any]] = []
+    logs = {key: partial(lambda *entry: log_entries.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
     serial_funcs = {
         name: partial(calls, name, function) for name, function in functions.items() if not is_async_callable(function)
     }
-    return EarlyRewards(call_rewards({**functions, **serial_funcs}, arguments, loop), logged)
+    return EarlyRewards(call_rewards({**functions, **serial_funcs}, arguments, loop), log_entries)
 
 
 def reward_rollout(
@@ -166,7 +169,7 @@ def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float
     return metrics
 
 
-def check_readers(names: Collection[str], prompts: Any, completions: Any) -> None:
+def check_text_models(names: Collection[str], prompts: Any, completions: Any) -> None:
     """
     Checks that no media are left out of the text that the named reward models read.
 
@@ -245,8 +248,8 @@ def join_steps(
             steps.append(Step(end, turn, sum(values) if values else None, state))
         # A completion without tokens has a step, too, as its outcome is compared with the outcomes of others
         step_lists.append(steps or [Step(-1, 0, None, state_ids.setdefault(None, len(state_ids)))])
-    stepwise = torch.tensor([[isinstance(item, StepwiseReward) for item in row] for row in rewards])
-    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(stepwise, torch.nan), weights)
+    is_stepwise = torch.tensor([[isinstance(item, StepwiseReward) for item in row] for row in rewards])
+    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(is_stepwise, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
     return Steps(step_lists, outcomes)
 
@@ -285,15 +288,15 @@ def normalize_then_sum(
     rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
     std = nanstd(rewards).expand_as(rewards) if rewards.numel() > 1 else torch.zeros_like(rewards)
     advantages = ((rewards - rewards.nanmean()) / (std + _EPS)).nan_to_num(nan=0.0)
-    live = torch.stack([has_signal(column, group_ids) for column in rewards_per_func.T]).any(0)
-    return Estimates(torch.where(live, advantages, 0), live, std.isclose(torch.zeros_like(std)))
+    signal = torch.stack([has_signal(column, group_ids) for column in rewards_per_func.T]).any(0)
+    return Estimates(torch.where(signal, advantages, 0), signal, std.isclose(torch.zeros_like(std)))
 
 
-def keep_estimates(rollout: Rollout, estimates: Estimates, accelerator: Accelerator) -> None:
+def set_estimates(rollout: Rollout, estimates: Estimates, accelerator: Accelerator) -> None:
     """Sets the advantages and the signal of this rank's completions."""
-    advantages, live = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
+    advantages, signal = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
     rollout.advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
-    rollout.rewards.has_signal = live
+    rollout.rewards.has_signal = signal
 
 
 def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:
@@ -302,8 +305,8 @@ def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: 
     rewards don't decide this: completions with equal sums may have advantages, and completions with different sums may
     have none. Shapes: `rewards` `(N,)`.
     """
-    live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
-    return Estimates(advantages, live, ~live & ~rewards.isnan())
+    signal = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
+    return Estimates(advantages, signal, ~signal & ~rewards.isnan())
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, normalize: bool) -> torch.Tensor:

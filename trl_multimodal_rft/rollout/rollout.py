@@ -25,22 +25,22 @@ def _per_token(fill: float = 0.0) -> Any:
 class _Part:
     """Part of a rollout: a dataclass of tensors and lists with a row per completion, and of further parts."""
 
-    def walk(self) -> Iterator[tuple[Field, Any]]:
+    def walk_fields(self) -> Iterator[tuple[Field, Any]]:
         """Yields fields and their values, including the fields of nested parts."""
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, _Part):
-                yield from value.walk()
+                yield from value.walk_fields()
             yield spec, value
 
-    def changed(self, change: Callable[[Field, Any], Any]) -> Self:
+    def map_values(self, change: Callable[[Field, Any], Any]) -> Self:
         """Returns a copy with `change(field, value)` in place of each value, in nested parts, too."""
         values = {spec: getattr(self, spec.name) for spec in fields(self)}
-        changed = {
-            spec.name: value.changed(change) if isinstance(value, _Part) else change(spec, value)
+        new_values = {
+            spec.name: value.map_values(change) if isinstance(value, _Part) else change(spec, value)
             for spec, value in values.items()
         }
-        return replace(self, **changed)
+        return replace(self, **new_values)
 
 
 AnyPart = TypeVar("AnyPart", bound=_Part)
@@ -84,7 +84,7 @@ class Source(_Part):
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
     tools: list[dict[str, Callable]] = field(default_factory=list)  # of each completion, by name
-    failures: list[Exception | None] = field(default_factory=list)  # why environments couldn't go on
+    failures: list[Exception | None] = field(default_factory=list)  # errors of environments, `None` where they go on
     whole_groups: bool = True  # whether each group is on a single rank
     batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
@@ -96,13 +96,13 @@ class Source(_Part):
     extra: dict[str, Any] = field(default_factory=dict)  # further columns that `rollout_func` returned
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
-    # Rollout under another view, which isn't trained on, and for each of its completions, the batch index in this
-    # rollout of the prompt without the view
+    # Rollout sampled under `contrast_view`, which isn't trained on, and for each of its completions, the batch index
+    # of the completion in this rollout with the same prompt but without the view
     contrast: "tuple[Rollout, list[int]] | None" = None
 
-    def template_tools(self, row: int) -> dict[str, Any]:
+    def template_tools(self, index: int) -> dict[str, Any]:
         """Returns the chat template's argument for the tools of a completion, if there are environments."""
-        return {} if self.environments is None else {"tools": [*self.tools[row].values()] or None}
+        return {} if self.environments is None else {"tools": [*self.tools[index].values()] or None}
 
     @property
     def sampled_turns(self) -> list[list[Turn]]:
@@ -159,7 +159,7 @@ class TokenChoice(_Part):
     weights: torch.Tensor | None = _per_token()  # (N, C), weights in the policy loss; None if all are 1
     without_gradient: list[bool] = field(
         default_factory=list
-    )  # whether the update skips completions, as they have no gradient; may be empty
+    )  # whether the update skips completions, because they have no gradient; empty if none
 
 
 PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
@@ -213,8 +213,8 @@ class Rollout(_Part):
     @property
     def rows_to_score(self) -> list[int] | None:
         """Batch indices of the completions that have a gradient, or `None` if all have a gradient."""
-        skips = self.tokens.without_gradient
-        return [i for i, skip in enumerate(skips) if not skip] if any(skips) else None
+        is_skipped = self.tokens.without_gradient
+        return [i for i, skipped in enumerate(is_skipped) if not skipped] if any(is_skipped) else None
 
     @property
     def scored_mask(self) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Rollout(_Part):
                 return rows_of(value, indices)
             return [value[i] for i in indices] if isinstance(value, list) and len(value) == n else value
 
-        return self.changed(pick)
+        return self.map_values(pick)
 
     def for_loss(self) -> "Rollout":
         """Returns a copy without the fields that only rewards, logs and checks read."""
@@ -266,31 +266,33 @@ class Rollout(_Part):
 
     def groups(self, size: int) -> list["Rollout"]:
         """Returns one rollout per group of `size` completions, without columns that only have padding."""
-        parts, tokens = map(self.select, self.parts(size)), self.token_fields()
-        return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
+        parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
+        return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
 
     def token_fields(self) -> set[Field]:
         """Returns the fields with a value per token. Advantages and ratios may have a value per completion instead."""
         width = self.completion_ids.size(1)
-        values = {spec: value for spec, value in self.walk() if "fill" in spec.metadata and value is not None}
+        values = {spec: value for spec, value in self.walk_fields() if "fill" in spec.metadata and value is not None}
         return {spec for spec, value in values.items() if value.dim() > 1 and value.size(1) == width}
 
-    def resized(self, width: int, tokens: set[Field]) -> "Rollout":
+    def resized(self, width: int, token_fields: set[Field]) -> "Rollout":
         """Returns a copy whose per-token tensors are padded on the right, or cut, to `width` columns."""
         n_extra = width - self.completion_ids.size(1)
 
         def pad(spec: Field, value: Any) -> Any:
-            if spec not in tokens:
+            if spec not in token_fields:
                 return value
             fill = spec.metadata["fill"]
             no_padding = (0, 0) * (value.dim() - 2)  # of the dimensions after the dimension of tokens
             return F.pad(value, (*no_padding, 0, n_extra), value=self.pad_token_id if fill is None else fill)
 
-        return self.changed(pad)
+        return self.map_values(pad)
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Rollout":
         """Returns a copy with tensors on a device. Prompts stay on the CPU."""
-        return self.changed(lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value)
+        return self.map_values(
+            lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value
+        )
 
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
         """
@@ -300,18 +302,20 @@ class Rollout(_Part):
         copies: dict[int, EncodedPrompt] = {}
 
         def copy_prompt(prompt: EncodedPrompt) -> EncodedPrompt:
-            fresh: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
+            new_caches: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
             if isinstance(prompt, Contexts):
-                return replace(prompt, prompts=[*map(copy_prompt, prompt.prompts)], **fresh)
+                return replace(prompt, prompts=[*map(copy_prompt, prompt.prompts)], **new_caches)
             if isinstance(prompt, Conversation):
-                return replace(prompt, prompt=copy_prompt(prompt.prompt), later=copy_prompt(prompt.later), **fresh)
-            return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
+                return replace(
+                    prompt, prompt=copy_prompt(prompt.prompt), later=copy_prompt(prompt.later), **new_caches
+                )
+            return copies.setdefault(id(prompt), replace(prompt, decoded=(), **new_caches))
 
-        return self.changed(
+        return self.map_values(
             lambda spec, value: [copy_prompt(prompt) for prompt in value] if spec.name == "prompts" else value
         )
 
-    def release(self) -> None:
+    def release_media(self) -> None:
         """Frees the media that forwards kept on devices, after the last forward."""
         for prompt in [*self.prompts, *self.view.prompts, *self.teacher.prompts]:
             for part in prompt.parts:
@@ -324,24 +328,25 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     `group_ids` and `num_items_in_batch`, which count over the whole batch.
     """
     width = max(rollout.completion_ids.size(1) for rollout in rollouts)
-    tokens = set.intersection(*(rollout.token_fields() for rollout in rollouts))
+    token_fields = set.intersection(*(rollout.token_fields() for rollout in rollouts))
     return _join(
-        [rollout.with_copied_prompts().to(device).resized(width, tokens) for rollout in rollouts], len(rollouts[0])
+        [rollout.with_copied_prompts().to(device).resized(width, token_fields) for rollout in rollouts],
+        len(rollouts[0]),
     )
 
 
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
     """Concatenates parts of rollouts. The first rollout has `n` completions."""
-    changed: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name in (spec.name for spec in fields(parts[0])):
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], _Part):
-            changed[name] = _join(values, n)
+            joined[name] = _join(values, n)
         elif isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
-            changed[name] = torch.cat(values)
+            joined[name] = torch.cat(values)
         elif isinstance(values[0], list) and len(values[0]) == n:
-            changed[name] = sum(values, [])
-    return replace(parts[0], **changed)
+            joined[name] = sum(values, [])
+    return replace(parts[0], **joined)
 
 
 _TRL_NAMES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "old_logps")

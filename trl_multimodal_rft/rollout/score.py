@@ -45,8 +45,8 @@ def score_with_view(
         replaces = require(rollout.view.replaces)
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         scored_rows = None if len(scored_rows) == 2 * n else scored_rows
-        doubled = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
-        scores = policy.score(model, ScoreRequest(*doubled, packed, rows=scored_rows, **options))
+        doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
+        scores = policy.score(model, ScoreRequest(*doubled_completions, packed, rows=scored_rows, **options))
         plain, view = scores.rows(slice(n)), scores.rows(slice(n, None))
         is_replaced = replaces[:, None]
         plain.view = Scores(
@@ -72,13 +72,13 @@ def score_dependency(
     part_scores, dependencies = [], []
     for part in map(rollout.select, ranges):
         prompts, ids, mask = part.completions
-        clean = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
+        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
         head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
-        target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
+        target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
         view = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
         dependencies.append(view.divergences)
-        clean.hidden = None
-        part_scores.append(clean)
+        plain.hidden = None
+        part_scores.append(plain)
     return Scores.join(part_scores, ranges), torch.cat(dependencies)
 
 
@@ -88,26 +88,31 @@ def score_values(
     critic: Critic | ValueHead,
     rollout: Rollout,
     size: int,
-    cut: torch.Tensor | None = None,
+    is_cut: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the value of the state before each completion token, and the value of the state after each completion that
-    was `cut`, or 0 for other completions. Forwards have `size` completions.
+    Returns the value of the state before each completion token, and the value of the state after each completion
+    that was cut off (`is_cut`), or 0 for other completions. Forwards have `size` completions.
 
-    Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
+    Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
     prompts, ids, mask = rollout.completions
-    lengths, extended = mask.sum(1, keepdim=True), mask
-    if cut is not None:
+    lengths, long_mask = mask.sum(1, keepdim=True), mask
+    if is_cut is not None:
         # The state after the last token is the state before a further token, whose id doesn't matter
-        ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
+        ids, long_mask = (
+            F.pad(ids, (0, 1)),
+            F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype)),
+        )
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
-    scores = [policy.score(model, ScoreRequest(prompts[part], ids[part], extended[part], **options)) for part in parts]
+    scores = [
+        policy.score(model, ScoreRequest(prompts[part], ids[part], long_mask[part], **options)) for part in parts
+    ]
     values = torch.cat([part_scores.values for part_scores in scores])
     bootstrap = torch.zeros(len(ids), device=ids.device)
-    if cut is not None:
-        bootstrap = torch.where(cut, values.gather(1, lengths)[:, 0], 0)
+    if is_cut is not None:
+        bootstrap = torch.where(is_cut, values.gather(1, lengths)[:, 0], 0)
     return torch.where(mask.bool(), values[:, : mask.size(1)], 0), bootstrap
 
 
@@ -149,11 +154,11 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
 
 def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     """Returns TRL's metrics of differences between policy and engine, and of their ratios, over parts of a rollout."""
-    scored = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
-    logps = torch.cat([require(part.old_per_token_logps) for part in scored])
-    engine_logps = torch.cat([require(part.sampling_per_token_logps) for part in scored])
-    mask = torch.cat([part.loss_mask for part in scored])
-    ratios = torch.cat([rollout_ratios(part, args) for part in scored])
+    scored_parts = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
+    logps = torch.cat([require(part.old_per_token_logps) for part in scored_parts])
+    engine_logps = torch.cat([require(part.sampling_per_token_logps) for part in scored_parts])
+    mask = torch.cat([part.loss_mask for part in scored_parts])
+    ratios = torch.cat([rollout_ratios(part, args) for part in scored_parts])
     difference = (logps - engine_logps).abs()[mask.bool() & ~engine_logps.isnan()]
     loss_ratios = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
     difference, loss_ratios = (
@@ -168,9 +173,9 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         f"{name}/mean": (loss_ratios.mean(), torch.nanmean),
         f"{name}/max": (loss_ratios.max(), nanmax),
     }
-    if args.max_staleness > 0:  # ratios out of bounds were set to the bound, or to 0
-        kept = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
-        values |= {"sampling/importance_sampling_ratio/kept_frac": (kept, torch.mean)}
+    if args.max_staleness > 0:  # out of bounds, ratios were set to the bound, or to 0
+        kept_share = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
+        values |= {"sampling/importance_sampling_ratio/kept_frac": (kept_share, torch.mean)}
     return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}
 
 
@@ -197,12 +202,14 @@ def packing_metrics(
     Returns two shares over all ranks: prompt tokens that aren't forwarded because completions share a prompt, and
     completions that aren't forwarded because they have no gradient.
     """
-    repeated = [sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches]
-    forwarded = [
+    n_repeated = [
+        sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches
+    ]
+    n_forwarded = [
         policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n
-        for part, n in zip(micro_batches, repeated, strict=True)
+        for part, n in zip(micro_batches, n_repeated, strict=True)
     ]
     n_skipped = sum(sum(part.tokens.without_gradient) for part in micro_batches)
-    counts = [sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))]
-    forwarded, repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
-    return {"packing/shared_frac": 1 - forwarded / repeated, "packing/skipped_frac": n_skipped / n}
+    counts = [sum(n_forwarded), sum(n_repeated), n_skipped, sum(map(len, micro_batches))]
+    n_forwarded, n_repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
+    return {"packing/shared_frac": 1 - n_forwarded / n_repeated, "packing/skipped_frac": n_skipped / n}

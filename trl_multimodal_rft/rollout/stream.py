@@ -56,19 +56,19 @@ class EncodedRow:
     stored: Row  # the same columns, with undecoded media
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
-    prompt: EncodedPrompt | None = None  # `None` without media, as text is encoded with its batch
-    teachers: EncodedPrompt | None = None  # a teacher's prompt; `None` without media, or if it is `prompt`
+    prompt: EncodedPrompt | None = None  # `None` without media: text is encoded with its batch
+    teacher_prompt: EncodedPrompt | None = None  # a teacher's prompt; `None` without media, or if it is `prompt`
 
 
-class _Read(NamedTuple):
+class _ReadRow(NamedTuple):
     """Row of a dataset, and its encoded prompts."""
 
     row: Row
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
     messages: Any = None  # messages of the prompt, made from this row alone
-    teachers: Any = None  # a teacher's prompt, if it isn't `prompt`
-    teachers_decoded: Any = ()
+    teacher_prompt: Any = None  # a teacher's prompt, if it isn't `prompt`
+    teacher_decoded: Any = ()
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class RowStream:
     Reads the rows of a trainer's datasets or streams (`IterableDataset`s), and encodes their prompts.
 
     `encode` encodes the prompt of one row. It is `None` if environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teachers` encodes
-    the prompt of a row for a teacher. `columns` are the columns to keep, by default all.
+    converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teacher_prompt`
+    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all.
 
     With `on_media_error="skip"`, rows that can't be read are skipped. With `drops`, rows that raise an
     [`~data.reading.refs.OverlongRow`] are skipped. In training, other rows replace skipped rows. Evaluations leave
@@ -108,32 +108,32 @@ class RowStream:
         *,
         encode: Callable[..., Any] | None,
         messages: Callable[[list[Row]], list[Any]] | None = None,
-        encode_teachers: Callable[[Row], Any] | None = None,
+        encode_teacher_prompt: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
         drops: bool = False,
         metrics: Any,
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
-        self._lost: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
+        self._start_errors: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
-        self._skips = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
+        self._skipped_errors = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._rules = args.rules
         self._encode, self._messages, self._columns = encode, messages, columns
-        self._encode_teachers = encode_teachers
+        self._encode_teacher_prompt = encode_teacher_prompt
         self._rows: DatasetRows | None = None  # training rows; `None` for a stream
         self._batches: Any = None  # batches of the training rows
-        self._completions = 1
+        self._group_size = 1
         self._last_row: Row | None = None  # last row of a stream that could be read
-        self._extra: EndlessRows | None = None  # rows for `draw`
+        self._extra_rows: EndlessRows | None = None  # rows for `draw`
         self._n_extra = 0  # number of extra rows that all ranks have drawn
         self.sampler: DifficultySampler | None = None  # sampler of training rows
         self._pool: PrefetchPool | None = None
         self._n_prefetch = 0  # number of batches to prefetch
         self._has_prompts = False  # whether any row had a prompt with media, which workers encode
-        self._coming: list[int] = []  # row indices of the next batches
-        self._coming_extra: list[int] = []
+        self._coming_rows: list[int] = []  # row indices of the next batches
+        self._coming_extra_rows: list[int] = []
         # Errors of rows that can't be read, by row index, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
@@ -169,27 +169,27 @@ class RowStream:
         Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
-        self._completions, self._n_prefetch, self._coming = shape.completions_per_row, n_prefetch, []
+        self._group_size, self._n_prefetch, self._coming_rows = shape.completions_per_row, n_prefetch, []
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
-            self._rows, read = None, self._read_training
+            self._rows, read_batch = None, self._read_training_batch
             self._batches = StreamBatches(
-                undecoded(dataset), shape, read, self._columns, skip_to_readable=self._from_first
+                undecoded(dataset), shape, read_batch, self._columns, skip_to_readable=self._from_first
             )
             return _batch_loader(self._batches, **options)
         args, get_skipped = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
             self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
-        self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
-        self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, get_skipped)
+        self._rows, self._extra_rows = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
+        self._batches = EpochBatches(len(dataset), shape, self._read_training_batch, order, self.sampler, get_skipped)
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
-            # Workers leave out messages, as a pickled `MediaRef` becomes a text; `_complete` makes the messages again
+            # Workers leave out messages, because a pickled `MediaRef` becomes a text. `_as_encoded_rows` adds them.
             self._pool = PrefetchPool(
-                lambda index: self._encoded(rows[index])._replace(messages=None),
+                lambda index: self._read_row(rows[index])._replace(messages=None),
                 n_workers,
-                lambda index: self._patience(rows[index]),
+                lambda index: self._time_limit(rows[index]),
             )
         return _batch_loader(self._batches, len(dataset), **options)
 
@@ -206,12 +206,12 @@ class RowStream:
             stream = stream.shuffle(seed=args.seed) if shuffle else stream
             ranks = accelerator.num_processes, accelerator.process_index
             shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
-            read = partial(self._read, completions=completions, rows=None)
-            batches = StreamBatches(stream, shape, read, self._columns, use_own_shards=False)
+            read_batch = partial(self._read_batch, completions=completions, rows=None)
+            batches = StreamBatches(stream, shape, read_batch, self._columns, use_own_shards=False)
             batches.left_out = self._find_unreadable(dataset, batches.rows())
             return _batch_loader(batches, **options)
         rows = DatasetRows(self._select_columns(dataset))
-        read = partial(self._read, completions=completions, rows=rows)
+        read_batch = partial(self._read_batch, completions=completions, rows=rows)
         unreadable = self._find_unreadable(dataset, map(rows.__getitem__, range(len(rows))))
         row_indices: Any = [index for index in range(len(rows)) if index not in unreadable]
         collate = options.pop("collate_fn", _unchanged)
@@ -219,7 +219,7 @@ class RowStream:
             row_indices,
             size,
             sampler=sampler(row_indices),
-            collate_fn=lambda keys: collate(RowBatch(keys, read)),
+            collate_fn=lambda keys: collate(RowBatch(keys, read_batch)),
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
@@ -230,12 +230,12 @@ class RowStream:
 
     def draw(self, n: int) -> RowBatch:
         """Returns this rank's next `n` extra rows, in an endless order that is independent of the batches."""
-        assert self._extra is not None
+        assert self._extra_rows is not None
         ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
         self._n_extra += ranks * n
-        row_indices = self._extra.row_indices(start + rank * n, n)
-        self._coming_extra = self._extra.row_indices(start + (ranks + rank) * n, n)
-        return RowBatch([index for index in row_indices for _ in range(self._completions)], self._read_training)
+        row_indices = self._extra_rows.row_indices(start + rank * n, n)
+        self._coming_extra_rows = self._extra_rows.row_indices(start + (ranks + rank) * n, n)
+        return RowBatch([index for index in row_indices for _ in range(self._group_size)], self._read_training_batch)
 
     # Batches of the run, counted from its first one
 
@@ -260,7 +260,9 @@ class RowStream:
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
         """Converts rows that no loader yielded to [`EncodedRow`]s without prompts."""
-        return self._complete([_Read(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)])
+        return self._as_encoded_rows(
+            [_ReadRow(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)]
+        )
 
     def _select_columns(self, dataset: Dataset) -> Dataset:
         if self._columns is None:
@@ -277,50 +279,51 @@ class RowStream:
 
     # Rows
 
-    def _read_training(self, batch: RowBatch) -> list[EncodedRow]:
-        read = self._read(batch, self._completions, self._rows, training=True)
-        self._has_prompts = self._has_prompts or any(row.prompt is not None for row in read)
+    def _read_training_batch(self, batch: RowBatch) -> list[EncodedRow]:
+        encoded_rows = self._read_batch(batch, self._group_size, self._rows, training=True)
+        self._has_prompts = self._has_prompts or any(row.prompt is not None for row in encoded_rows)
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
-                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
-            self._pool.prefetch([*self._coming_extra, *self._coming])
-        return read
+                self._coming_rows = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
+            self._pool.prefetch([*self._coming_extra_rows, *self._coming_rows])
+        return encoded_rows
 
-    def _read(
+    def _read_batch(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
         """Returns the row of each completion, read once per group. In training, other rows replace skipped rows."""
-        first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
+        rank_start = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         row_indices = [*map(_row_index, batch.keys)]
         starts_group = [
-            i == 0 or (first + i) % completions == 0 or row_indices[i] != row_indices[i - 1] for i in range(len(batch))
+            i == 0 or (rank_start + i) % completions == 0 or row_indices[i] != row_indices[i - 1]
+            for i in range(len(batch))
         ]
-        skipped_errors, lost = self._skips if training else (), dict[int, str]()
-        read: dict[int, _Read] = {}  # by the batch index at which a group begins
+        skipped_errors, batch_errors = self._skipped_errors if training else (), dict[int, str]()
+        read_rows: dict[int, _ReadRow] = {}  # by the batch index at which a group begins
         while True:
-            failed: dict[int, str] = {}
+            new_errors: dict[int, str] = {}
             if training:
-                failed, self._lost = self._lost, failed
+                new_errors, self._start_errors = self._start_errors, new_errors
             for i in (i for i in range(len(batch)) if starts_group[i]):
-                key = self._replacement(batch.keys[i], lost) if training else batch.keys[i]
-                if i in read and read[i].row.row_index == _row_index(key):
+                key = self._replacement(batch.keys[i], batch_errors) if training else batch.keys[i]
+                if i in read_rows and read_rows[i].row.row_index == _row_index(key):
                     continue
                 try:
-                    read[i] = self._take(key, rows, training)
+                    read_rows[i] = self._take_row(key, rows, training)
                 except skipped_errors as error:
-                    failed[_row_index(key)] = str(error)
+                    new_errors[_row_index(key)] = str(error)
             if skipped_errors:
-                failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
-                lost |= failed
-            if not failed:
+                new_errors = self._record_failed(new_errors, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
+                batch_errors |= new_errors
+            if not new_errors:
                 break
         if skipped_errors:
-            self._metrics["train"]["media/skipped"].append(float(len(lost)))
-        groups = self._complete([read[i] for i in sorted(read)])
-        return [groups[group - 1] for group in accumulate(starts_group)]
+            self._metrics["train"]["media/skipped"].append(float(len(batch_errors)))
+        groups = self._as_encoded_rows([read_rows[i] for i in sorted(read_rows)])
+        return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
-    def _patience(self, row: Row) -> float:
-        """Returns the seconds that downloading, unpacking and decoding the media of a row may take."""
+    def _time_limit(self, row: Row) -> float:
+        """Returns the time limit, in seconds, for downloading, unpacking and decoding the media of a row."""
         chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have none
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})
@@ -328,113 +331,118 @@ class RowStream:
             return 3 * self._rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
         return 3 * self._rules.media_timeout
 
-    def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> "_Read":
+    def _take_row(self, key: Any, rows: DatasetRows | None, training: bool) -> "_ReadRow":
         if training and self._pool is not None and self._has_prompts:
-            read = self._pool.take(key)
+            read_row = self._pool.take(key)
         else:
-            read = self._encoded(key if rows is None else rows[key])
-        for prompt, decoded in ((read.prompt, read.decoded), (read.teachers, read.teachers_decoded)):
+            read_row = self._read_row(key if rows is None else rows[key])
+        for prompt, decoded in (
+            (read_row.prompt, read_row.decoded),
+            (read_row.teacher_prompt, read_row.teacher_decoded),
+        ):
             if decoded:
                 prompt.decoded = decoded  # pickled prompts lose their decoded media
         if training:
-            self._last_row = read.row
-        return read
+            self._last_row = read_row.row
+        return read_row
 
-    def _encoded(self, row: Row) -> "_Read":
+    def _read_row(self, row: Row) -> "_ReadRow":
         if self._encode is None:
-            return _Read(row)
+            return _ReadRow(row)
         if self._messages is None:
             prompt, messages = self._encode(row), None
         else:
             (messages,) = self._messages([row])
             prompt = self._encode(row, messages)
-        teacher_prompt = None if self._encode_teachers is None else self._encode_teachers(row)
-        decoded = (getattr(encoded, "decoded", ()) for encoded in (prompt, teacher_prompt))
-        return _Read(row, prompt, next(decoded), messages, teacher_prompt, next(decoded))
+        teacher_prompt = None if self._encode_teacher_prompt is None else self._encode_teacher_prompt(row)
+        decoded_media = (getattr(encoded, "decoded", ()) for encoded in (prompt, teacher_prompt))
+        return _ReadRow(row, prompt, next(decoded_media), messages, teacher_prompt, next(decoded_media))
 
-    def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
-        columns = restore_rows([item.row for item in read], self._rules)
+    def _as_encoded_rows(self, read_rows: "list[_ReadRow]") -> list[EncodedRow]:
+        columns = restore_rows([item.row for item in read_rows], self._rules)
         return [
-            EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teachers)
-            for item, restored, messages in zip(read, columns, self._uniform_messages(read), strict=True)
+            EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teacher_prompt)
+            for item, restored, messages in zip(read_rows, columns, self._uniform_messages(read_rows), strict=True)
         ]
 
-    def _uniform_messages(self, read: "list[_Read]") -> list[Any]:
+    def _uniform_messages(self, read_rows: "list[_ReadRow]") -> list[Any]:
         """Returns the messages of rows in one format, with blocks if any row has media."""
-        messages = [item.messages for item in read]
-        formats = {(item.prompt is None, type(item.messages)) for item in read}
+        messages = [item.messages for item in read_rows]
+        formats = {(item.prompt is None, type(item.messages)) for item in read_rows}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
         # Converts prompts without media, and messages that a worker left out. The first row sets the format, so a row
         # with media comes first.
-        indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
-        with_media = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
-        converted = self._messages([*with_media, *(read[i].row for i in indices)])[len(with_media) :]
+        indices = [i for i, item in enumerate(read_rows) if item.prompt is None or item.messages is None]
+        with_media = [item.row for item in read_rows if item.prompt is not None and item.messages is not None][:1]
+        converted = self._messages([*with_media, *(read_rows[i].row for i in indices)])[len(with_media) :]
         for i, item in zip(indices, converted, strict=True):
             messages[i] = item
         return messages
 
     # Rows that can't be read
 
-    def _replacement(self, key: Any, lost: Collection[int]) -> Any:
+    def _replacement(self, key: Any, batch_errors: Collection[int]) -> Any:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        # Not `self.skipped`, as in a stream's next epoch, another row may have the index of a skipped row
-        return self._last_row if key.row_index in lost else key
+        # Not `self.skipped`: in a stream's next epoch, another row may have the index of a skipped row
+        return self._last_row if key.row_index in batch_errors else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yields the rows of an epoch of a stream from its first readable row on. Earlier rows go to `_lost`."""
-        for row in islice(rows, _STREAM_LENGTH if self._skips else 0):
+        """Yields a stream's rows in an epoch from the first readable row on. Adds earlier rows to `_start_errors`."""
+        for row in islice(rows, _STREAM_LENGTH if self._skipped_errors else 0):
             try:
-                self._encoded(row)
-            except self._skips as error:
-                self._lost[row.row_index] = str(error)
+                self._read_row(row)
+            except self._skipped_errors as error:
+                self._start_errors[row.row_index] = str(error)
             else:
                 self._last_row = row
                 yield row
                 break
         else:
-            if self._lost:
-                raise MediaError(_NONE_LEFT + [*self._lost.values()][-1])
+            if self._start_errors:
+                raise MediaError(_NONE_LEFT + [*self._start_errors.values()][-1])
         yield from rows
 
-    def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
+    def _record_failed(
+        self, errors: dict[int, str], skipped: dict[int, str], n_rows: int, split: str
+    ) -> dict[int, str]:
         """Records failed rows of a split of `n_rows`, and returns the errors of all ranks by row index."""
-        failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
-        new = dict(sorted(failures.items() - skipped.items()))
+        failures, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        new_failures = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)
-        if new and self._accelerator.is_main_process:
+        if new_failures and self._accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
-                for row, error in new.items():
-                    entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
+                for row_index, error in new_failures.items():
+                    entry = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
                     lines.write(json.dumps(entry) + "\n")
-        rule = unreadable_rows(self._args.on_media_error)
-        if rule.action == "raise":
+        settings = unreadable_rows(self._args.on_media_error)
+        if settings.action == "raise":
             if failures:
                 logger.warning_once(_DROPPED)
-        elif len(skipped) > rule.limit(n_rows):
+        elif len(skipped) > settings.limit(n_rows):
             raise MediaError(
-                f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
+                f"{len(skipped)} rows can't be read, more than `max_rows` ({settings.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """Returns the errors of unreadable rows of an evaluation dataset. Each rank reads a part of the rows, once."""
-        if not self._skips or self._encode is None:
+        if not self._skipped_errors or self._encode is None:
             return {}
         if dataset not in self._unreadable:
-            failed: dict[int, str] = {}
+            errors: dict[int, str] = {}
             unreadable: dict[int, str] = {}
             n_rows = 0
             for n_rows, row in enumerate(rows, start=1):
                 if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
                     try:
-                        self._encoded(row)
-                    except self._skips as error:
-                        failed[row.row_index] = str(error)
-            self._skip(failed, unreadable, n_rows, "eval")
+                        self._read_row(row)
+                    except self._skipped_errors as error:
+                        errors[row.row_index] = str(error)
+            self._record_failed(errors, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
@@ -443,7 +451,7 @@ class RowStream:
 
 
 class _Unindexed:
-    """Dataset for a loader whose batch sampler yields whole batches, not indices. It returns them unchanged."""
+    """Dataset for a loader whose batch sampler yields whole batches, not indices. Returns the batches unchanged."""
 
     def __init__(self, n_rows: int | None):
         self._n_rows = n_rows
@@ -496,13 +504,13 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], row_indices: Sequence[in
     return False
 
 
-def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
-    """Returns the row index, or a replacement if the row is skipped. Ranks with equal `skipped` get the same one."""
-    if row not in skipped:
-        return row
+def other_row(row_index: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
+    """Returns the row index, or a replacement if the row is skipped. Ranks with equal `skipped` get the same index."""
+    if row_index not in skipped:
+        return row_index
     if len(skipped) >= n_rows:
         raise MediaError(_NONE_LEFT + [*skipped.values()][-1])
-    candidates = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
+    candidates = (random.Random(f"{seed} {row_index} {attempt}").randrange(n_rows) for attempt in count())
     return next(index for index in candidates if index not in skipped)
 
 

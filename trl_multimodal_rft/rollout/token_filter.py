@@ -34,7 +34,7 @@ class TokenFilter:
         return self.args.top_entropy_quantile < 1
 
     @property
-    def is_trls(self) -> bool:
+    def is_as_in_trl(self) -> bool:
         """`True` if tokens are chosen as in TRL."""
         return self.args.entropy_settings == EntropySource("current", "micro_batch")
 
@@ -52,7 +52,7 @@ class TokenFilter:
         weights = high_entropy_mask(self.gather(entropies.detach()), self.gather(mask), **options)
         return weights[self.rank * len(mask) : (self.rank + 1) * len(mask), : mask.size(1)]
 
-    def mark(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
+    def set_weights(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
         """Sets the weights of micro-batches' tokens. Tokens also compete with the tokens of other ranks."""
         weights = self.weights(
             torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])

@@ -14,8 +14,8 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..spelling import check_settings, load_dotted, split_settings
 
 
-_SMALLEST = 28  # pixels of a box's shortest side, the side of a token's patch in Qwen2.5-VL
-_MOST_ELONGATED = 100  # largest ratio of a box's sides
+_MIN_SIDE = 28  # pixels of a box's shortest side, the side of a token's patch in Qwen2.5-VL
+_MAX_ELONGATION = 100  # largest ratio of a box's sides
 
 
 class Zoom:
@@ -56,9 +56,9 @@ class Zoom:
             raise ValueError(f"There is no image {image}; the conversation has {len(self._images)}.")
         source = self._images[image - 1]
         picture = load_image(source) if isinstance(source, MediaRef) else source
-        part = picture.crop(self._region(bbox_2d, *picture.size))
-        self._images.append(part)
-        return [{"type": "image", "image": part}]
+        region = picture.crop(self._region(bbox_2d, *picture.size))
+        self._images.append(region)
+        return [{"type": "image", "image": region}]
 
     def _region(self, bbox_2d: Any, width: int, height: int) -> tuple[int, int, int, int]:
         try:
@@ -75,8 +75,8 @@ class Zoom:
         sides = right - left, bottom - top
         if min(sides) <= 0:
             raise ValueError(f"bbox_2d is {bbox_2d!r:.60}, outside of the image; {self._size(width, height)}.")
-        if max(sides) > _MOST_ELONGATED * min(sides):
-            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; a side is over {_MOST_ELONGATED} times the other.")
+        if max(sides) > _MAX_ELONGATION * min(sides):
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; a side is over {_MAX_ELONGATION} times the other.")
         return left, top, right, bottom
 
     def _size(self, width: int, height: int) -> str:
@@ -85,14 +85,14 @@ class Zoom:
 
 
 def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
-    """Returns start and end of a box's side in pixels. Enlarges short sides to `_SMALLEST` or the image's `size`."""
+    """Returns start and end of a box's side in pixels. Enlarges short sides to `_MIN_SIDE` or the image's `size`."""
     if start >= end:
         return 0, 0
     start, end = math.floor(start), math.ceil(end)
-    missing = min(_SMALLEST, size) - (end - start)
-    if missing > 0:
-        start = min(max(start - missing // 2, 0), size - min(_SMALLEST, size))
-        end = start + min(_SMALLEST, size)
+    n_missing = min(_MIN_SIDE, size) - (end - start)
+    if n_missing > 0:
+        start = min(max(start - n_missing // 2, 0), size - min(_MIN_SIDE, size))
+        end = start + min(_MIN_SIDE, size)
     return start, end
 
 

@@ -54,13 +54,14 @@ class Trajectory:
     logps: list[float | None] | None  # log-probabilities, if an engine samples
     mask: list[int]  # 0 on tokens of tool results
     # Encoded tool results that follow the current context, each with the number of tokens between context and result
-    turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
+    encoded_results: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
     whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
-    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, for scoring the tokens behind them
+    # Earlier contexts, for scoring the tokens behind them
+    closed_contexts: list[EncodedPrompt] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # for each earlier context, the index in `ids` behind its last token
-    sampled: list[Turn] = field(default_factory=list)
+    sampled_turns: list[Turn] = field(default_factory=list)
     # Numbers of `calls`, `failures` and turns with `unparsed` calls, and 1 for `length`, `turns` or `media` if that
     # limit ended the completion
     counts: Counter[str] = field(default_factory=Counter)
@@ -76,8 +77,8 @@ class Trajectory:
         return self.messages[-1].get("tool_calls") or []
 
     @property
-    def media(self) -> list[EncodedPrompt]:
-        return [turn for _, turn in self.turns if turn.media]
+    def results_with_media(self) -> list[EncodedPrompt]:
+        return [result for _, result in self.encoded_results if result.media]
 
     @property
     def start(self) -> int:
@@ -86,10 +87,10 @@ class Trajectory:
 
     def replace_context(self, messages: list[dict[str, Any]], encoded: EncodedPrompt, model: PreTrainedModel) -> None:
         """Replaces the context by `messages`, which stand for all messages so far and precede all later tokens."""
-        self.closed.append(scored_prompt(model, self))
+        self.closed_contexts.append(scored_prompt(model, self))
         self.ends.append(len(self.ids))
         self.contexts.append((messages, len(self.messages)))
-        self.prompt, self.history, self.turns, self.whole = encoded, [*messages], [], None
+        self.prompt, self.history, self.encoded_results, self.whole = encoded, [*messages], [], None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
         """Appends tokens to the completion, from the policy if `sampled`, else from tool results."""
@@ -117,18 +118,18 @@ class ToolLoop:
     # computes positions itself
     engine_length: int | None = None
     # Function that returns whether a condition holds on any rank, or `bool` if ranks may sample on their own
-    anyone: Callable[[bool], bool] = bool
+    any_rank: Callable[[bool], bool] = bool
     loop: Any = None  # event loop of async tools
 
     def run(self, trajectories: list[Trajectory]) -> None:
         """Continues trajectories in place. If ranks must sample equally often, all ranks must call this."""
         calling = [trajectory for trajectory in trajectories if trajectory.calls and trajectory.failure is None]
         n_turns = 0
-        while self.anyone(bool(calling)) and n_turns < self.max_turns:
+        while self.any_rank(bool(calling)) and n_turns < self.max_turns:
             continuing = [trajectory for trajectory in calling if self._add_results(trajectory)]
-            if not self.anyone(bool(continuing)):
+            if not self.any_rank(bool(continuing)):
                 return
-            self._continue(continuing, trajectories[0].prompt)
+            self._sample_turns(continuing, trajectories[0].prompt)
             calling = [trajectory for trajectory in continuing if trajectory.calls]
             n_turns += 1
         for unfinished in calling:
@@ -144,10 +145,10 @@ class ToolLoop:
                 trajectory.counts["length"] += 1
                 return False
             try:
-                messages, encoded = self._encode(trajectory, results)
+                messages, encoded = self._encode_results(trajectory, results)
             except MediaError as error:
-                results = self._replace_failed(trajectory, results, error)
-                messages, encoded = self._encode(trajectory, results)
+                results = self._replace_failed_results(trajectory, results, error)
+                messages, encoded = self._encode_results(trajectory, results)
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
@@ -168,12 +169,12 @@ class ToolLoop:
         if messages is not None:
             trajectory.replace_context(messages, encoded, encoder.model)
             return True
-        trajectory.turns.append((len(trajectory.ids) - trajectory.start, encoded))
+        trajectory.encoded_results.append((len(trajectory.ids) - trajectory.start, encoded))
         trajectory.history += [stand_in_turn(results), *results]
         trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
         processor = None if self.engine_length is None else encoder.processor
         ids = trajectory.ids[trajectory.start :]
-        trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.turns, encoder.model, processor)
+        trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.encoded_results, encoder.model, processor)
         return True
 
     @functools.cached_property
@@ -189,17 +190,17 @@ class ToolLoop:
         messages = [*self._conversation(trajectory), *results]
         try:
             # A copy, as the environment may change it
-            custom = None if rewrite is None else rewrite(tree_map(lambda value: value, messages))
+            custom_messages = None if rewrite is None else rewrite(tree_map(lambda value: value, messages))
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
-        if custom is not None:
+        if custom_messages is not None:
             mode, label = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
-            messages = _read_messages(custom, trajectory.row, self.encoder.media_rules)
+            messages = _read_messages(custom_messages, trajectory.row, self.encoder.media_rules)
             messages = checked_texts(messages, self.encoder.processor, mode, label)
         n_surplus = 0 if limit is None else sum(1 for _ in iter_refs(messages)) - limit
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)
-        return None if custom is None else messages
+        return None if custom_messages is None else messages
 
     def _conversation(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """Returns the messages of the context and all later ones, without control tokens that the policy sampled."""
@@ -209,7 +210,7 @@ class ToolLoop:
             for message in trajectory.messages[n:]
         ]
 
-    def _encode(
+    def _encode_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]] | None, EncodedPrompt]:
         """Returns the messages and the encoding of a new context, or `None` and the encoding of appended results."""
@@ -230,7 +231,7 @@ class ToolLoop:
             keep_decoded=self.engine_length is not None,
             row=trajectory.row,
         )
-        check_joins([trajectory.prompt, *trajectory.media], turn, self.encoder.model, self.isolate)
+        check_joins([trajectory.prompt, *trajectory.results_with_media], turn, self.encoder.model, self.isolate)
         return None, turn
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -252,27 +253,29 @@ class ToolLoop:
                 results.append((name, as_error(error)))
         coroutines = [_settle(result) for _, result in results if inspect.iscoroutine(result)]
         if coroutines:
-            awaited = iter(asyncio.run_coroutine_threadsafe(_gather(coroutines), self.loop).result())
-            results = [(name, next(awaited) if inspect.iscoroutine(value) else value) for name, value in results]
+            awaited_results = iter(asyncio.run_coroutine_threadsafe(_gather(coroutines), self.loop).result())
+            results = [
+                (name, next(awaited_results) if inspect.iscoroutine(value) else value) for name, value in results
+            ]
         row, messages = trajectory.row, []
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
                 raise result
-            failed = isinstance(result, Exception)
+            is_failure = isinstance(result, Exception)
             try:
                 content = _content(name, result, row, self.encoder.media_rules)
             except MediaError:
                 raise
             except Exception as error:  # the `str` of a result may fail
-                failed, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
+                is_failure, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
             try:
                 label = f"row {row}, column '{TOOL_PREFIX}{name!r}'"
                 content = checked_texts(
                     content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", label
                 )
             except MediaError as error:
-                failed, content = True, self._error_message(error)
-            trajectory.counts["failures"] += failed
+                is_failure, content = True, self._error_message(error)
+            trajectory.counts["failures"] += is_failure
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
@@ -284,7 +287,7 @@ class ToolLoop:
             reason = reason.replace(token, "")
         return str({"error": checked_texts(reason, self.encoder.processor, "strip", "")})
 
-    def _replace_failed(
+    def _replace_failed_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
         """Returns results with an error message in place of results that can't be encoded."""
@@ -294,38 +297,40 @@ class ToolLoop:
         content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
 
-    def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
-        """Samples the turns after the results. A rank without results samples from `idle`, to join collectives."""
-        prompts = [item.whole or item.prompt for item in trajectories] or [idle]
-        continuations = [(item.index, item.turns[-1][1] if item.turns else None) for item in trajectories]
+    def _sample_turns(self, trajectories: list[Trajectory], idle_prompt: EncodedPrompt) -> None:
+        """Samples the turns after the results. A rank without results samples `idle_prompt`, to join collectives."""
+        prompts = [item.whole or item.prompt for item in trajectories] or [idle_prompt]
+        continuations = [
+            (item.index, item.encoded_results[-1][1] if item.encoded_results else None) for item in trajectories
+        ]
         self.branches.continuations = continuations
-        room = [self.max_length - len(item.ids) for item in trajectories]
+        n_left = [self.max_length - len(item.ids) for item in trajectories]
         tokenizer = tokenizer_of(self.encoder.processor)
-        ids, logps = self.complete(prompts, [max(n, 1) for n in room] or [1])
+        ids, logps = self.complete(prompts, [max(limit, 1) for limit in n_left] or [1])
         for i, trajectory in enumerate(trajectories):
-            new = ids[i][: room[i]]
-            before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
+            new_ids = ids[i][: n_left[i]]
+            ids_before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
             results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
-            n = len(trajectory.ids)
-            trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
-            if new:
-                trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
-                trajectory.messages.append(parse_assistant_turn(tokenizer, new, before, trajectory.tools))
-                trajectory.counts["unparsed"] += has_unparsed_call(tokenizer, new, trajectory.messages[-1])
+            start = len(trajectory.ids)
+            trajectory.append(new_ids, None if logps is None else logps[i][: n_left[i]], sampled=True)
+            if new_ids:
+                trajectory.sampled_turns.append(Turn(start, start + len(new_ids), [*results][::-1]))
+                trajectory.messages.append(parse_assistant_turn(tokenizer, new_ids, ids_before, trajectory.tools))
+                trajectory.counts["unparsed"] += has_unparsed_call(tokenizer, new_ids, trajectory.messages[-1])
 
 
 def parse_assistant_turn(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], ids_before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
     """Returns a sampled turn as a message. Its calls stay text if their arguments are nested too deeply."""
     callables: Any = list(tools.values())
     try:
-        message = parse_response(tokenizer, ids, prefix=before, tools=callables)
-        inner = [message.get("tool_calls")]
+        message = parse_response(tokenizer, ids, prefix=ids_before, tools=callables)
+        values = [message.get("tool_calls")]
         for _ in range(_DEEPEST):
-            inner = [[*level.values()] if isinstance(level, dict) else level for level in inner]
-            inner = [part for level in inner if isinstance(level, list) for part in level]
-        if not inner:
+            values = [[*value.values()] if isinstance(value, dict) else value for value in values]
+            values = [item for value in values if isinstance(value, list) for item in value]
+        if not values:
             return message
     except RecursionError:
         pass
@@ -354,7 +359,7 @@ def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Proces
     ]
 
 
-def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[Any]:
+def completions_without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[Any]:
     """Returns completions as texts, or as messages if the prompts are messages."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[message] for message in first_turns(rollout, ids, processing_class)]
@@ -364,8 +369,8 @@ def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Proc
 def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns completions as texts, which begin with the thinking tag if the prompt has opened it."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    opened = {id(row): opened_thoughts(row.input_ids, tokenizer) for row in rollout.prompts}
-    return [opened[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
+    opening_tags = {id(prompt): opened_thoughts(prompt.input_ids, tokenizer) for prompt in rollout.prompts}
+    return [opening_tags[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
 
 
 def run_turns(
@@ -382,7 +387,7 @@ def run_turns(
             None if logps is None else logps[i],
             [1] * len(ids[i]),
             contexts=[(source.messages[i], 0)],
-            sampled=[Turn(0, len(ids[i]), source.messages[i])],
+            sampled_turns=[Turn(0, len(ids[i]), source.messages[i])],
             failure=source.failures[i],
             environment=source.environments and source.environments[i],
             tools=source.tools[i],
@@ -391,22 +396,24 @@ def run_turns(
         )
         for i, message in enumerate(first_turns(rollout, ids, loop.encoder.processor))
     ]
-    for first in trajectories:
-        first.counts["unparsed"] += has_unparsed_call(
-            tokenizer_of(loop.encoder.processor), first.ids, first.messages[0]
+    for trajectory in trajectories:
+        trajectory.counts["unparsed"] += has_unparsed_call(
+            tokenizer_of(loop.encoder.processor), trajectory.ids, trajectory.messages[0]
         )
     loop.run(trajectories)
     source.failures = [trajectory.failure for trajectory in trajectories]
     return trajectories
 
 
-def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
+def prompts_with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
     """
     Returns prompts to score trajectories with. If tools returned media, the prompt holds these media as well; if the
     context was rewritten, the prompt holds all contexts.
     """
     return [
-        Contexts.of([*trajectory.closed, scored_prompt(model, trajectory)], [*trajectory.ends, len(trajectory.ids)])
+        Contexts.of(
+            [*trajectory.closed_contexts, scored_prompt(model, trajectory)], [*trajectory.ends, len(trajectory.ids)]
+        )
         for trajectory in trajectories
     ]
 
@@ -414,7 +421,7 @@ def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
     """Returns the prompt for scoring the tokens behind a trajectory's current context."""
     prompt, whole = trajectory.prompt, trajectory.whole
-    return prompt if whole is None else with_media(model, prompt, trajectory.media, whole)
+    return prompt if whole is None else with_media(model, prompt, trajectory.results_with_media, whole)
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
@@ -431,10 +438,10 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
         )
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
-    def read(block: dict[str, Any]) -> list[dict[str, Any]]:
+    def read_block(block: dict[str, Any]) -> list[dict[str, Any]]:
         return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
 
-    return _with_blocks(messages, read)
+    return _with_blocks(messages, read_block)
 
 
 def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:

@@ -18,11 +18,11 @@ from ..engines.vllm import MultimodalVLLMGeneration
 from ..engines.vllm_prompts import EnginePrompts
 from ..engines.vllm_requests import ServerSample
 from ..engines.vllm_server import on_all_ranks, server_features
-from ..rollout.collect import complete
+from ..rollout.collect import add_completions
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import Flight, Rollout
-from ..rollout.turns import without_tools
+from ..rollout.turns import completions_without_tools
 from .rollout_views import prompts_under_views, record_views
 from .run import Run
 
@@ -149,7 +149,7 @@ class AsynchronousSampling:
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
-            source.completions = without_tools(part, source.ids, flight.processor)
+            source.completions = completions_without_tools(part, source.ids, flight.processor)
             arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
             return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
 
@@ -170,5 +170,5 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
-    complete(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)
+    add_completions(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)
     return rollout

@@ -31,16 +31,16 @@ from ..forward.scores import Scores
 from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
 from ..rewards.calls import distinct_names
-from ..rewards.named import as_reward_funcs, check_reads
+from ..rewards.named import as_reward_funcs, check_reward_columns
 from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import Estimates, keep_estimates, weighted_sum
+from ..rollout.reward import Estimates, set_estimates, weighted_sum
 from ..rollout.rollout import Rollout, TRLInputs, require
 from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
 from ..rollout.stream import CardNotes, RowStream
-from ..rollout.turns import ToolLoop, without_tools
+from ..rollout.turns import ToolLoop, completions_without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints.mixin import CheckpointMixin
@@ -132,7 +132,7 @@ class MultimodalTrainer(CheckpointMixin):
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments may read any column
             warn_of_unread(args, datasets, modalities(model, args))
-            for warning in check_reads(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
+            for warning in check_reward_columns(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
                 logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
@@ -196,7 +196,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else encode,
             messages=self.prompts.messages,
-            encode_teachers=self.prompts.encode_teachers if args.teacher_columns else None,
+            encode_teacher_prompt=self.prompts.encode_teacher_prompt if args.teacher_columns else None,
             columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self._live.state,
@@ -390,7 +390,7 @@ class MultimodalTrainer(CheckpointMixin):
             ids, logps, tool_mask = continue_after_tools(run, *arguments)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.source.completions = without_tools(rollout, ids, self.processing_class)
+            rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed the media
 
@@ -413,7 +413,7 @@ class MultimodalTrainer(CheckpointMixin):
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
         estimates = self._compare_rewards(rollout, rewards, shaped, group_ids)
-        keep_estimates(rollout, estimates, self.accelerator)
+        set_estimates(rollout, estimates, self.accelerator)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
         self._rollout_log.add(rollout, rewards, estimates)
 
@@ -485,7 +485,7 @@ class MultimodalTrainer(CheckpointMixin):
         index = self._step % (steps * self.num_iterations)
         if index == 0 or self._buffered_inputs is None:
             for part in self._buffered_inputs or ():
-                part.release()
+                part.release_media()
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)

@@ -31,7 +31,7 @@ from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
-from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
+from ..rollout.turns import ENDS, ToolLoop, prompts_with_results, run_turns
 from .asynchronous import probe_engine
 from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -170,7 +170,7 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
     messages = rollout.source.messages
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
         rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked(prompt, row) for prompt, row in rows]
+        messages = [run.prompts.checked_prompt(prompt, row) for prompt, row in rows]
     run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
 
 
@@ -280,17 +280,17 @@ def continue_after_tools(
     for part in (
         part
         for trajectory in trajectories
-        for prompt in (trajectory.prompt, *trajectory.closed)
+        for prompt in (trajectory.prompt, *trajectory.closed_contexts)
         for part in prompt.parts
     ):
         part.decoded = ()  # no later turn needs decoded media
-    rollout.prompts = with_results(loop.encoder.model, trajectories)
+    rollout.prompts = prompts_with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-    rollout.source.turns = [trajectory.sampled for trajectory in trajectories]
+    rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
     rollout.source.contexts = [[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories]
     ids, mask = [trajectory.ids for trajectory in trajectories], [trajectory.mask for trajectory in trajectories]
     logps = None if samples[1] is None else [trajectory.logps or [] for trajectory in trajectories]
-    if sampler.samples_policy and any(len(trajectory.sampled) > 1 for trajectory in trajectories):
+    if sampler.samples_policy and any(len(trajectory.sampled_turns) > 1 for trajectory in trajectories):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.notices.mode_after_tools:

@@ -311,7 +311,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             for start in range(0, len(micro_batches), window):
                 parts = micro_batches[start : start + window]
                 if start >= first_to_score or parts[0].tokens.entropies is not None:
-                    self._token_filter.mark(parts, [part.tokens.entropies for part in parts])
+                    self._token_filter.set_weights(parts, [part.tokens.entropies for part in parts])
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
@@ -325,13 +325,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             parts = micro_batches[start : start + window]
             with self._timing_extra_scoring():
                 entropies = [self._run.score(self.model, part).entropies for part in parts]
-            self._token_filter.mark(parts, entropies)
+            self._token_filter.set_weights(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
         """Returns the weights of the tokens in the policy loss, `(B, C)`, or 1."""
         if rollout.tokens.weights is not None or not self._token_filter.is_on:
             return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
-        if self._token_filter.is_trls:
+        if self._token_filter.is_as_in_trl:
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
         if self._filters_by_rollout_entropy:

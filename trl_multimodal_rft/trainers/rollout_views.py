@@ -14,7 +14,7 @@ from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
 from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
-from ..rollout.turns import without_tools
+from ..rollout.turns import completions_without_tools
 from ..views.options import as_schedule, last_of_groups
 from ..views.views import View
 from .run import Run
@@ -68,7 +68,7 @@ def record_views(
     if contrast:
         indices = [*contrast]
         part = rollout.select(indices)
-        completions = without_tools(part, ids[n:], run.prompts.processor)
+        completions = completions_without_tools(part, ids[n:], run.prompts.processor)
         source = replace(part.source, ids=ids[n:], completions=completions, whole_groups=False)
         rollout.source.contrast = replace(part, source=source), indices
     if logps is None:

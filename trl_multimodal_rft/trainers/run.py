@@ -27,10 +27,10 @@ from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
 from ..rewards.calls import compares_completions, missing_instructions
-from ..rollout.collect import collect, complete
+from ..rollout.collect import add_completions, collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import any_rank, arranged, rank_metrics, sum_over_ranks
+from ..rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
 from ..rollout.reward import (
     checked_functions,
     reward_rollout,
@@ -175,7 +175,7 @@ class Run:
         """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
         state = self.live.state
         options |= {"ended": [*map(self.has_ended, ids)], "accelerator": self.accelerator}
-        metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
+        metrics, n_tokens = add_completions(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
             state.num_input_tokens_seen += n_tokens
         self.metrics.current["num_tokens"] = [state.num_input_tokens_seen]
@@ -271,7 +271,7 @@ class Run:
         else:
             # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities
             may_move_groups = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
-            rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move_groups)
+            rollout, metrics = arrange_rollout(rollout, self.args, self.accelerator, may_move_groups)
             self.metrics.add(metrics)
         micro_batches = rollout.micro_batches(self.args.steps_per_generation)
         self.metrics.add(rank_metrics(micro_batches, self.accelerator))
@@ -320,7 +320,7 @@ class Run:
             "ends": self.completions.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
-            "anyone": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
+            "any_rank": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
             "loop": self.rewards.loop,
         }
         return ToolLoop(**{**fields, **options})

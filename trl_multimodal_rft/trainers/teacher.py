@@ -25,8 +25,8 @@ from ..forward.scores import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import kept_requires_grad
-from ..rollout.collect import continued, view_prompts
-from ..rollout.prompt_encoder import reads_apart
+from ..rollout.collect import view_prompts, with_new_start
+from ..rollout.prompt_encoder import has_teacher_prompt
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
 from ..views.views import as_view
@@ -143,7 +143,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
     student read the same prompt, both are one object. Raises `ValueError` if rows have columns for the teacher and
     there are tools.
     """
-    separate = [reads_apart(row.stored) for row in rows]
+    separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(separate):
         if run.toolbox.tools:
             column = next(name for name in TEACHER_COLUMNS if name in rows[separate.index(True)].stored)
@@ -159,8 +159,8 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         ]
         # `encoded` has the teacher's prompts by the `id` of the student's. Rows with media hold theirs already
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
-            if not is_separate or row.teachers is not None:
-                encoded[id(prompt)] = row.teachers if is_separate else prompt
+            if not is_separate or row.teacher_prompt is not None:
+                encoded[id(prompt)] = row.teacher_prompt if is_separate else prompt
             elif id(prompt) not in encoded:
                 encoded[id(prompt)] = run.prompts.encode(conversation, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
@@ -207,7 +207,7 @@ def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_
     student's prompts, or if the teacher has scored the completions already. Drops decoded media of the teacher's
     prompts, which no sampler needs.
     """
-    prompts = [continued(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
+    prompts = [with_new_start(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
     for prompt in prompts:
         prompt.decoded = ()
     prompts_differ = any(student is not teacher for student, teacher in zip(rollout.prompts, prompts, strict=True))

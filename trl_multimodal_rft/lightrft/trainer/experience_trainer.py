@@ -207,7 +207,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self.training_step(model, micro_batch, None)
-        micro_batch.release()
+        micro_batch.release_media()
         if not ends_update:
             return
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
