@@ -347,16 +347,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         ignored, modalities = args.ignored_media_columns or (), input_modalities(model)
         warning = check_columns(
-            rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=
-@@@<<<<<<< /
-takes
-        
-@@@||||||| /
-takes
-@@@=======
-modalities
-@@@>>>>>>> /
-)
+            rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=modalities
+        )
         if warning is not None:
             report.warnings.append(warning)
         report.warnings += check_reward_columns(load_reward_funcs(args.reward_funcs or ()), rows)
