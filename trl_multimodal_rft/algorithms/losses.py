@@ -284,8 +284,8 @@ def _ppo_loss(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> 
 
 
 _DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
-_TOKEN_MEAN = {"mode": "seq-mean-token-mean", "over": "completions", "needs_advantage": True}
-_TOKEN_SUM = {"mode": "seq-mean-token-sum", "over": "completions", "needs_advantage": True}
+_TOKEN_MEAN = {"mode": "seq-mean-token-mean", "denominator": "completions", "needs_advantage": True}
+_TOKEN_SUM = {"mode": "seq-mean-token-sum", "denominator": "completions", "needs_advantage": True}
 
 
 @policy_loss("luspo", paper=Paper("LUSPO", "2602.05261"), **_TOKEN_SUM, sequence_level=True)
