@@ -346,7 +346,7 @@ def reward_models(files):
     reward, seen = RewardModel.__new__(RewardModel), []
     reward.model, reward.batch_size = load("qwen2_5_vl")[0], 1
     reward.config = reward.model.config
-    reward._encode = lambda prompts, completions: seen.extend(iter_refs(prompts[0])) or ({}, [])
+    reward._encode_batch = lambda prompts, completions: seen.extend(iter_refs(prompts[0])) or ({}, [])
     rules = MediaRules(max_pixels=4000, max_frames=2, use_audio_in_video=True, max_image_pixels=16_001)
     reward([user(text("?"))], ["yes"], rules, image=[str(files / "picture.png")])
     assert [ref.rules for ref in seen] == [MediaRules(max_image_pixels=16_001)]

@@ -91,7 +91,7 @@ def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     move(listener)
     assert check.run(listener.model, 3, completions, mask, sampled_by(listener, completions))
     assert max(check.check.engine_updated) < 1e-5
-    assert check.first is None  # the trainer keeps no media
+    assert check.first_batch is None  # the trainer keeps no media
     assert not check.run_after_tools(listener.model, completions, mask, sampled)  # no tool was called
 
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
-from trl_multimodal_rft.encoding import join as encoding
+from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import cast_features
 from trl_multimodal_rft.engines.transformers import sample_completions

@@ -255,9 +255,9 @@ def test_papers_are_those_of_the_documentation():
     for name, papers in PAPERS.items():
         for value, paper in papers.items() if isinstance(papers, dict) else [(None, papers)]:
             argument = f"{name}=" if value is None else f'{name}="{value}'
-            links = f"papers/{'' if paper is None else paper.number})"
+            links = f"papers/{'' if paper is None else paper.arxiv_id})"
             if paper and not any(links in row[0] and argument in row[1] for row in rows):
-                missing.append(f"{argument} in a row of {paper.number}")
+                missing.append(f"{argument} in a row of {paper.arxiv_id}")
     assert not missing, f"docs/algorithms.md has no {', '.join(missing)}"
     for own in ESTIMATORS.values():
         assert own.alias is None or f'`"{own.alias}"`' in page

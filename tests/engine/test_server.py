@@ -166,7 +166,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     monkeypatch.setattr(engine, "_requests", lambda *args: drawn.extend(make_requests(*args)) or drawn)
     trainer_draw(trainer)
     [(prompts, _, _)] = trainer.sampler.calls
-    asked = [each._replace(most=200).for_server() for each in drawn]
+    asked = [each._replace(max_tokens=200).for_server() for each in drawn]
     with ThreadPoolExecutor(1) as pool:
         options = {**engine.sampling, "stop_token_ids": []}
         given = {"timeout": 60.0, "vocab_size": 10**6}

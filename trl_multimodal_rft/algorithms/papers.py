@@ -11,7 +11,7 @@ class Paper:
     """A paper, by its title or by the name of its method."""
 
     title: str
-    arxiv_id: str  # on arXiv
+    arxiv_id: str
 
     @property
     def link(self) -> str:

@@ -207,7 +207,7 @@ class RowStream:
             ranks = accelerator.num_processes, accelerator.process_index
             shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
             read_batch = partial(self._read_batch, completions=completions, rows=None)
-            batches = StreamBatches(stream, shape, read_batch, self._columns, use_own_shards=False)
+            batches = StreamBatches(stream, shape, read_batch, self._columns, use_rank_shards=False)
             batches.left_out = self._find_unreadable(dataset, batches.rows())
             return _batch_loader(batches, **options)
         rows = DatasetRows(self._select_columns(dataset))

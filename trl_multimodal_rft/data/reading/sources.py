@@ -120,7 +120,7 @@ class Bounded:
         self._n_read += len(data)
         if self._n_read > self.max_bytes:
             remedy = "save it without metadata, or remove the row"
-            raise self._ref.error(f"its metadata takes more than {self.most:,} bytes; {remedy}")
+            raise self._ref.error(f"its metadata takes more than {self.max_bytes:,} bytes; {remedy}")
         return data
 
     def __getattr__(self, name: str):

@@ -264,7 +264,7 @@ class StreamBatches:
     """
     Batches of a stream. Row indices count the rows in the order of reading.
 
-    With `use_own_shards`, a rank reads only its own shards if the stream has at least one per rank. Ranks may then get
+    With `use_rank_shards`, a rank reads only its shards if the stream has at least one per rank. Ranks may then get
     different numbers of batches. `skip_to_readable` skips rows before the first readable row of an epoch.
     """
 
@@ -274,12 +274,12 @@ class StreamBatches:
         shape: BatchShape,
         read: Callable,
         columns: Collection[str] | None = None,
-        use_own_shards: bool = True,
+        use_rank_shards: bool = True,
         skip_to_readable: Callable[[Iterator[Row]], Iterator[Row]] = iter,
     ):
         self.left_out: Collection[int] = ()  # row indices to skip
         self._first_and_step = 0, 1  # first row index of this rank, and the step to the next
-        if use_own_shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions_per_row == 0:
+        if use_rank_shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions_per_row == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
             self._first_and_step = shape.rank, shape.n_ranks
             shape = replace(shape, n_ranks=1, rank=0)

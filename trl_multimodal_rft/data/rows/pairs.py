@@ -76,9 +76,9 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     for index, row in enumerate(pairs):
         chats = [read_answer(row[name], name, index) for name in COMPLETIONS]
         check_text_only(chats[0] + chats[1])
-        check_all_is_read(read_messages(row["prompt"], "prompt", index), "prompt", index, known_keys=("content",))
+        check_all_is_read(read_messages(row["prompt"], "prompt", index), "prompt", index, allowed_keys=("content",))
         for messages, name in zip(chats, COMPLETIONS, strict=True):
-            check_all_is_read(messages, name, index, known_keys=("tool_calls",))
+            check_all_is_read(messages, name, index, allowed_keys=("tool_calls",))
         # Tags in answers are changed, because they stand for no media
         answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
@@ -169,13 +169,13 @@ def put_answer_media(
 
 
 def check_all_is_read(
-    messages: list[dict[str, Any]], column: str, row_index: int, known_keys: Collection[str] | None = None
+    messages: list[dict[str, Any]], column: str, row_index: int, allowed_keys: Collection[str] | None = None
 ) -> None:
-    """Raises a [`MediaError`] for blocks of answers besides text and media, and for keys besides `known_keys`."""
+    """Raises a [`MediaError`] for blocks of answers besides text and media, and for keys besides `allowed_keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         unread_parts = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
-        unread_parts += [key for key in further_keys(message) if key not in (known_keys or [key])]
+        unread_parts += [key for key in further_keys(message) if key not in (allowed_keys or [key])]
         if unread_parts:
             problem = f"nobody would read {unread_parts[0]!r} of the message; write it as text, or remove it"
             raise MediaError(f"row {row_index}, column '{column}[{m}]': {problem}")
