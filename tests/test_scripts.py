@@ -43,7 +43,7 @@ def recipe(folder, **keys):
 
 def test_config_file_is_for_script_and_launcher(tmp_path, monkeypatch):
     launched = []
-    monkeypatch.setattr(launch, "_launch_and_wait", launched.append)
+    monkeypatch.setattr(launch, "_run_accelerate", launched.append)
     keys = {"reward_funcs": "choice_reward", "accelerate_config": "multi_gpu", "num_processes": 3}
     path = recipe(tmp_path, num_generations=4, multi_gpu=True, dataset_name="rows", **keys)
     command = ["--config", path, "--max_steps", "2", "--num_processes", "2", "--output_dir=out", "--seed=3"]
