@@ -34,7 +34,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, Mult
 from trl_multimodal_rft.models.pretrained import load_trained
 
 
-SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(int(os.environ.get("FUZZ_N", 30)))
+SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(int(os.environ.get("FUZZ_N", 18)))
 TRAINERS = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
 ROWS = {
     "qwen2_5_vl": [image_rows, video_rows],

@@ -376,11 +376,14 @@ def by_turn(completions, **kwargs) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, {**REPLAY, "reward": few_live}, {**REPLAY, "reward": by_turn, "advantage_estimator": "gigpo"}],
+    ("most", "kind", "options"),
+    [
+        (None, Conversation, {}),
+        (1, Contexts, {**REPLAY, "reward": few_live}),
+        (None, Conversation, {**REPLAY, "reward": by_turn, "advantage_estimator": "gigpo"}),
+    ],
     ids=["reused", "replayed", "turns"],
 )
-@pytest.mark.parametrize(("most", "kind"), [(None, Conversation), (1, Contexts)])
 def test_runs_resume_inside_a_batch_of_conversations(most, kind, options, tmp_path):
     def make(folder, **more):
         objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}

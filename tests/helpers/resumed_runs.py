@@ -2,7 +2,6 @@
 """Options of runs that stop and resume, and comparisons of states that must be equal."""
 
 import functools
-import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ class Case:
     family: str
     rows: Callable
     options: dict
-    stops: list[int]  # steps to resume from, in addition to a random step
+    stops: list[int]  # steps to resume from
     moving: Collection[str] = ()  # metrics that must not stay 0
     not_logged: Collection[str] = ()  # metrics that `Trainer` resets
     n_rows: int = 5
@@ -92,12 +91,11 @@ class Case:
 
 
 def stops_of(cases: dict[str, Case], quick: Collection[str]) -> list:
-    """Returns pairs of a case and a stop or a random step. All are slow but the last stop of `quick` cases."""
-    steps = {name: {*case.stops, random.Random(name).randrange(1, case.n_steps)} for name, case in cases.items()}
+    """Returns pairs of a case and a stop. All are slow but the last stop of `quick` cases."""
     return [
-        pytest.param(name, step, marks=[] if name in quick and step == cases[name].stops[-1] else pytest.mark.slow)
-        for name, numbers in steps.items()
-        for step in sorted(numbers)
+        pytest.param(name, step, marks=[] if name in quick and step == case.stops[-1] else pytest.mark.slow)
+        for name, case in cases.items()
+        for step in case.stops
     ]
 
 

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING",  # the root logger's level, which a package of the server sets
 }
 
 
