@@ -116,7 +116,7 @@ def fit(folder, kind, sampled=False, **options):
     return {"update": {**update, **averages}, "steps": steps, "evaluated": evaluated, "seed": seed}
 
 
-fit_image, fit_audio, fit_mixed = (partial(fit, kind=kind) for kind in KINDS)
+fit_audio, fit_mixed = (partial(fit, kind=kind) for kind in ("audio", "mixed"))
 
 
 def resumed_episode(folder):

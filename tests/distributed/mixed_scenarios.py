@@ -175,10 +175,14 @@ SCENARIOS = {
     "mixed_audio": (
         "qwen2_audio",
         HEARD,
-        {"check": [text(), audios()], "self_check": True, "ds3_gather_for_generation": False, **CHECKPOINTED},
+        {"check": [text(), audios()], "self_check": True, **CHECKPOINTED},
     ),
     # In single-modality batches, one or both towers are idle on all ranks
-    "mixed_omni": ("qwen2_5_omni", OMNI, {"check": [audios(), clip()], **CHECKPOINTED, **MEASURED}),
+    "mixed_omni": (
+        "qwen2_5_omni",
+        OMNI,
+        {"check": [audios(), clip()], "ds3_gather_for_generation": False, **CHECKPOINTED, **MEASURED},
+    ),
     "mixed_padded": (
         "qwen2_5_omni",
         [[audios(), text()], [clip(), images((3, 2))], [text(), images((2, 2))]],

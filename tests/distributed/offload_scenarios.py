@@ -22,7 +22,7 @@ class Counts(Wrapped):
         super().__init__(trainer)
         self.live = []
         for parameter in trainer.ref_model.parameters() if trainer.ref_model is not None else ():
-            if parameter.numel() > 0 and ENGINE in ("ddp", "zero1", "zero2"):
+            if parameter.numel() > 0 and ENGINE in ("ddp", "zero2"):
                 parameter.data = parameter.data.clone()  # which is mapped from its file, as none on a GPU is
 
     def __call__(self, model, prompts, **options):
@@ -55,9 +55,10 @@ def both(folder, trainer_class, **options):
     """
     Runs without the option, and with it: where they differ, and what is in memory at each rollout.
 
-    Gradients are accumulated over two rollouts. The third update takes the model's own samples.
+    Gradients are accumulated over two rollouts. The second update takes the model's own samples.
     """
-    given = {"optim": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.1, "max_steps": 3, "beta": 0.1}
+    trainer_class = type("Offloading", (trainer_class,), {"n_given": 1})
+    given = {"optim": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.1, "max_steps": 2, "beta": 0.1}
     given |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1, **options}
     runs = []
     for offload in (False, True):

@@ -11,27 +11,27 @@ from launcher import Run
 
 pytestmark = pytest.mark.slow
 
-FITS = ["fit_image", "fit_audio", "fit_mixed"]
-SCENARIOS = {("ddp", 1): FITS, ("zero3", 2): ["refused_shards", "actor_in_parts"]}
+FITS = {"ddp": ["audio", "mixed"], "zero2": ["mixed"]}
+SCENARIOS = {engine: [*(f"fit_{kind}" for kind in kinds), "resumed_episode"] for engine, kinds in FITS.items()}
+SCENARIOS |= {"one": ["fit_audio", "fit_mixed"], "zero3": ["refused_shards", "actor_in_parts"]}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Runs the scenarios of an engine once, on first use."""
 
-    def results(engine: str, n: int) -> dict[str, list[dict]]:
-        if engine.startswith("zero"):
+    def results(name: str) -> dict[str, list[dict]]:
+        if name.startswith("zero"):
             pytest.importorskip("deepspeed")
-        scenarios = SCENARIOS.get((engine, n), [*FITS, "resumed_episode"])
-        return Run(engine, n, scenarios, tmp_path_factory.mktemp("runs") / engine).results()
+        engine, n = ("ddp", 1) if name == "one" else (name, 2)
+        return Run(engine, n, SCENARIOS[name], tmp_path_factory.mktemp("runs") / name).results()
 
     return functools.cache(results)
 
 
-@pytest.mark.parametrize("kind", ["image", "audio", "mixed"])
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize(("engine", "kind"), [(engine, kind) for engine, kinds in FITS.items() for kind in kinds])
 def test_two_processes_train_as_one(engine, kind, results):
-    (first, second), (alone,) = results(engine, 2)[f"fit_{kind}"], results("ddp", 1)[f"fit_{kind}"]
+    (first, second), (alone,) = results(engine)[f"fit_{kind}"], results("one")[f"fit_{kind}"]
     assert first["seed"] != second["seed"]  # they must sample differently
     parts = [
         {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
@@ -62,7 +62,7 @@ def test_two_processes_train_as_one(engine, kind, results):
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_two_processes_go_on_from_a_checkpoint(engine, results):
-    first, second = results(engine, 2)["resumed_episode"]
+    first, second = results(engine)["resumed_episode"]
     assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
     for rank in (first, second):
         assert rank["otherwise"] == []
@@ -71,12 +71,12 @@ def test_two_processes_go_on_from_a_checkpoint(engine, results):
 
 
 def test_weights_in_parts_are_refused(results):
-    for rank in results("zero3", 2)["refused_shards"]:
+    for rank in results("zero3")["refused_shards"]:
         assert rank["message"].startswith("Experience is made and scored with whole weights")
 
 
 def test_an_actor_in_parts_is_like_a_whole_one(results):
-    for rank in results("zero3", 2)["actor_in_parts"]:
+    for rank in results("zero3")["actor_in_parts"]:
         assert rank["in_parts"] and rank["difference"] <= 1e-5
         assert rank["numbers"][0] == rank["numbers"][1]
         assert rank["sampled"][0] == rank["sampled"][1]

@@ -32,7 +32,7 @@ ON_CPU = os.environ.get("TESTS_DEVICE", "cpu") == "cpu"
 SHARES_GPU = not ON_CPU and int(os.environ.get("WORLD_SIZE", 1)) > 1  # NCCL refuses this
 if SHARES_GPU:
     os.environ["LOCAL_RANK"] = "0"
-ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # DeepSpeed stages
+ZERO = {"zero2": 2, "zero3": 3}  # DeepSpeed stages
 GROUP = 4  # completions per prompt
 
 
