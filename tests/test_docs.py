@@ -30,7 +30,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
-from helpers import first_run_page
+from helpers import first_run_page, forked
 from helpers.chats import RATE, audio
 from helpers.families import FAMILIES, MORE_FAMILIES
 from helpers.marks import slow_but
@@ -175,7 +175,7 @@ def test_pairs_of_the_first_files_train(first_day):
     assert [words[0] for words in trained] == ["sft", "dpo", "reward", "kto"]
     for words in trained:
         code = f"from trl_multimodal_rft.cli import main; main({[*words, '--max_steps', '1']!r})"
-        run = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PATIENCE)
+        run = forked.run([sys.executable, "-c", code], capture_output=True)
         assert run.returncode == 0 and "step 1/1 | trained in" in run.stdout, run.stdout + run.stderr
 
 

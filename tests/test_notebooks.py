@@ -47,8 +47,11 @@ nbformat.write(notebook, sys.argv[1])
 """
 
 
-def execute(name, result, *, after=None, **parameters):
-    """Runs a notebook, with the code in `after` after its cells. Returns it and its value of `result`."""
+def execute(name, result, *, after=None, instead=None, **parameters):
+    """
+    Runs a notebook, with the code in `after` after its cells and the one in `instead` for some of it. Returns it and
+    its value of `result`.
+    """
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     cell = parameters_cell(notebook)
     for variable in parameters:
@@ -57,6 +60,9 @@ def execute(name, result, *, after=None, **parameters):
     for text, code in (after or {}).items():
         (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source)
         cell.source = f"{cell.source}\n\n{code}"
+    for text, code in (instead or {}).items():
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source)
+        cell.source = cell.source.replace(text, code)
     written = Path(parameters["output_dir"], "result.json")
     code = f"import json, pathlib\n\npathlib.Path({str(written)!r}).write_text(json.dumps({result}))"
     notebook.cells.append(nbformat.v4.new_code_cell(code))
@@ -126,6 +132,7 @@ def test_dpo_audio(tmp_path):
     notebook, result = execute(
         "dpo_audio",
         "{'history': trainer.state.log_history, 'table': table.to_numpy().tolist(), 'rows': len(test)}",
+        instead={"per_device_train_batch_size=32, max_steps=30": "per_device_train_batch_size=8, max_steps=2"},
         **{"output_dir": str(tmp_path), "max_steps": 4, "batch_size": 8, "train_rows": 40, "test_rows": 20},
     )
     history = result["history"]

@@ -18,6 +18,7 @@ import reproduced
 import soundfile
 import yaml
 from datasets import Dataset, Image, List
+from helpers import forked
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file, write_lines
 from helpers.four_bits import save_wide
@@ -59,10 +60,10 @@ KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-ch
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # Options that depend on the size of the model and of its machine
-SMALL = {"learning_rate": 1e-2, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2}
+SMALL = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 1, "per_device_train_batch_size": 4}
+SMALL |= {"num_generations": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
 SMALL |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 8, "dtype": "float32"}
 SMALL |= {"lora_r": 2, "soft_overlong_cache": 4, "use_vllm": False, "bf16": False, "gradient_checkpointing": False}
-SMALL |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
 
 
 def header(path):
@@ -347,6 +348,7 @@ def test_chat_template_of_another_model(tmp_path):
         template(tmp_path / "missing.jinja")
 
 
+LARGE = "qwen2_5_vl_7b/geometry3k_grpo"  # whose images are as large as it says
 FAST = ("qwen2_audio_7b/avqa_grpo", "qwen2_5_omni_7b/avqa_r1_grpo")
 
 
@@ -362,6 +364,11 @@ def test_trains(name, handmade, tmp_path, monkeypatch, request):
     changes = {**SMALL, "model_name_or_path": str(saved(family)), "output_dir": str(tmp_path / "out")}
     changes["dataset_name"] = str(tmp_path / folder)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    expected = KINDS.get(folder, {"image"})
+    if len(expected) > 1:
+        changes["max_steps"] = 2  # rows of all kinds
+    if "min_pixels" in recipe and name != LARGE:
+        changes["min_pixels"] = 56 * 56
     if recipe.get("num_generations") == 1:
         changes["num_generations"] = 1
     if recipe.get("load_in_4bit"):
@@ -384,9 +391,8 @@ def test_trains(name, handmade, tmp_path, monkeypatch, request):
     trainer = TRAINERS[method(path)](**inputs)
     before = {key: value.clone() for key, value in trainer.model.named_parameters() if value.requires_grad}
     trainer.train()
-    assert trainer.state.global_step == 2 and (url is None or judge.requests)
+    assert trainer.state.global_step == changes["max_steps"] and (url is None or judge.requests)
     assert any((value != before[key]).any() for key, value in trainer.model.named_parameters() if key in before)
-    expected = KINDS.get(folder, {"image"})
     kinds = {kind for row in trainer.train_dataset for kind in expected if row.get(kind) or row.get(f"{kind}s")}
     assert kinds == expected == (trainer.card_notes.modalities if hasattr(trainer, "card_notes") else expected)
     routed = {each for weights in recipe.get("reward_recipe", {}).values() for each in weights}
@@ -434,15 +440,35 @@ def test_settings_to_reproduce():
         reproduced.settings_of("internvl3_5_8b/mmpr_mpo", [])
 
 
+MAIN = "from trl_multimodal_rft.cli import main; main()"
+FORKED = """#!{python}
+import sys
+sys.path.insert(0, {tests!r})
+from helpers import forked
+sys.exit(forked.run([sys.executable, *{words!r}, *sys.argv[1:]]).returncode)
+"""
+
+
+def commands(folder):
+    """Returns a folder with Python and this package's command, both forked: they start eight times."""
+    folder.mkdir()
+    forked.run([sys.executable, "-c", ""], check=True)  # starts the server
+    for name, words in {"python": [], "trl-multimodal-rft": ["-c", MAIN]}.items():
+        text = FORKED.format(python=sys.executable, tests=str(ROOT / "tests"), words=words)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
 @pytest.mark.slow
 def test_reproduces_a_curve(handmade, tmp_path):
     """The script trains and evaluates a small model; a second call repeats neither."""
     prepared(RECIPES["qwen3_vl_2b/geometry3k_grpo"], handmade, tmp_path)
-    model, small = saved("qwen3_vl"), {**SMALL, "max_steps": 1, "save_strategy": "steps", "num_processes": 1}
+    model, small = saved("qwen3_vl"), {**SMALL, "save_strategy": "steps", "num_processes": 1}
     train = " ".join(f"--{name} {value}" for name, value in small.items())
     environment = {**os.environ, "SEEDS": "0", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     environment |= {"TRAIN": f"{train} --model_name_or_path {model} --accelerate_config cpu"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["PATH"] = f"{commands(tmp_path / 'bin')}:{environment['PATH']}"
     script, folder = ROOT / "examples" / "reproduce.sh", tmp_path / "results"
     words = ["bash", str(script), "qwen3_vl_2b/geometry3k_grpo", str(folder), "--max_completion_length", "8"]
     words += ["--dtype", "float32", "--accelerate_config", "cpu"]

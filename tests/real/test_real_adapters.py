@@ -22,15 +22,17 @@ pytestmark = REAL
 OPTIONS = {
     "learning_rate": 1e-2,
     "optim": "adamw_torch",
-    "max_completion_length": 6,
-    "per_device_train_batch_size": 8,
+    "max_completion_length": 4,
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
     "self_check": True,
 }
+LENGTH = 6  # tokens of an answer
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=".*audio_tower.*")
 
 
 def answers(model, processor, rows):
-    settings = EvaluationConfig(max_completion_length=10)
+    settings = EvaluationConfig(max_completion_length=LENGTH)
     result = evaluate(model, processor, rows, accuracy_reward, settings)
     assert 0 <= result.metrics["accuracy"] <= 1 and result.metrics["rows"] == len(rows)
     return [row["completions"] for row in result.rows]
@@ -43,7 +45,7 @@ def load_again(path):
 def chatted(path, rows):
     """Answers of the page to the same questions, as its users ask."""
     gradio_client = pytest.importorskip("gradio_client")
-    page = chat.run(cli._parser("chat").parse_args([str(path), "--max_completion_length", "10"]), waits=False)
+    page = chat.run(cli._parser("chat").parse_args([str(path), "--max_completion_length", str(LENGTH)]), waits=False)
     try:
         replies = []
         for row in rows:
@@ -74,8 +76,9 @@ def test_saved_model_answers_the_same(tmp_path):
     expected = answers(trainer.model, processor, rows)
     adapted = PeftModel.from_pretrained(load_again(base), output)
     assert answers(adapted, processor, rows) == expected
+    with adapted.disable_adapter():
+        assert answers(adapted, processor, rows) != expected
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert answers(load_again(tmp_path / "merged"), processor, rows) == expected
-    assert answers(load_again(base), processor, rows) != expected
     assert chatted(output, rows) == [text for (text,) in expected]

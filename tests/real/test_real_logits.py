@@ -10,6 +10,7 @@ from helpers.encoding import extended
 from helpers.real_models import REAL, load, rows_of
 
 from trl_multimodal_rft.checks.measure import outputs_of
+from trl_multimodal_rft.checks.rounding import tolerance_of
 from trl_multimodal_rft.engines.decoding import up_to_first_end
 from trl_multimodal_rft.forward.features import to_model
 from trl_multimodal_rft.forward.scores import ScoreRequest
@@ -18,6 +19,7 @@ from trl_multimodal_rft.policy import Fallbacks
 
 pytestmark = REAL
 N_NEW = 8
+N_ROWS = {"text": 4, "sound": 2}  # each row of a sound runs the encoder, also in float64
 
 
 def plain_logps(model, prompt, ids):
@@ -37,7 +39,7 @@ def policy(kind):
 @torch.no_grad()
 def scored(kind):
     """Log-probabilities of sampled tokens by several forwards, of two completions to each prompt."""
-    real, prompts = policy(kind), policy(kind).prompts[::2]
+    real, prompts = policy(kind), policy(kind).prompts[::2][: N_ROWS[kind]]
     config = real.settings.generation_config
     config.update(max_new_tokens=N_NEW, output_logits=True, return_dict_in_generate=True)
     torch.manual_seed(0)
@@ -60,7 +62,7 @@ def scored(kind):
 @pytest.mark.parametrize("kind", ["text", "sound"])
 def test_errors_are_those_of_the_models_own_forward(kind):
     """
-    Of four completions to two prompts, against the model in float64.
+    Of two completions to each prompt, against the model in float64.
 
     In root mean square, the errors were 2e-5 by the model's own forward, and by sampling from shared prefills. Those
     of packed and of padded rows were 5e-6 and 7e-6: their head leaves less of them.
@@ -85,9 +87,11 @@ def test_self_check_in_float32_passes():
 def test_self_check_in_bfloat16_passes():
     """
     On one question without a sound: a CPU without instructions for bfloat16 takes five times as long as in float32.
-    Packed rows differ by 0.1, and the tolerance is 0.2 and four times a noise of 0.1.
+
+    The tolerance is 0.2 and four times a noise of 0.1. How far scores differ depends on the CPU: some round each row
+    alike, however many rows a product has. Then packed rows differ by 1e-5, elsewhere by 0.1.
     """
     model, processor = load("text")
     check = subject("text", rows_of("text", 1), objects=(model.bfloat16(), processor)).check()
-    assert check.fallbacks == Fallbacks()
-    assert 1e-2 <= check.rounding <= 0.3 and 1e-2 <= check.packed <= 0.3
+    assert check.fallbacks == Fallbacks() and check.tolerance == tolerance_of(torch.bfloat16)
+    assert 1e-2 <= check.rounding <= 0.3 and max(check.padded, check.packed, check.sampled) <= 0.3
