@@ -149,7 +149,7 @@ def test_preferences(tmp_path):
     assert all((folder / "model.safetensors").exists() for folder in folders)
 
 
-LEARNED = 25  # updates after which the model calls its tool
+LEARNED = 40  # updates after which the model calls its tool
 
 
 @pytest.mark.slow
