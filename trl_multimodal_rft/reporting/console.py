@@ -269,7 +269,7 @@ def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Returns one line per part of a model, given its numbers of all and trained parameters, and a line of totals."""
+    """Returns lines for parts of a model, and for totals. `parts` has numbers of all and of trained parameters."""
     total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():

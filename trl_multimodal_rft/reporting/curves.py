@@ -25,9 +25,9 @@ logger = get_logger(__name__)
 
 FILE_NAME = "training_curves.png"
 
-_SHARE_OF_TIME = 0.02  # largest share of the training time that drawing takes
+_SHARE_OF_TIME = 0.02  # maximum share of the training time for drawing
 _LONGEST_UNSMOOTHED = 60  # points of the longest curve that isn't smoothed
-_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches, 1200 pixels wide
+_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # panels per row, inches, inches, pixels per inch
 _SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
 _COLOURS = {"training": 0, "held out": 1}  # of labels that several panels have
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
@@ -36,7 +36,7 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 class _Panel(NamedTuple):
     title: str
     unit: str
-    metrics: dict[str, str]  # regular expressions of names, by label; a group replaces an empty label
+    metrics: dict[str, str]  # regular expressions of names, by label; the label "" stands for the text of the group
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
 
 
@@ -151,7 +151,7 @@ def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, st
 
 
 def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
-    """Returns the edges of a shaded band: standard deviation, confidence interval, or minimum and maximum."""
+    """Returns the edges of a curve's band, if any: mean ± std, confidence interval, or minimum and maximum."""
     if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
         return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
     low, high = f"{name}_low", f"{name}_high"

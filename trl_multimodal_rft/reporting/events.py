@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The arguments that transformers passes to callbacks by name."""
+"""Type of the arguments that transformers passes to callbacks by name."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-# The type of such an argument: a part of the trainer, the metrics of an evaluation, or the values of a log
+# A part of the trainer, the metrics of an evaluation, or the values of a log
 EventPart = (
     nn.Module
     | PreTrainedTokenizerBase

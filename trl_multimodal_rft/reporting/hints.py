@@ -36,8 +36,11 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 class EqualRewardsHint(TrainerCallback):
     """
-    Callback that warns once if all rewards stay equal for `patience` steps, and once for each reward function whose
-    rewards do. With `by_steps`, the only warning is one about advantages that all stay 0.
+    Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function with such
+    rewards.
+
+    With `grouped`, rewards are compared within groups. If advantages depend on the positions of rewards
+    (`by_steps`), the only warning is about advantages that all stay 0.
     """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):

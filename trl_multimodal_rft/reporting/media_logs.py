@@ -197,7 +197,7 @@ def _labels(files: LabelledMedia) -> str:
 def _with_cells(
     frame: pd.DataFrame, media: list[PromptMedia], make_cell: Callable[[LabelledMedia], Any]
 ) -> pd.DataFrame:
-    """Adds the columns of media to a table. `cell` makes a cell from a list of media with their labels."""
+    """Adds the columns of media to a table. `make_cell` makes a cell of a list of media with their labels."""
     prompt_numbers = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():

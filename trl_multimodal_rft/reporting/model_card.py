@@ -272,7 +272,7 @@ def _dashboards() -> list[tuple[str, str]]:
 
 
 def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of the method: advantages, loss, divergence, tokens, rewards, sampling."""
+    """Returns a card's lines about the method: advantages, loss, divergence, tokens, rewards, sampling."""
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
@@ -299,7 +299,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the lines of any trainer: frozen parts, learning rates of parts, and budgets of media."""
+    """Returns the lines on cards of all trainers: frozen parts, learning rates of parts, and budgets of media."""
     frozen, rates = options.get("freeze") or (), options.get("learning_rates") or {}
     budgets = {name: options[name] for name in BUDGET_NAMES if options.get(name)}
     lines = {

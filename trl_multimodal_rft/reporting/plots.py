@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 3, 9.0, 2.2, 150  # inches
+_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 3, 9.0, 2.2, 150  # panels per row, inches, inches, pixels per inch
 _BINS = 40
 _BAR_HEIGHT = 0.28  # inches
 

@@ -41,7 +41,7 @@ _DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for files that aren't audio or video, such as playlists, as FFmpeg follows these."""
+    """Raises a [`MediaError`] for files that aren't audio or video. FFmpeg would open the files in a playlist."""
     _skip_tags(stream)
     start = stream.read(_PROBE_BYTES)
     stream.seek(0)

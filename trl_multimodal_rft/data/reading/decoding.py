@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torchcodec.decoders import VideoDecoder
 
 _LOUDEST_FLOAT = 16.0  # larger samples weren't scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, which would be nearly silent
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16 or 24 bits, nearly silent if scaled as 32 bits
 _RATE_RANGE = 1000, 1_000_000  # valid sampling rates in Hz
 _SHORTEST_SECONDS = 0.025  # seconds, one window of a spectrogram
 _CANCELLATION_RATIO = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
 _HIGHEST_FPS = 1000.0  # frames per second
 
-_PIXELS_AT_ONCE = 2**22  # most pixels of a chunk of frames
+_PIXELS_AT_ONCE = 2**22  # maximum number of pixels in a chunk of frames; a larger frame is a chunk of its own
 
 # FFmpeg's names of formats whose header states the number of samples. In those of `_FORMATS_CHECKED_BY_COUNT`, only
 # this number reveals a truncated file.
@@ -73,7 +73,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image, stream = encoded_source(ref), None
+        image, stream = encoded_source(ref), None  # pixels, a PIL image, or a file
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
@@ -111,8 +111,8 @@ def load_audio(
     Args:
         ref ([`MediaRef`]):
             Its source is a dictionary with `"array"` and `"sampling_rate"`; an `(array, sampling_rate)` tuple; a bare
-            array or list, if the option `sampling_rate` is set; a torchcodec `AudioDecoder`; or a path, URL, bytes or
-            dictionary as in [`load_image`]. Integer samples of 8, 16 or 32 bits are scaled to -1 to 1. The shorter
+            array or list, if `ref.options` has its `sampling_rate`; a torchcodec `AudioDecoder`; or a path, URL, bytes
+            or dictionary as in [`load_image`]. Integer samples of 8, 16 or 32 bits are scaled to -1 to 1. The shorter
             axis of a two-dimensional array holds the channels.
         sampling_rate (`int`):
             Sampling rate of the result, in Hz.
@@ -204,11 +204,12 @@ def load_video(
             Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or
             frames: a list of sources of [`load_image`], or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
             The options `video_start` and `video_end` (seconds) select a span of a video, and `fps` or `nframes` the
-            number of decoded frames (default: all). Lists of frames are returned whole. The option `sample_fps` or
-            `fps` of a list is the rate at which its frames were sampled.
+            number of decoded frames (default: all). A list or an array of frames is returned whole, or thinned evenly
+            to `ref.rules.max_frames`. Its option `sample_fps` or `fps` is the rate at which the frames were sampled.
         sample_indices_fn (`Callable`, *optional*):
-            Function that replaces these options. It gets `metadata` (`VideoMetadata` of the video) and returns the
-            increasing indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+            Function that replaces these options, but isn't called for a list or an array of frames. It gets
+            `metadata` (`VideoMetadata` of the video) and returns the increasing indices of the frames to decode, such
+            as `processor.video_processor.sample_frames`.
         resize_fn (`Callable`, *optional*):
             Function that resizes a chunk of frames, of shape (N, H, W, 3). Its second argument is the number of all
             selected frames.
@@ -254,7 +255,10 @@ def load_video(
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """Returns the frame indices that qwen-vl-utils samples. Sets `total_num_frames` to the number in the span."""
+    """
+    Returns the frame indices that qwen-vl-utils samples from the span that `options` select. Sets
+    `metadata.total_num_frames` to the number of frames in the span.
+    """
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -278,10 +282,10 @@ def qwen_frame_size(
 
 def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
     """
-    Resizes a chunk of a video's `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does.
+    Resizes a chunk of frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does.
 
-    `fetch_video` isn't called, as it reads no bytes, needs torchcodec, misses frames of many formats, and resizes
-    lists of frames twice.
+    `count` is the number of all selected frames of the video. `fetch_video` isn't called, as it can't read bytes,
+    needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
     """
     vision = require_module("qwen_vl_utils.vision_process", "video")
     size = list(qwen_frame_size(options, image_patch_size, count, *frames.shape[1:3]))
@@ -332,7 +336,10 @@ def install(extra: str) -> str:
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """Returns the bytes, the path or the URL in a stored dictionary, or the source itself if it is no dictionary."""
+    """
+    Returns the bytes, the path or the URL in a stored dictionary. Other sources, such as a path, an array or a list of
+    frames, are returned unchanged.
+    """
     source = ref.stored
     if not isinstance(source, dict):
         return source
@@ -389,8 +396,10 @@ def read_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check_length: Callable[[float, float], None]
 ) -> _AudioChunks:
     """
-    Yields chunks of audio, averaged over channels, shape (N,), and their rate, up to `max_seconds`. Calls
-    `check_length(count, rate)` with the number of samples in the header, and after each chunk with the number so far.
+    Yields chunks of audio and their rate, up to `max_seconds`. A chunk has the shape (N,), as channels are averaged.
+
+    Calls `check_length(count, rate)` with the number of samples that the header states, if any, and after each chunk
+    with the number of samples so far.
     """
     count, previous_rate, loudest, loudest_average = 0, None, 0.0, 0.0
 
@@ -424,7 +433,10 @@ def read_audio_chunks(
 def _decode_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check: Callable[[float, float], None]
 ) -> _AudioChunks:
-    """Yields chunks of shape (N, channels) and their rate for [`read_audio_chunks`], to `max_seconds` or later."""
+    """
+    Yields chunks of shape (N, channels) and their rate. They may go beyond `max_seconds`; [`read_audio_chunks`] cuts
+    them.
+    """
     source = ref.source
     if hasattr(source, "get_all_samples"):
         # One second more, because the decoder's timestamps aren't exact. `read_audio_chunks` cuts exactly.
@@ -498,7 +510,10 @@ def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
-    """Returns the frame indices that a block's options select. Sets `total_num_frames` to the number in the span."""
+    """
+    Returns the frame indices that the options of `ref` select. Sets `metadata.total_num_frames` to the number of
+    frames from `video_start` to `video_end`.
+    """
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
@@ -593,7 +608,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
-    """Returns whether the display matrix of a frame mirrors the frame. A rotation alone doesn't."""
+    """Returns whether the display matrix of a frame mirrors the frame. A rotation doesn't mirror."""
     matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 
@@ -603,7 +618,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
 
     The decoders can differ if a packet isn't a frame, if decoding can't start at every keyframe, or if frames are
-    mirrored. If packets aren't frames, as in clips cut without re-encoding, frames are decoded to be counted.
+    mirrored. If packets aren't frames, as in clips cut without re-encoding, all frames are decoded and counted.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
@@ -616,7 +631,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
             if packet.size:
                 count += 1
                 first_pts = packet.pts if count == 1 else first_pts
-                # Frames shown before the first keyframe may depend on frames that were cut off
+                # Frames shown before the first keyframe may be lost, as they may depend on frames that were cut off
                 count_is_exact = (
                     count_is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first_pts
                 )
@@ -626,7 +641,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not count_is_exact:
-        max_seconds = ref.rules.max_video_seconds  # infinite for `media_size`
+        max_seconds = ref.rules.max_video_seconds  # `media_size` sets it to infinity
         max_count = None if math.isinf(max_seconds) else int(max_seconds * fps) + 1
         with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]

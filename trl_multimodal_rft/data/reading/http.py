@@ -68,7 +68,7 @@ def ask(
     connect_seconds: float = math.inf,
 ) -> Answer:
     """
-    Sends a request until a server gives a usable answer, and returns the answer.
+    Repeats a request until the server gives a usable answer, and returns the answer.
 
     `seconds` limits the time of all `attempts` together, `attempt_seconds` the time of one attempt, and
     `connect_seconds` the time to connect. `check_url` raises an error for a URL that must not be requested, also after
@@ -156,7 +156,8 @@ def _attempt(
     for _ in range(_MOST_REDIRECTS + 1):
         if check_url is not None:
             check_url(url)
-        # Some servers refuse the user agent of `requests`. A small body that is compressed could become a large one.
+        # Some servers refuse the user agent of `requests`. A small compressed body could become a large one, so
+        # compression isn't accepted.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         seconds_left = max(until - time.monotonic(), 0.1)
         # The server of a URL in a row gets no password from ~/.netrc

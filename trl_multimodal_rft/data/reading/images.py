@@ -106,15 +106,15 @@ def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
 
 
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave other blocks grey (128) or coarse."""
+    """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave missing blocks grey (128) or coarse."""
     stream.seek(0)
     data, scan = stream.read(), 2
     while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
         scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
-    # A single scan is complete if the last pixel isn't grey
+    # A single scan is complete if the last pixel isn't grey. Other images are decoded again, with more bytes.
     if "progressive" in image.info or _SCAN_MARKER in data[scan + 2 :] or (abs(corner - 128) < 2).all():
-        # Decoders don't read bytes after a complete scan, so it is complete if more bytes change no pixel
+        # Decoders don't read bytes after a complete scan, so the scan is complete if more bytes change no pixel
         longer_file = BytesIO(data[: data.find(_END_MARKER, scan)] + bytes(range(1, 255)) * 8 + _END_MARKER)
         try:
             longer_image = open_image(ref, longer_file)
@@ -127,7 +127,7 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
 
 
 def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave the other pixels black."""
+    """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave missing pixels black."""
     offset = stream.tell()
     stream.seek(8)
     n_expected, n_bytes, decompressor = 0, 0, zlib.decompressobj()
@@ -163,8 +163,8 @@ def _png_pixel_bytes(header: bytes) -> int:
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
-        columns, rows = -((x - width) // across), -((y - height) // down)
-        n_bytes += rows * (1 + (columns * bits_per_pixel + 7) // 8) if columns > 0 else 0
+        n_columns, n_rows = -((x - width) // across), -((y - height) // down)
+        n_bytes += n_rows * (1 + (n_columns * bits_per_pixel + 7) // 8) if n_columns > 0 else 0
     return n_bytes
 
 

@@ -16,7 +16,7 @@ from .rules import DEFAULT_RULES, MediaRules
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
 
-# Most characters of a word in a message. Longer words are data rather than text, and are shortened.
+# Length from which a word in a message counts as data rather than text, and is shortened
 _LONGEST_WORD = 300
 
 
@@ -42,7 +42,7 @@ class OverlongRow(MediaError):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Medium as a dataset stores it, with the feature that decodes it. Deep copies return the same object."""
+    """Medium as a dataset stores it, with its column type, which decodes it. Deep copies return the same object."""
 
     value: dict[str, Any]  # with "bytes", "path", or both
     feature: "Audio | Image | Video"
@@ -88,7 +88,7 @@ class MediaRef:
 
     @property
     def stored(self) -> Any:
-        """Raw value of the medium, without the feature that decodes it."""
+        """Raw value of the medium, without its column type."""
         return self.source.value if isinstance(self.source, Encoded) else self.source
 
     def checksum(self, start: int = 0) -> int:

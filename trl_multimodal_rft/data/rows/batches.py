@@ -103,7 +103,7 @@ class RowBatch(Sequence):
     """
     Rows of a batch on this rank, one item per completion.
 
-    The first access to an item reads all rows. A batch whose completions come from a checkpoint thus reads no rows.
+    The first access to an item reads all rows. If the completions of a batch come from a checkpoint, no row is read.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class BatchShape:
         """
         Returns the row of each completion on this rank, for the `rows` of a batch on all ranks.
 
-        With `drop_last`, a partial batch becomes empty. Otherwise, several ranks fill it up from
-        `first_rows`, the first batch of the epoch.
+        With `drop_last`, a partial batch becomes empty. Otherwise, if there are several ranks, it is filled up with
+        rows of `first_rows`, the first batch of the epoch.
         """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first_rows)), self.n_rows))

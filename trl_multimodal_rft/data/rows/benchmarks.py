@@ -226,7 +226,7 @@ def _assemble_dataset(
     for index, row in enumerate(rows):
         row_choices, answer = required(row, index, choice_column), row.get("answer")
         if isinstance(answer, str) and answer:
-            # From here on, the index of the right choice
+            # `answer` becomes the index of the right choice, or -1, for which the next check raises
             answer = row_choices.index(answer) if answer in row_choices else -1
         if isinstance(answer, int) and not 0 <= answer < len(row_choices):
             raise ValueError(

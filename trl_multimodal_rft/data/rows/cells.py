@@ -17,7 +17,7 @@ Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.gene
 
 
 def cell_value(cell: T) -> T | None:
-    """Returns a cell's value. A scalar array becomes a number, and NaN, a missing value, becomes `None`."""
+    """Returns a cell's value. A scalar array becomes a number. NaN and other missing values become `None`."""
     value = cast(T, cell.tolist()) if isinstance(cell, _ARRAY_TYPES) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value

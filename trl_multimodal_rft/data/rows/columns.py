@@ -56,7 +56,7 @@ _HINTS = ("detail", "format", "media_type", "mime_type")
 
 _SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt`"
 
-# Prefix of the column of a [`MediaRef`] to a medium that a tool returned
+# Prefix of `MediaRef.column` for a medium that a tool returned
 TOOL_PREFIX = "tool "
 
 # Roles by the words that datasets use for them
@@ -187,7 +187,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether the prompt that a reward function gets holds media. A block of a placeholder has only a type."""
+    """Returns whether the prompt of a reward function holds media. Blocks with only a type are placeholders."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -344,8 +344,8 @@ class _RowReader:
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tag_modalities: list[str]
     ) -> list[dict[str, Any]]:
         """
-        Returns copies of the messages in column `name`, into which the media of other columns are put. Tags in texts,
-        such as `<image>`, may be placeholders for `tag_modalities`.
+        Returns copies of the messages in column `name`, into which the media of other columns are put. For
+        `tag_modalities`, tags in texts, such as `<image>`, can be placeholders.
         """
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
         placeholders = _placeholders(messages)

@@ -20,7 +20,7 @@ def max_media_per_row(dataset: Rows | None, ignored: Collection[str] = ()) -> di
     """
     Returns upper bounds on the number of media of a row, by modality, or `None` if the table doesn't show them.
 
-    They also hold for the rows of the table that `select` leaves out.
+    They cover the whole table, including rows that `select` left out of the dataset.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None

@@ -60,7 +60,7 @@ class DifficultySampler:
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the row indices of a batch. Draws them and those of prefetched batches, without `left_out`."""
+        """Returns the row indices of a batch. Draws it and the batches to prefetch, without the rows in `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn_rows:
                 self._drawn_rows[index] = self._draw(index, left_out)

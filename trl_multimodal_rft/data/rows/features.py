@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Nested features of a dataset, and media that are decoded only when a function reads them."""
+"""Features of a dataset (its types of columns), and media that are decoded only when a function reads them."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """Rows of a dataset, with stored media. To cast the dataset instead would copy the files of nested features."""
+    """Rows of a dataset, with stored media. Casting the dataset instead would copy the files in nested features."""
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -243,7 +243,7 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Returns whether a feature decodes media without `mode` and `stream_index`, which the loaders don't support."""
+    """Returns whether a feature decodes media, and sets no `mode` or `stream_index`: the loaders support neither."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 

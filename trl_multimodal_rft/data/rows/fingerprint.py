@@ -20,7 +20,10 @@ _LIST_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_
 
 
 def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
-    """Returns values that identify a dataset, whatever its folder and history, unlike Datasets' fingerprint."""
+    """
+    Returns values that identify a dataset by its contents. Unlike Datasets' fingerprint, they don't depend on its
+    folder or its history.
+    """
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
     if not isinstance(dataset, Dataset):

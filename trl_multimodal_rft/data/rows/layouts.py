@@ -230,7 +230,7 @@ def load_charades_sta(
         template (`str`, *optional*):
             Prompt, in which `{problem}` is the sentence in lower case without its full stop.
         total_pixels (`int`, *optional*):
-            Most pixels of all frames of a video together, by default the processor's limit.
+            Maximum number of pixels of a video, in all frames together, by default the processor's limit.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the video), `videos`, `solution` (start and
@@ -338,7 +338,8 @@ def load_video_r1(
         template (`str`, *optional*):
             Prompt with `{problem}` and `{options}`, one option per line.
         nframes, max_pixels (`int`, *optional*):
-            Frames of each video, and most pixels of an image or a frame, by default the processor's choice.
+            Number of frames of each video, and maximum number of pixels of an image or a frame, by default the
+            processor's choice.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
@@ -617,9 +618,10 @@ def _load_converted(
     allow_answer_media: bool = False,
 ) -> Dataset:
     """
-    Returns a dataset of the columns that `convert` returns, the media, and the file's columns besides
-    `converted_columns` (none if it is `None`). With `allow_answer_media`, marks in answers of pairs can stand for
-    media.
+    Returns a dataset of the columns that `convert` returns, the media, and the file's other columns.
+
+    Columns of the file in `converted_columns` are left out, and with `None` all of them. With `allow_answer_media`,
+    marks in answers of pairs can stand for media.
     """
     rows, media = _read_rows_and_media(path, split, media_dir, with_media, read)
     converted_rows = [convert(row, index) for index, row in enumerate(rows)]

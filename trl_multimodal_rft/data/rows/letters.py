@@ -33,7 +33,7 @@ def listed_letters(text: str) -> set[str]:
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
-    """Returns choices without their letters, if all choices have letters in order."""
+    """Returns choices without their letters if all have letters in order, else unchanged choices."""
     matches = [LETTER.match(choice) for choice in choices]
     letters_are_in_order = all(
         match is not None and match[4] and (match[1] or match[2] or "") == chr(ord("A") + i)

@@ -79,7 +79,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         check_all_is_read(read_messages(row["prompt"], "prompt", index), "prompt", index, allowed_keys=("content",))
         for messages, name in zip(chats, COMPLETIONS, strict=True):
             check_all_is_read(messages, name, index, allowed_keys=("tool_calls",))
-        # Tags in answers are changed, because they stand for no media
+        # Tags in answers are changed, because they stand for no media, but would be read as placeholders
         answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             slots = {
@@ -171,7 +171,10 @@ def put_answer_media(
 def check_all_is_read(
     messages: list[dict[str, Any]], column: str, row_index: int, allowed_keys: Collection[str] | None = None
 ) -> None:
-    """Raises a [`MediaError`] for blocks of answers besides text and media, and for keys besides `allowed_keys`."""
+    """
+    Raises a [`MediaError`] for blocks of answers besides text and media. If `allowed_keys` is set, also raises it for
+    other keys of messages.
+    """
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         unread_parts = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]

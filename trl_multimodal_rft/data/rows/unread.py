@@ -253,7 +253,7 @@ def lists_columns(dataset: Rows) -> bool:
 def _inspect_dataset(
     dataset: Rows, message_columns: Collection[str], ignored: Collection[str]
 ) -> tuple[dict[str, Any], list[dict], set]:
-    """Returns the features of a dataset, text columns of some rows, and modalities of prompts (`None`: unknown)."""
+    """Returns a dataset's features, the text columns of some rows, and modalities of prompts (`None` for unknown)."""
     if not lists_columns(dataset):
         return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
@@ -268,7 +268,7 @@ def _inspect_dataset(
         filled_columns = {
             c for c in filled_columns & features.keys() if len(empty_row_indices(dataset, c)) < len(dataset)
         }
-        # Other columns aren't read, which would decode their media. Their features show the media.
+        # Other columns aren't read, because reading decodes their media. Their features show the media.
         text_columns = [
             c for c, entry in features.items() if _holds_text(entry) and not [*_media_in_feature(entry, c)]
         ]
@@ -300,7 +300,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
     for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # its feature was found above
+            continue  # its feature is checked with the features of its dataset
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
