@@ -320,7 +320,7 @@ def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
 
 
 def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
-    """Returns a title and a table, or an empty list without rows."""
+    """Returns a title and a table, or an empty list if the table has no rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
     return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 

@@ -155,7 +155,10 @@ def evaluate_by_name(
     load: Callable[..., Dataset] = load_rows,
     default_rewards: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
-    """Loads and evaluates a model on a dataset, both by name. By default, rewards are the benchmark's."""
+    """
+    Loads and evaluates a model on a dataset, both by name. If `script_args` has no rewards, they are the benchmark's,
+    or `default_rewards` without a benchmark.
+    """
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
@@ -217,7 +220,7 @@ def main(
     accelerator, train_split = Accelerator(), script_args.dataset_train_split
     split, name, benchmark = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     single_split = only_split(name, script_args.dataset_config) if benchmark is None and name is not None else None
-    # "test" is the default of `dataset_test_split`, which stands for the only split of a file, too
+    # If a file or folder has a single split, "test", the default of `dataset_test_split`, stands for this split
     split = single_split if single_split is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if is_harness(benchmark):

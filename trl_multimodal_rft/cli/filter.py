@@ -133,7 +133,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _check_config(config: EvaluationConfig, by: str) -> EvaluationConfig:
-    """Checks the config and returns it. With `--by accuracy`, it samples several completions per row by default."""
+    """Checks the config and returns it. For `--by accuracy`, one greedy completion per row becomes several samples."""
     if by == "contribution":
         check_ablated_modality(config.ablate)
         return config

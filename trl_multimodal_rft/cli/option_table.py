@@ -65,7 +65,10 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """Returns the group of a field. For a trainer's config, the group is the package that defines the field last."""
+    """
+    Returns the group of a field. For a trainer's config, the group is the package of the most derived class that
+    defines the field.
+    """
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)

@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**texts, allow_abbrev=False, formatter_class=formatter)
         self.options: list[dict[str, Any]] = []  # options of a launched command
         self.nullable: set[str] = set()  # options that accept null in a config file
-        self.error_prefix = ""  # of messages while a config file is read
+        self.error_prefix = ""  # start of error messages while a config file is read
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.error_prefix}{one_line(message)}\n")
@@ -160,8 +160,8 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """
         Parses a command line, and the file or built-in recipe of its `--config`. The command line takes precedence.
-        `convert_run_config` converts the config of a training run to options of this command. Entries that aren't
-        options of the command are then dropped.
+        `convert_run_config` converts the config of a training run to options of this command. If it is passed, entries
+        that aren't options of the command are dropped.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")

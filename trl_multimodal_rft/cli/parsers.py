@@ -68,7 +68,7 @@ def chat(parser: Parser) -> None:
     model_group.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # as in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    flag = "use_audio_in_video"  # without a value, which would otherwise be the model's name behind it
+    flag = "use_audio_in_video"  # takes no value; otherwise, the model's name after it would be read as one
     parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != flag))
     add(f"--{flag}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")

@@ -76,7 +76,10 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
 def _with_columns(
     dataset: Dataset | IterableDataset, source_columns: list[str], new_features: dict[str, Any], make: Callable
 ) -> Dataset | IterableDataset:
-    """Adds the columns of `new_features`, by name. `make` computes their values from the columns `source_columns`."""
+    """
+    Adds columns to a dataset. `new_features` holds their types (features of `datasets`) by name. `make` computes their
+    values from the columns `source_columns`.
+    """
     if not new_features:
         return dataset
     if isinstance(dataset, IterableDataset):

@@ -97,7 +97,7 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
     if line is None or "`trl-multimodal-rft`" not in text:
         return "", "", []
-    # The card's code has variables in place of media
+    # The card's code has variables in place of media, which JSON can't hold
     messages = json.loads(re.sub(r'"(image|audio)": \1(?=})', r'"\1": null', line[1]))
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     content = messages[-1]["content"]
@@ -137,7 +137,7 @@ def page(
         system_messages: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
         for model_name, answer in answerers.items():
-            # A completion's title is its model. Completions of the other model are left out
+            # A completion's title names the model that wrote it. Completions of the other model are left out.
             context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model_name)]
             turns = [(turn["role"], *_text_and_files(turn["content"])) for turn in context]
             try:
@@ -177,7 +177,7 @@ def page(
 
 
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
-    """Returns a message's text and file paths. Gradio's API and page format them differently."""
+    """Returns a message's text and file paths. They come in different formats from Gradio's API and from its page."""
     text, files = "", []
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str) or "text" in part:

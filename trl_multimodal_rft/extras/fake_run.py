@@ -25,8 +25,8 @@ class FakeFloats(TorchDispatchMode):
     Mode in which new floating-point tensors, and tensors computed from them, are fake. Integers, float inputs such as
     pixels, and small float tensors computed from integers stay real.
 
-    Models count an image's features by the values of ids, grids and masks, and by floats computed from lengths.
-    `FakeTensorMode` alone hides these values.
+    Models compute the number of an image's tokens from the values of ids, grids and masks, and from floats computed
+    from lengths. `FakeTensorMode` alone hides these values.
     """
 
     # Largest size at which a float tensor computed from integers, such as media lengths, stays real
@@ -88,7 +88,7 @@ def _can_be_fake(result: PyTree) -> bool:
 class Watch(TorchDispatchMode):
     """
     Mode that counts floating-point `operations`, and the bytes of live storages, `now` and at the `peak`. Only
-    storages that were created within the context count, without those of the `baseline`.
+    storages that were created within the context count. Storages of the tensors in `baseline` never count.
 
     On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
     `FlopCounterMode` and `MemTracker` count the same, but `MemTracker` takes time quadratic in the number of layers.

@@ -29,7 +29,7 @@ _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confid
 
 
 def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) -> EvaluationResult:
-    """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other dataclasses."""
+    """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other arguments."""
     options = {name: value for argument in arguments for name, value in vars(argument).items()}
     defaults = {name: value for argument in arguments for name, value in vars(type(argument)()).items()}
     benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url

@@ -76,8 +76,8 @@ class Server:
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
         """
-        Returns the first usable response to a request, which is sent again after other responses. Raises
-        `RuntimeError` if none comes in time, or for a response above `max_bytes`.
+        Sends a request until a response is usable, and returns this response. Raises `RuntimeError` if none comes in
+        time, or for a response above `max_bytes`.
         """
         try:
             return ask(

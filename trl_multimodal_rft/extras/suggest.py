@@ -77,7 +77,10 @@ def _micro_batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
-    """Returns values of `steps_per_generation` that sample whole groups. With the first, a rollout spans an update."""
+    """
+    Returns values of `steps_per_generation` for which rollouts hold whole groups, in descending order. With the first,
+    a rollout is as large as an update.
+    """
     n_completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // n_completions))
     steps = -(-steps * n_completions // group_size) * group_size // n_completions

@@ -24,7 +24,7 @@ from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 
 
-# Image encoder inputs for a model without a processor. Their features count towards the length of the prompt.
+# Image encoder inputs for a model without a processor. The length of the prompt includes the tokens of these images.
 EncoderInputs = dict[str, torch.Tensor]
 
 

@@ -47,7 +47,7 @@ _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *C
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 _VISION_NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
-# Grids that a model doesn't take are dropped, since they mean nothing without pixels
+# Grids that a model doesn't take are dropped without an error. Pixels that it doesn't take raise one.
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
@@ -366,7 +366,7 @@ class Actor(nn.Module):
             options |= sampling_options(self.temperature, generation_config.to_dict())
         generation_config.update(**options)
         prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
-        # Without a shared prefill, transformers' own loop samples, which keeps the ranks in step under ZeRO-3
+        # Under ZeRO-3, transformers' own loop samples, without a shared prefill, since it keeps the ranks in step
         fallbacks = replace(
             self.policy_forward.fallbacks,
             shared_prefill=not is_deepspeed_zero3_enabled(),
@@ -540,7 +540,8 @@ def _add_lora(
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # PEFT would shorten names of layers to suffixes. The suffix "0" of a merger's layer would match whole blocks.
+        # Full names, because PEFT would shorten them to suffixes, and the suffix "0" of a merger's layer would match
+        # whole blocks
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]

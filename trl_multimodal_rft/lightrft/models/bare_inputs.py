@@ -47,7 +47,7 @@ class BareCompletions:
     prompts: list[EncodedPrompt]  # one per sequence; equal prompts are one object
     ids: torch.Tensor  # (B, C), padded on the right
     mask: torch.Tensor  # (B, C)
-    is_action: torch.Tensor  # true on columns with a score: (B, A), or (1, sum of A) if samples are packed
+    is_action: torch.Tensor  # true on columns that get a value: (B, A), or (1, sum of A) if samples are packed
 
     def request(self, **options: Any) -> ScoreRequest:
         """Returns a request to score the completions. `options` are further fields of [`ScoreRequest`]."""
@@ -74,7 +74,8 @@ def padded_completions(
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
-    after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]  # packed rows repeat a prompt's last token, which must be text
+    # The first text token after media stays in the prompt, since packed rows repeat a prompt's last token as text
+    after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
@@ -153,7 +154,8 @@ def bare_prompt(
 ) -> EncodedPrompt:
     """
     Returns a prompt on the CPU from token ids and media. Without `fields`, per-token fields are derived from the ids.
-    Raises a [`MediaError`] if placeholders and media don't match, or if videos have the placeholders of images.
+    Raises a [`MediaError`] if placeholders and media don't match, or if fields can't be derived because videos have
+    the placeholders of images.
     """
     ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
     split_media(model, [ids], media)
@@ -262,7 +264,10 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 def _check_modalities(
     model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
 ) -> bool:
-    """Raises a [`MediaError`] if media don't match placeholders. Returns whether videos have image placeholders."""
+    """
+    Returns whether videos have image placeholders. Raises a [`MediaError`] if a modality has only media or only
+    placeholders, or if its grid or mask is missing.
+    """
     first_row_indices = {
         modality: next((i for i, mask in enumerate(row_masks) if mask.any()), None)
         for modality, row_masks in masks.items()
@@ -364,8 +369,8 @@ def _count_media(
         if n_used < len(token_counts):
             raise MediaError(f"{len(token_counts) - n_used} {modality}s have no placeholder in any row.")
         return counts
-    # Token counts are unknown. The media are counted in three ways: one per span of adjacent placeholders, one per row
-    # with placeholders, or by the same number of tokens for all. The first way that gives `n_media` is taken.
+    # Token counts are unknown. There are three guesses: a medium per span of adjacent placeholders, a medium per row
+    # with placeholders, or equally many placeholders for all media. The first that adds up to `n_media` is taken.
     n_media = max(len(value) for value in tensors.values())
     n_spans = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     one_per_row = [int(mask.any()) for mask in masks]

@@ -19,7 +19,7 @@ from ...encoding.prompts import EncodedPrompt
 
 
 Tokens = torch.Tensor | list[torch.Tensor]  # padded, or one tensor per row
-Fields = TypeVar("Fields", bound=Tokens)  # type of the token fields of a batch or of a sample
+Fields = TypeVar("Fields", bound=Tokens)  # type of `sequences` and other token fields
 Nested = TypeVar("Nested")
 
 
@@ -140,7 +140,8 @@ class Experience(Record[Tokens]):
     action_entropy: Tokens | None = None
 
 
-# Media. A dataclass has the fields of its last base first: here `sequences`, then images and videos, then the others
+# Media. A dataclass takes the fields of its bases from the last base to the first. So `ExperienceVL` has the fields of
+# `VisionFields` first, then those of `Experience`, and those of `MediaFields` after them.
 
 
 @dataclass(eq=False)

@@ -263,14 +263,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
         encoded = self._encode(prompts, encoder)
-        # The encoder's prompts are all text or all messages. Reward functions get these, so that micro-batches agree
+        # The encoder's prompts are all text or all messages. Reward functions get these instead of the caller's
+        # prompts, so that all micro-batches have the same format.
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
         n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         pairs = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
         return [self._sample(pairs[i : i + size], generate_kwargs) for i in range(0, len(pairs), size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
-        """Encodes prompts, which are all text, or all messages."""
+        """Encodes prompts. Either all are text, or all are messages."""
         if isinstance(prompts[0], str):
             ids = self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]
             for index, tokens in enumerate(ids):
@@ -332,7 +333,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                Samples. Without `encoded_prompts`, the sequences are text.
+                Samples. Without `encoded_prompts`, the prompts are taken from `sequences`, and have no media.
 
         Returns:
             [`Experience`]: Log-probabilities, values, KL divergence and `info`. `info` holds `num_actions` (a number),
@@ -393,7 +394,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             prompts = bare_prompts(self.actor.base_model, ((ids[keep], {}, None) for ids, keep in rows))
         return Rollout(
             prompts,
-            torch.arange(len(prompts)),  # scoring doesn't compare groups
+            torch.arange(len(prompts)),  # group ids, which scoring doesn't use
             self.tokenizer.pad_token_id,
             completion_ids=samples.sequences[:, -n_actions:],
             completion_mask=samples.action_mask.long(),
@@ -416,8 +417,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 return values, None if truncated is None else bootstrap
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if truncated is not None:
-                # The critic returns values of the states before the action columns. One more column, of any token,
-                # adds the state after the last column, which a truncated completion fills.
+                # A truncated completion reaches the last action column. One more column, whose token doesn't matter,
+                # adds the value of the state after that completion.
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)

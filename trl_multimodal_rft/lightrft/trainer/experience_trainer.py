@@ -77,6 +77,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return inputs
 
     def _counts_for_kl(self):
+        """
+        Returns whether the KL controller counts this micro-batch, which it does in the first epoch over a buffer, if
+        the policy is updated.
+        """
         return self._is_updated("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
@@ -145,7 +149,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         rollout = self._rollout_of(items)
         self._pop_mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
-        # The mean number of actions of a micro-batch, so that all actions of the buffer have the same weight
+        # `_rollout_of` counted the whole buffer as one micro-batch, so the number is divided by the number of
+        # micro-batches. All of them get this one divisor, so that all actions of the buffer have the same weight.
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
@@ -170,7 +175,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # In the field `action_entropy`, the mask loses its padding along with the other fields
+            # The mask is put into the field `action_entropy`, so that `remove_padding_in_sequences` removes its
+            # padding, too. It is taken out below.
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
@@ -241,11 +247,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         requirements = {"action_mask": True, "action_log_probs": True, "advantages": True}
         requirements |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
         requirements |= {"returns": self.critic is not None, "values": self.critic is not None}
-        columns: dict[str, torch.Tensor] = {}
+        matrices: dict[str, torch.Tensor] = {}
         for name, is_needed in requirements.items():
             rows = [row.float() for item in items if (row := getattr(item, name)) is not None]
             if len(rows) == len(items):
-                columns[name] = pad_on_device(rows)
+                matrices[name] = pad_on_device(rows)
             elif is_needed:
                 raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
         for index, item in enumerate(items):
@@ -257,23 +263,24 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         prompts = bare_prompts(self.actor.base_model, inputs)
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
-        mask = columns["action_mask"].long()
+        mask = matrices["action_mask"].long()
         return Rollout(
             prompts,
-            torch.arange(len(prompts), device=device),  # losses don't compare groups
+            torch.arange(len(prompts), device=device),  # group ids, which losses don't use
             self._tokenizer.pad_token_id,
             completion_ids=pad_on_device(actions, self._tokenizer.pad_token_id),
             completion_mask=pad_on_device([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
-            old_per_token_logps=columns["action_log_probs"],
-            ref_per_token_logps=columns.get("base_action_log_probs"),
-            advantages=columns["advantages"],
-            values=Values(old=columns.get("values"), returns=columns.get("returns")),
-            # The number of actions of a generation batch, as in the trainer
+            old_per_token_logps=matrices["action_log_probs"],
+            ref_per_token_logps=matrices.get("base_action_log_probs"),
+            advantages=matrices["advantages"],
+            values=Values(old=matrices.get("values"), returns=matrices.get("returns")),
+            # Number of actions of a generation batch, estimated as if all its micro-batches had as many as these
+            # samples. `train_on_buffer` corrects it.
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
             rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
-            tokens=TokenChoice(columns.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
+            tokens=TokenChoice(matrices.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )
 
@@ -288,7 +295,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if "value_loss" in status:
             status["critic_loss"] = status.pop("value_loss")
         if "policy_loss" in status and not self.args.loss.is_mean:
-            # The losses of an update's micro-batches add up to the loss of the update
+            # The losses of an update's micro-batches add up to the loss of the update: the mean times their number
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
 

@@ -87,7 +87,8 @@ def config_of(
         # Fields that must follow the options above
         num_iterations=options["num_ppo_epochs"],
         activation_checkpointing=options["gradient_checkpointing"],
-        # The trainer requires that a generation batch holds whole groups; batches of experience have another size
+        # This multiple of `num_generations` passes the trainer's check that a generation batch holds whole groups. The
+        # size of a rollout follows from the dataloader instead.
         steps_per_generation=strategy.num_generations * strategy.gradient_accumulation_steps,
         generation_batch_size=None,  # follows from the other options
         eval_strategy="no",  # the trainer has no rows to evaluate on

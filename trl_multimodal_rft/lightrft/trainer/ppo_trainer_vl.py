@@ -255,8 +255,8 @@ class PPOTrainerVL:
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
             index_in_pass = n_rollouts % len(prompts)
             prompts.set_epoch(n_rollouts // len(prompts))
-            # A pass draws its order when it begins. A run that resumes at this point restores the random state before.
-            # A run that resumes within the pass restores it after the order is drawn again.
+            # The order of a pass is drawn when the pass begins. A run that resumes at this point restores the random
+            # state before the draw. A run that resumes within the pass repeats the draw first.
             if index_in_pass == 0:
                 trainer._load_rng_state(checkpoint)
             for batch in skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts:
@@ -429,8 +429,8 @@ class PPOTrainerVL:
         last_step: int | None = None,
     ) -> None:
         """
-        Logs, evaluates and saves, each if its interval has ended since `last_step` and is one in `unit`, which is
-        `"steps"` or `"epoch"`.
+        Logs, evaluates and saves, each if its strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`, its
+        interval must also have ended since that step.
         """
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler

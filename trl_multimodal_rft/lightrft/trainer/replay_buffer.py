@@ -70,7 +70,7 @@ class ReplayBuffer:
         items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
             items = remove_padding_in_sequences(items)
-        share_media([*self._items[-1:], *items])  # so that a group in two batches shares its media, too
+        share_media([*self._items[-1:], *items])  # a group may span two calls of `append`
         self._items = (self._items + items)[-self.limit :]
 
     def sample(self) -> Experience:
@@ -110,20 +110,20 @@ class ReplayBuffer:
         if attribute in self._normalized_fields:
             raise RuntimeError(f"`{attribute}` has been normalized before; call `clear` and append experiences first.")
         accelerator = None if strategy is None else strategy.accelerator
-        columns, masks = [], []
+        rows, masks = [], []
         for index, item in enumerate(self._items):
-            column = getattr(item, attribute)
-            if column is None:
+            row = getattr(item, attribute)
+            if row is None:
                 raise ValueError(f"`{attribute}` of item {index} is None and can't be normalized.")
-            columns.append(column)
-            masks.append(torch.ones_like(column) if item.action_mask is None else item.action_mask)
+            rows.append(row)
+            masks.append(torch.ones_like(row) if item.action_mask is None else item.action_mask)
 
         def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
 
-        values, mask = (torch.cat(rows or [torch.zeros(0)]) for rows in (columns, masks))
+        values, mask = (torch.cat(parts or [torch.zeros(0)]) for parts in (rows, masks))
         whitened = whiten(values.double(), mask.bool(), reduce=sum_over_ranks).to(values.dtype)
-        parts = whitened.split([len(column) for column in columns])
+        parts = whitened.split([len(row) for row in rows])
         changes: list[dict[str, Any]] = [{attribute: part.clone()} for part in parts]
         self._items = [replace(item, **change) for item, change in zip(self._items, changes, strict=True)]
         self._normalized_fields.add(attribute)

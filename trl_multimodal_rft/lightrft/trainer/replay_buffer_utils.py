@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Functions that split experiences into samples and batch samples again, with their media."""
+"""Functions that split experiences into samples, and join samples to experiences again, with their media."""
 
 import math
 from collections import defaultdict
@@ -46,7 +46,7 @@ class BufferItem(Record[torch.Tensor]):
 
     @property
     def is_scorable(self) -> bool:
-        """`True` if the reward is a number, or unknown."""
+        """`True` unless the reward is `NaN`. A sample without a reward counts, too."""
         return "reward" not in (self.info or {}) or not math.isnan(self.reward)
 
 
@@ -103,9 +103,9 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """
     Splits an experience into samples.
 
-    `media_rows` holds each sample's number of rows of a media tensor. Without it, `image_num`, `video_num` and
-    `audio_num` in `info` hold each sample's number of images, videos and clips, by default 1. A grid then has one row
-    per image or video, a tensor with a grid one row per patch, and other tensors one row per image, video or clip.
+    `media_rows` holds, for each media tensor, the number of rows of each sample. Without it, `image_num`, `video_num`
+    and `audio_num` in `info` hold each sample's number of images, videos and clips, by default 1. A grid then has one
+    row per image or video, a tensor with a grid one row per patch, and other tensors one row per image, video or clip.
 
     Args:
         experience ([`Experience`]):
@@ -119,12 +119,12 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         `ValueError`: If fields don't match, or if it isn't clear which rows of a media tensor belong to a sample.
     """
     size = len(experience.sequences)
-    columns: dict[str, Any] = {name: _rows(experience, name, size) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
-    columns["info"] = _split_info(experience.info, size)
+    entries: dict[str, Any] = {name: _rows(experience, name, size) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    entries["info"] = _split_info(experience.info, size)
     item_type = BufferItem
     if isinstance(experience, ExperienceVL):
-        item_type, columns["raw_images"] = BufferItemVL, _raw_images(experience.raw_images, size)
-    items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
+        item_type, entries["raw_images"] = BufferItemVL, _raw_images(experience.raw_images, size)
+    items = [item_type(**{name: values[i] for name, values in entries.items()}) for i in range(size)]
     for index, item in enumerate(items):
         _check_lengths(item, index)
     media = media_tensors(experience)
@@ -166,21 +166,21 @@ def make_experience_batch(
         raise ValueError("There are no items to batch.")
     for index, item in enumerate(items):
         _check_lengths(item, index)
-    columns: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    batch_fields: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
-        columns = recursively_apply(torch.clone, columns)
+        batch_fields = recursively_apply(torch.clone, batch_fields)
     else:
-        if len({len(item.sequences) for item in items}) > 1 and columns["attention_mask"] is None:
-            columns["attention_mask"] = [torch.ones_like(item.sequences) for item in items]
-        if len({item.n_actions for item in items}) > 1 and columns["action_mask"] is None:
-            columns["action_mask"] = [item.sequences.new_ones(item.n_actions, dtype=torch.bool) for item in items]
-        columns = {
-            name: column and zero_pad_sequences(column, value=pad_token_id if name == "sequences" else 0)
-            for name, column in columns.items()
+        if len({len(item.sequences) for item in items}) > 1 and batch_fields["attention_mask"] is None:
+            batch_fields["attention_mask"] = [torch.ones_like(item.sequences) for item in items]
+        if len({item.n_actions for item in items}) > 1 and batch_fields["action_mask"] is None:
+            batch_fields["action_mask"] = [item.sequences.new_ones(item.n_actions, dtype=torch.bool) for item in items]
+        batch_fields = {
+            name: values and zero_pad_sequences(values, value=pad_token_id if name == "sequences" else 0)
+            for name, values in batch_fields.items()
         }
-    columns["info"] = _join_info([item.info for item in items])
+    batch_fields["info"] = _join_info([item.info for item in items])
     if not any(isinstance(item, BufferItemVL) for item in items):
-        return Experience(**columns)
+        return Experience(**batch_fields)
 
     media: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     row_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(items))
@@ -188,7 +188,7 @@ def make_experience_batch(
         for name, tensor in media_tensors(item).items():
             media[name].append(tensor)
             row_counts[name][index] = len(tensor)
-    batch = ExperienceVL(**columns, media_rows=dict(row_counts) or None)
+    batch = ExperienceVL(**batch_fields, media_rows=dict(row_counts) or None)
     for name, tensors in media.items():
         set_media(batch, name, cat_padded(tensors, media_padding(name)))
     raw_images = [getattr(item, "raw_images", None) for item in items]
@@ -201,9 +201,9 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
     """
     Cuts samples to the span from the first to the last 1 of their attention mask.
 
-    Action columns after the end of a sequence are removed. Action columns before its first action are removed, too,
-    since they belong to the prompt. Columns in between stay, even if they are masked. Without any action, all columns
-    within the sequence stay.
+    Action columns after the end of a sequence are removed. Action columns before its first action become part of the
+    prompt. Columns in between stay, even if they are masked. Without any action, all action columns within the
+    sequence stay.
 
     Args:
         items (`Sequence[BufferItem]`):
@@ -302,10 +302,10 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 
 
 def _split_info(value: Any, size: int) -> list:
-    """Splits `info`, or a value in `info`, into a copy for each sample."""
+    """Splits `info`, or a value in `info`, by samples. A value of the whole batch is repeated for every sample."""
     if isinstance(value, dict):
-        columns = {key: _split_info(entry, size) for key, entry in value.items()}
-        return [{key: values[i] for key, values in columns.items()} for i in range(size)]
+        entries = {key: _split_info(entry, size) for key, entry in value.items()}
+        return [{key: values[i] for key, values in entries.items()} for i in range(size)]
     if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
         return [row.clone() for row in value]
     value = recursively_apply(torch.clone, value)
@@ -382,7 +382,7 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
                         f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
                         f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
                     )
-            # A row of 5 dimensions could be all images of a sample, padded to the largest number of images
+            # A tensor of 5 dimensions could have a row per sample, padded to the largest number of images
             is_padded_per_sample = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
             if sum(counts) != len(tensor) or is_padded_per_sample:
                 raise _ambiguity_error(name, tensor, size)

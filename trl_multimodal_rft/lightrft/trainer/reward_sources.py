@@ -60,6 +60,7 @@ class RewardSources:
             for remote in self.remotes
         ]
         if self.reward_fn is not None:
+            # A function with one parameter of any name gets the rewards of the models and servers
             sole_argument = "model_reward_list" if rewards else None
             result = _call_reward_func(
                 self.reward_fn, arguments | ({} if sole_argument is None else {sole_argument: rewards}), sole_argument

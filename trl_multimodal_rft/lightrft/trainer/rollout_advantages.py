@@ -31,9 +31,10 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Shapes the rewards of a whole rollout by running scale, clip range, and the estimator's comparison in groups.
+        Scales and clips the rewards of a whole rollout. If the estimator compares the completions of a group, its
+        advantages then replace the rewards.
 
-        Returns the experiences, and the shaped rewards `(B,)` of each experience. Raises a `ValueError` if samples
+        Returns the experiences, and these shaped rewards of each experience, `(B,)`. Raises a `ValueError` if samples
         don't form whole groups, or if ranks have different numbers of samples.
         """
         args, infos = self.strategy, [info_of(experience) for experience in experiences]
@@ -96,8 +97,8 @@ class RolloutAdvantages:
                 advantages = returns = cumulative_returns(per_token, mask, gamma)
             advantages = whiten(self._gather_rows(advantages), self._gather_rows(scorable.int()))
             advantages, sums = self._local_rows(advantages, len(rewards)), per_token.sum(1)
-        columns = (column.split([len(part) for part in shaped_rewards]) for column in (advantages, returns, sums))
-        for experience, info, *parts in zip(experiences, infos, *columns, strict=True):
+        splits = (tensor.split([len(part) for part in shaped_rewards]) for tensor in (advantages, returns, sums))
+        for experience, info, *parts in zip(experiences, infos, *splits, strict=True):
             experience.advantages, experience.returns = (part[:, : info["num_actions"]] for part in parts[:2])
             info["return"] = parts[2]
 
@@ -106,7 +107,7 @@ class RolloutAdvantages:
         self, values: Tokens, rewards: Tokens, action_mask: Tokens | None, gamma: float, lambd: float
     ) -> tuple[Tokens, ...]:
         """Computes advantages and returns `(B, A)`, or lists of rows, see [`~algorithms.advantages.gae`]."""
-        return _apply_padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
+        return _apply_padded(lambda *inputs: gae(*inputs, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
     def get_cumulative_returns(self, rewards: Tokens, action_mask: Tokens | None, gamma: float) -> Tokens:
@@ -120,7 +121,10 @@ class RolloutAdvantages:
         )[0]
 
     def _kl_inputs(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
-        """Returns log-probabilities under policy and reference, and the KL coefficient; without KL, `[]` and 0."""
+        """
+        Returns log-probabilities under policy and reference, and the KL coefficient. If rewards have no KL penalty,
+        returns an empty list and 0.
+        """
         if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
             return [], 0.0
         names = ("action_log_probs", "base_action_log_probs")
@@ -187,10 +191,13 @@ def _join(experiences: list[Experience], field: str) -> torch.Tensor:
 
 
 def _apply_padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
-    """Applies a function to columns `(B, A)` and their mask (default: all ones). Lists of rows are padded before."""
+    """
+    Applies a function to tensors `(B, A)` and their mask, by default all ones. Lists of rows are padded for the
+    function, and its results are returned as lists of rows without padding.
+    """
     first = columns[0]
     if isinstance(first, torch.Tensor):
         return function(*columns, torch.ones_like(first) if mask is None else mask)
-    rows = (*columns, [torch.ones_like(row) for row in first] if mask is None else mask)
-    results = function(*(pad_sequence(list(column), batch_first=True) for column in rows))
-    return tuple([row[: len(original)] for row, original in zip(column, first, strict=True)] for column in results)
+    lists = (*columns, [torch.ones_like(row) for row in first] if mask is None else mask)
+    results = function(*(pad_sequence(list(rows), batch_first=True) for rows in lists))
+    return tuple([row[: len(original)] for row, original in zip(result, first, strict=True)] for result in results)
