@@ -99,6 +99,7 @@ class EngineCheck:
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
+        # Only tokens after the last result with media count, or tokens in a context that replaced the prompt
         for i, prompt in enumerate(completions[0]):
             n_first = prompt.ends[0] if isinstance(prompt, Contexts) else None
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else n_first] = 0

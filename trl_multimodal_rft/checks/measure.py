@@ -156,8 +156,8 @@ class Measure:
 
     def row_logps(self, row: EncodedPrompt, n_last: int) -> torch.Tensor:
         """
-        Returns log-probabilities `(1, P - 1)` of a row from its second token, of which at least the last `n_last` are
-        computed, and the others are 0.
+        Returns log-probabilities `(1, P - 1)` of a row's tokens from the second on. Computes at least the last
+        `n_last` of them, and leaves the others at 0.
         """
         inputs = self.model_inputs(outputs_of(row), row)
         logits = self._logits(inputs, min(n_last + 1, len(row)))[:, :-1]
@@ -270,7 +270,8 @@ class Measure:
     ) -> tuple[float, bool]:
         """
         Returns the largest difference over all ranks, and whether rounding explains the differences on every rank.
-        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`].
+        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. Before the differences are
+        compared with the noise, `tolerance` rises to two rounding steps at the largest logit, if these are more.
         """
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:

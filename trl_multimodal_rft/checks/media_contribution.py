@@ -24,7 +24,7 @@ _N_PROMPTS = 2
 
 
 def is_due(interval: int, step: int, n_steps: int) -> bool:
-    """Returns whether the number of one of the `n_steps` updates after update `step` is a multiple of `interval`."""
+    """Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`."""
     return (step + n_steps) // interval > step // interval
 
 

@@ -37,7 +37,7 @@ Messages = str | list[dict[str, Any]]  # of a prompt
 
 _N_NEW_TOKENS = 4
 
-# A warning is logged if the limit of a difference, in nats, exceeds this one, as rounding could hide larger errors
+# If rounding lifts the limit of a difference above this number of nats, a warning says that it could hide errors
 _WARNING_LIMIT = 1.0
 
 
@@ -142,9 +142,9 @@ def run_self_check(
     """
     Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
 
-    All ranks check the same prompts, which come from all ranks, so that the forwards of a sharded model agree.
-    `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by modality, from earlier
-    checks.
+    All ranks check the same prompts, which come from all ranks. So they run the same forwards, as a sharded model
+    needs. `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by modality, from
+    earlier checks.
     """
     check = _Check(policy, model, settings, media_effects)
     with measurement_mode(model, check.device):

@@ -139,7 +139,8 @@ def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: Pla
     def process_answers() -> list[MediaAnswer]:
         if not is_holder or first_with_media is None:
             return []
-        # A copy, as the pair is a copy on the other ranks, too
+        # A copy, because the other ranks get copies, too: if the pair is also among the caller's `rows`, all ranks
+        # must count it alike
         index, pair = first_with_media[0], replace(first_with_media[1])
         return [(pair, name, plain(index, name)) for name in pair.answers]
 
@@ -211,6 +212,9 @@ def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: PlainOutputs)
 
 
 def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
-    """Returns the mask of compared tokens after the first: the learned ones among the last, or all learned ones."""
+    """
+    Returns the mask of compared tokens after a row's first. These are the learned ones among the last `_N_COMPARED`
+    tokens, or all learned ones if there are none among the last.
+    """
     learned = row.learned & (torch.arange(len(row)) >= len(row) - _N_COMPARED)
     return (learned if learned[1:].any() else row.learned)[1:]

@@ -10,8 +10,8 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Largest number of prompts with media of other shapes in the common forward. One prompt may not be enough, as the
-# strides of an encoder decide which shapes affect each other.
+# Maximum number of partners with media: prompts of other shapes in one forward with the first target. One may not be
+# enough, as the strides of an encoder decide which shapes affect each other.
 _MOST_PARTNERS = 3
 
 # Integer tensors with at most this many elements may hold sizes, so they are compared by value
@@ -48,7 +48,7 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
 
     The longest prompt of each modality, and the longest prompt of text alone, are checked, as their masks are the
     hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone,
-    as their padding may change scores.
+    as they get the most padding, which may change their scores.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
     traits_by_kind = {

@@ -24,7 +24,7 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt and the tool results in one of its completions, for results with media.
+    A prompt, and the tool results in one of its completions. It is used if a result has media.
 
     The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results.
     """
@@ -101,8 +101,9 @@ def encode_turn(
     row: int | None = None,
 ) -> EncodedPrompt:
     """
-    Encodes tool results as the chat template renders them after the assistant's turn. One of `ends` closes the turn.
-    Raises a `ValueError` if the template renders earlier messages differently once the results follow.
+    Encodes tool results as the chat template renders them after the assistant's turn. `ends` are the tokens, as text,
+    that can close the turn. Raises a `ValueError` if the template renders earlier messages differently once the
+    results follow.
     """
     earlier_messages, messages = [*history, stand_in_turn(results)], list(results)
     earlier_text = _render(earlier_messages, processor, template_kwargs, False)
@@ -209,7 +210,8 @@ def encode_prefix(
     """
     Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
 
-    `completion_ids` end with the last result. `turns` holds results with their start in the completion.
+    `completion_ids` end with the last result. `turns` holds results with their start in the completion. With a
+    `processor`, positions after media are those of [`engine_position_ids`].
     """
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])

@@ -66,7 +66,8 @@ def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[
         `tuple`: The common prefix as a prompt, and the ids of each sequence after the prefix.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `token_ids[0]` after it.
+        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `token_ids[0]` after the
+            prefix.
     """
     n = next(
         (i for i, column_ids in enumerate(zip(*token_ids, strict=False)) if len({*column_ids}) > 1),

@@ -259,7 +259,10 @@ def check_hears_videos(processor: Processor) -> None:
 
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
-    """Returns the highest frame rate of a prompt's videos, or `None` if none is known. Raises if the rates differ."""
+    """
+    Returns the frame rate of a prompt's videos, the highest if they differ slightly, or `None` if no rate is known.
+    Raises a [`MediaError`] if rates differ by more than `_RATE_FACTOR`.
+    """
     rates = {}
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
@@ -432,7 +435,7 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     dimensions are right-padded. Indices into another tensor are shifted by that tensor's length in earlier media.
     """
     tensors_by_name: dict[str, list[torch.Tensor]] = {}
-    lengths: Counter[str] = Counter()  # of each tensor in earlier media, over all dimensions except the last
+    lengths: Counter[str] = Counter()  # product of all dimensions except the last, summed over earlier media, by name
     for tensors in media:
         for name, value in tensors.items():
             indexed = indexed_media(name)

@@ -83,7 +83,8 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
             missing = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
-            # Only a folder without the files of the family's processor gets another error
+            # The message is replaced only if the folder has no processor files at all, or lacks those of the processor
+            # that this model needs. Otherwise the original error stands.
             lacks_preprocessor = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
             if part != "processor" or not (lacks_preprocessor or len(missing) == len(_PROCESSOR_FILES)):
                 raise

@@ -157,7 +157,7 @@ def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn",
 def checked_prompt(
     prompt: M, processor: Processor, mode: Literal["allow", "raise", "strip"] | None, row: int, column: str = "prompt"
 ) -> M:
-    """Applies [`checked_texts`] to a column of a row. A prompt without messages may hold control tokens."""
+    """Applies [`checked_texts`] to a column of a row. A prompt of plain text may hold control tokens."""
     text_mode = "allow" if isinstance(prompt, str) else mode or "warn"
     return checked_texts(prompt, processor, text_mode, f"row {row}, column '{column}'")
 

@@ -65,8 +65,8 @@ class EncodedPrompt:
             Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`, and masks of cross-attention
             such as `cross_attention_mask`, each of shape `(P, ...)`.
         media (`dict[str, torch.Tensor]`):
-            All other processor outputs, on the CPU. Empty for text-only prompts, unless the model has no forward
-            without media.
+            All other processor outputs, on the CPU. Empty for text-only prompts, unless the model's forward requires
+            media, and the processor adds blank media.
         position_ids (`torch.Tensor`):
             Positions by the rule of the model, or of the engine that samples. Shape `(1, P)`, or `(R, 1, P)` for
             multimodal rotary embeddings with `R` axes.
@@ -121,7 +121,7 @@ class EncodedPrompt:
 
         Args:
             n (`int`):
-                Tokens of the completion.
+                Number of tokens of the completion.
 
         Returns:
             `list[int]`: The number of tokens that follow each context.
@@ -387,7 +387,7 @@ def processor_outputs(
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns a processor's outputs for one prompt with decoded media, by the call that transformers documents."""
+    """Calls a processor on one prompt with decoded media, as transformers documents, and returns the outputs."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
         outputs = call(text=[messages], return_tensors="pt")
@@ -430,7 +430,7 @@ def processor_outputs(
 
 
 def generation_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's arguments for a prompt. The last message is continued only if it is the assistant's."""
+    """Returns the template's arguments for a prompt. `continue_final_message` only affects an assistant's message."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
     continues = messages[-1]["role"] == "assistant"
@@ -500,8 +500,8 @@ def outputs_of_files(
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    Returns a processor's outputs for a prompt if the processor itself reads the files of videos. Returns `None` if
-    transformers can't read videos, or if a video has options or isn't a local file.
+    Lets a processor read the files of a prompt's videos itself, and returns its outputs. Returns `None` if there are
+    no videos, if transformers can't read them, or if a video has options or isn't a local file.
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.modality == "video"]

@@ -187,7 +187,7 @@ class SupervisedEncoder:
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
         Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last
-        message, which is the assistant's.
+        message, which must be the assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
@@ -219,8 +219,8 @@ class SupervisedEncoder:
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get the EOS token.
-        In a row without `prompt`, the common start of both completions is the prompt. The columns `chosen_ids` and
-        `rejected_ids` hold tokenized texts.
+        In a row without `prompt`, the common start of both completions is the prompt. With `whole`, a row may hold
+        tokenized texts instead, in the columns `chosen_ids` and `rejected_ids`.
 
         Args:
             row ([`~data.rows.batches.Row`]):
@@ -246,7 +246,8 @@ class SupervisedEncoder:
         columns, label = self._with_answer_media(row), f"row {row.row_index}"
         pairs = {column: self._select_completion(columns, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
-        if whole and not has_media and not family_of(self.model).token_field_fill:  # these families need the boundary
+        # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
+        if whole and not has_media and not family_of(self.model).token_field_fill:
             return _with_common_start(*(self._encode_text(pair, messages) for pair, messages, _ in pairs.values()))
         pair, messages, n = pairs["chosen"]
         prompt, answers, completions = self._encode(_prompt_of(pair, messages[:n]), pair), {}, {}
@@ -464,8 +465,8 @@ class SupervisedEncoder:
 
     def _completion_ids(self, row: Row, messages: list, n: int, label: str, end: str = "") -> list[int]:
         """
-        Tokenizes the completion after the prompt, which is the first `n` messages. A pair of texts without media gets
-        `end` and no template.
+        Tokenizes the completion after the prompt, which is the first `n` messages. If prompt and completion are texts
+        without media, they are joined without a template, and the completion gets `end`.
         """
         if isinstance(prompt_text := _prompt_of(row, messages[:n]), str):
             whole_text = prompt_text + _with_end(row["completion"], end)
@@ -498,9 +499,10 @@ class SupervisedEncoder:
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
-        Returns the mask of the assistant's tokens: the tokens that its turns add to the rendered conversation. They
-        start later in the sequence by the number of tokens that earlier media add to the text. This number is computed
-        once per number of media.
+        Returns the mask of the assistant's tokens, which are the tokens that its turns add to the rendered text.
+
+        In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. This
+        number is computed once for all turns after the same media.
         """
         label, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 

@@ -36,10 +36,10 @@ from ..forward.masks import KV_CACHE, POINTWISE_LAYERS
 
 logger = logging.getLogger(__name__)
 
-# Tokens between two checks whether all completions have ended. A check synchronizes the host with the device.
+# Number of tokens between two checks for the end of all completions. A check synchronizes the host with the device.
 _TOKENS_PER_CHECK = {"cuda": 16, "xpu": 16}
 
-# Values with which `generate` only draws from the last token's logits, for options by which it can do more
+# Options by which `generate` can do more than draw each token from the last logits, with the values that turn this off
 _NEUTRAL_VALUES = {
     **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
@@ -47,7 +47,7 @@ _NEUTRAL_VALUES = {
     **{"cache_implementation": (None, "hybrid"), "use_cache": (None, True)},
 }
 
-# Graphs of failed captures, kept alive as torch's allocator goes on calling their stream filters
+# Graphs of failed captures, kept alive because torch's allocator goes on calling their stream filters
 _FAILED_GRAPHS: list[torch.cuda.CUDAGraph] = []
 
 
@@ -88,7 +88,7 @@ class GraphedStep(TokenStep):
             except Exception as error:  # of the driver, of torch, or of a step that synchronizes
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
                 _warn_of_obstacle(self.obstacle)
-                torch.clear_autocast_cache()  # captured casts have no values, as they didn't run
+                torch.clear_autocast_cache()  # a capture doesn't run casts, so the cached ones have no values
                 return step()
         self.replay()
         return self._output
@@ -207,7 +207,8 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     if not weights or 2 * sum(weight.numel() for weight in weights) > _free_bytes(model.device) / 2:
         yield
         return
-    torch.autocast_increment_nesting()  # casts are forgotten at the end of the outermost context
+    # Autocast forgets casts at the end of its outermost context. With this increment, that isn't a forward's context
+    torch.autocast_increment_nesting()
     try:
         for weight in frozen:  # autocast keeps casts only of leaves that require gradients
             weight.requires_grad_(True)
@@ -357,7 +358,7 @@ def decode(
                 if n_left == 0 or n == stop:
                     break
                 if ranks_in_step:
-                    _max_over_ranks(n_left, device)
+                    _max_over_ranks(n_left, device)  # tells ranks that have ended (see below) to go on
                 n_checked, random_states = n, []
                 if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
                     index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)

@@ -73,7 +73,7 @@ Key = tuple[int, int, int, int]
 class PendingBatch:
     """A batch whose completions are in flight."""
 
-    batch: Any  # kept alive, so that the data loader yields the same rows without reading them again
+    batch: Any  # kept alive, because the data loader reads rows again if their batch is gone
     row_indices: list[int]  # row index of each completion
     answers: dict[Key, Future[Answer]]
     rewards: dict[Key, Future[EarlyRewards]]  # early rewards, if any
@@ -150,7 +150,7 @@ class InFlight:
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
-        # On a server, requests to different versions of the weights must not share a cached prefix
+        # The salt keeps requests for different versions of the weights from sharing a prefix in a server's cache
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._wait_for_answer, key, request, salt, request_index)

@@ -181,7 +181,10 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if ranks share an engine, or use servers, because all ranks raise the error of one rank's server."""
+        """
+        `True` if ranks share an engine. Also `True` with servers: after each call, ranks exchange errors, so that all
+        of them raise the error of one rank's server.
+        """
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(
@@ -198,7 +201,7 @@ class VLLMSampler(Sampler):
         if config is not None:
             sampling = sampling_parameters(config)
             if config.do_sample:
-                # Keeps the engine's random state for training
+                # Requests with a seed don't draw from the engine's random state, so training's samples stay the same
                 sampling["seed"] = torch.randint(2**31, ()).item()
         with self.explain():
             self.load_weights(step)

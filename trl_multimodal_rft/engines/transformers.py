@@ -146,12 +146,12 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    Unique prompts are prefilled once by the model's own forward, and [`~engines.decoding.decode`] continues. Before
-    that, one more forward prefills common prefixes of prompts ([`~forward.trees.Node`]), unless ranks need each
-    other's forwards (`ranks_in_step`). If the family or the options don't allow this loop, `generate` gets each prompt
-    once per completion.
+    The model's own forward prefills each unique prompt once, and [`~engines.decoding.decode`] samples completions.
+    An earlier forward prefills common prefixes of prompts ([`~forward.trees.Node`]) if that saves tokens, unless ranks
+    need each other's forwards (`ranks_in_step`). Without `shared_prefill`, or if the model or the options don't allow
+    `decode`, `generate` gets each prompt once per completion.
 
-    `dummies` are prompts that are only prefilled, so that ranks run encoders equally often. If `branches` holds a
+    `dummies` are further prompts in the forwards, so that ranks run encoders equally often. If `branches` holds a
     cache, sampling continues from it, and the new cache replaces it. The `tokenizer` is needed for `stop_strings`.
     `runner` runs decoding steps. With `casts_weights_once`, autocast casts each weight once for all tokens.
 
@@ -190,6 +190,7 @@ def generate_completions(
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
     n_per_prompt, remainder = divmod(len(prompt_rows), len(unique))
+    # Each completion gets a row of its own, unless prompts share rows and have equally many completions, in order
     if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask, logits, index = mask[index], logits[index], torch.arange(len(prompt_rows), device=device)
@@ -349,7 +350,8 @@ def sample_completions(
     fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
-        isolate, shared_prefill = "prompt", False  # Granite Speech's `generate` enables the adapter for sounds
+        # Granite Speech's `generate` enables the adapter for all prompts of a call if it has sounds, else for none
+        isolate, shared_prefill = "prompt", False
     with torch.no_grad():  # with gradients, there would be more dummies
         dummies = policy.processes.dummies(model, prompts)
         parts = split_samples(prompts, isolate)

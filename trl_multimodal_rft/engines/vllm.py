@@ -55,7 +55,7 @@ if engine_obstacle() is None:
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
-    """Returns sampling parameters of vLLM that end completions at `ids`, instead of the ids in the model's folder."""
+    """Returns sampling parameters by which vLLM ends completions at `ids`, not at the ids in the model's folder."""
     return {"stop_token_ids": [*ids], "ignore_eos": True}
 
 
@@ -252,7 +252,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         try:
             return self._request_completions(url, request, options, attempt, salt)
         except RequestLost as error:
-            # A timeout ends the run, except for the first attempt if another server can answer the next one
+            # A timeout ends the run, unless it is the first attempt's and another server can answer the next attempt
             error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
             raise
 
@@ -295,7 +295,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         def check() -> None:
             for url in self._connection_times:
-                with suppress(RequestLost):  # it can't be reached, and no request needs it any more
+                with suppress(RequestLost):  # no request waits for a server that can't be reached, so that's no error
                     self._check_not_restarted(url)
 
         self._on_main_process(check)
@@ -350,7 +350,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return 1 + (self._n_accepted - last_counts[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
-        """Returns the counters of the engine or of this rank's server, by name. Without metrics, there are none."""
+        """Returns the counters of the engine or of this rank's server, by name, or none if they can't be read."""
         try:
             if self.mode == "server":
                 return _server_counters(self.vllm_client)
@@ -432,8 +432,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     @property
     def _needs_base_weights(self) -> bool:
         """
-        Whether the engine gets base weights besides the adapter. It gets them dequantized if the policy's have 4 bits,
-        and again after each sleep if it has a sleep mode, in which it loses them.
+        Whether the engine gets base weights besides the adapter. It needs them if the policy's weights have 4 bits, as
+        the engine takes dequantized ones, or if it has a sleep mode, as it loses its weights in each sleep.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -465,7 +465,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if adapter is not None:
             self._load_adapter(adapter)
         self.llm.reset_prefix_cache()
-        # By its keys, vLLM would reuse encoders' outputs for the same media and old weights (huggingface/trl#7198)
+        # vLLM caches encoders' outputs by media alone, and would reuse those of old weights (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
@@ -480,10 +480,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # Copies, as vLLM reads some weights only once their layer is complete, when the adapter is unmerged again
+            # vLLM reads some weights only once their layer is complete. By then, the adapter is unmerged from the
+            # originals, so vLLM gets copies
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
-        # vLLM silently drops weights that it has no place for. The names that it returns aren't the checkpoint's
+        # vLLM silently drops weights that it has no place for. Its own list of loaded weights has other names than the
+        # checkpoint, so reads are recorded instead
         left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
         if left_out:
             raise RuntimeError(

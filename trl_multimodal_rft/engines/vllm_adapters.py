@@ -35,8 +35,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    LoRA adapter of a policy, for vLLM. With `alone`, only the adapter is sent, and the engine holds up to `versions`
-    versions of it at a time. Otherwise, the adapter is merged into dequantized 4-bit weights.
+    LoRA adapter of a policy, for vLLM. With `alone`, the engine gets the adapter unmerged, and holds up to `versions`
+    versions of it at a time. Otherwise, the engine gets dequantized 4-bit weights with the adapter merged in.
     """
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):

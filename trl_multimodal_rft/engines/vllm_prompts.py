@@ -104,7 +104,7 @@ class EnginePrompts:
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {modality: dict(value) for modality, value in prompt.processor_kwargs.items()}
-        # vLLM counts image tokens by options at the top level, which would also apply to videos
+        # vLLM counts image tokens by options at the top level. These would also apply to videos, so videos prevent it
         if "video" not in media:
             options |= options.pop("images_kwargs", {})
         if "video" in media:

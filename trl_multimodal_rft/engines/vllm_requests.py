@@ -26,7 +26,7 @@ U = TypeVar("U")
 _MAX_CONCURRENT = 64
 # In seconds: limit for connecting, wait before the first retry, and longest wait. Waits double up to the longest
 _TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**24  # maximum size of an answer, by default
 _EXCERPT_BYTES = 200  # bytes of an answer in an error
 
 # Values of `finish_reason` of complete completions
@@ -48,7 +48,7 @@ class RequestLost(RuntimeError):
 
 
 class WarnOnce:
-    """Callback for lost requests. It warns once that a request is sent again."""
+    """Callback for lost requests, which are sent again. Logs a warning at the first call only."""
 
     has_warned = False
 

@@ -83,7 +83,7 @@ class EngineRequest(NamedTuple):
 
 
 class ServerClient(VLLMClient):
-    """TRL's client, with a `timeout` in seconds for each call, and for its retries if the server is unreachable."""
+    """TRL's client, with a `timeout` in seconds for each attempt of a call, and for all waits between attempts."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
         self.timeout, self.warn = timeout, WarnOnce()
@@ -234,7 +234,10 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
 
 def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
-    """Raises a `ValueError` if a server would sample from another model, or can't take media."""
+    """
+    Raises a `ValueError` if a server can't take processed media, or if its version, log-probabilities, dtype or model
+    don't fit the trainer's.
+    """
     check_protocol(client)
     settings = info["model_config"]
     server_dtype = settings["dtype"].removeprefix("torch.")
@@ -365,7 +368,7 @@ def server_completions(
     answer = answer_of(
         url, _GENERATE_PATH, body, seconds=timeout, max_bytes=_BYTES_PER_ANSWER + n_logps * _BYTES_PER_LOGP
     )
-    if answer.status == 404 and model is not None:  # a restarted server doesn't know the adapter
+    if answer.status == 404 and model is not None:  # a restarted server lacks the adapter; the next attempt loads it
         raise lost_error(url, _GENERATE_PATH, 404, answer)
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE_PATH)
@@ -378,8 +381,8 @@ def server_completions(
 
 def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
     """
-    Returns the log-probabilities of the `k` most likely tokens at each position of prompts after the first. The
-    probabilities are normalized over the whole vocabulary, at a temperature of 1.
+    Returns the log-probabilities of the `k` most likely tokens at each position of prompts, except at the first
+    position. The probabilities are normalized over the whole vocabulary, at a temperature of 1.
     """
 
     def score(request: EngineRequest) -> list[dict[int, float]]:

@@ -142,7 +142,7 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
 
 
 def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool = True) -> dict[str, tuple[str, float]]:
-    """Returns the entries of weights in `_targets_of`. `covers_model` means that `names` are all of its names."""
+    """Returns the entries of weights in `_targets_of`. With `covers_model`, `names` are all of the model's names."""
     converters = _converters(model)
     groups, has_several_sources = {}, {}
     for name in names:
@@ -157,6 +157,7 @@ def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool =
         name: (group, sizes[group] if covers_model else math.inf if has_several_sources[name] else 1)
         for name, group in groups.items()
     }
+    # Empty tensors, whose names after the conversion are the other weights' names in the checkpoint
     markers = {name: torch.empty(0) for name in names if name not in groups}
     names_of = {id(marker): name for name, marker in markers.items()}
     entries |= {
