@@ -122,7 +122,7 @@ class GenerationEvalCallback(TrainerCallback):
     def _can_add_best_metric(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
         """
         Returns whether `metrics` lacks `metric_for_best_model`, and the callback's metrics can include it. Before the
-        first evaluation, their names are unknown.
+        callback's first evaluation, the names of its metrics are unknown, so they can include any.
         """
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:

@@ -101,7 +101,7 @@ class Evaluation:
         self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
         self.unstorable_columns: set[str] = set()  # columns with values that the table of rows can't hold
         self.logged_metrics: list[tuple[str, float]] = []  # metrics of reward functions
-        self.skipped: dict[int, str] = {}  # reasons by the index of unreadable rows
+        self.skipped: dict[int, str] = {}  # errors of unreadable rows, by row index
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:

@@ -208,7 +208,8 @@ def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: Me
             for completion in completions
         ]
     prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))
-    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # only training logs
+    # Values are logged only in training
+    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}
 

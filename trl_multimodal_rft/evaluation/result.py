@@ -25,9 +25,9 @@ GROUP = "\0group"
 
 SCORE = "score/"  # prefix of the columns with the metrics of a harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
-_N_METRICS = 8  # metrics in a `repr`
-_N_ANSWERS = 3  # answers in a summary
-_LONGEST_TEXT = 200  # characters of a text in a summary
+_N_METRICS = 8  # number of metrics in a `repr`
+_N_ANSWERS = 3  # number of answers in a summary
+_LONGEST_TEXT = 200  # maximum length of a text in a summary, in characters
 
 
 @dataclass

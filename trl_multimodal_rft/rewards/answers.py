@@ -40,19 +40,20 @@ _WRAPPED = re.compile(
     r"|\\(?:text|mathrm|mathbf|mbox)\w*\s*\{([^{}]*)\}|(?:option|choice) (\S+)",
     re.DOTALL | re.IGNORECASE,
 )
-_MOST_WRAPPINGS = 5  # limit of nested delimiters to remove
+_MOST_WRAPPINGS = 5  # maximum number of nested delimiters to remove
 # A number with a unit: "7 \text{ cm}^2", "7 cm", and "7 m" if the letter is more often a unit than a variable
 _UNIT = re.compile(
     r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
     r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,}|(?<=\d)\s?[mgshdlLJNWVAKCF])",
     re.DOTALL,
 )
-_LONGEST_MEASURE = 100  # characters of a number with its unit
+_LONGEST_MEASURE = 100  # limit on the length of a number with its unit, in characters
 # Words behind numbers that aren't units
 _FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi"}
 # Punctuation of prose, in any script, but not of numbers and expressions: "-5", "3.5", "1,000", "5!".
 _PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、「」『』।॥؟،؛۔])(?!\d)")
-# Most combining marks on a letter, as in Unicode's stream-safe form. Normalization sorts marks in quadratic time.
+# Maximum number of combining marks on a letter, as in Unicode's stream-safe form. Further marks are dropped, because
+# normalization takes quadratic time to sort marks.
 _MOST_MARKS = 30
 # Words (except LaTeX commands), adjacent numbers and clock times aren't passed to math_verify, which reads "cat" as
 # c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
@@ -61,7 +62,7 @@ _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×�
 # math_verify stops at the first character that isn't one of these: it reads "7?8" and "7)8" as 7
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
-_LONGEST_EXPRESSION = 1000  # characters
+_LONGEST_EXPRESSION = 1000  # maximum length of an expression, in characters
 # "1,000", ".5", "1e3"; "1/2", "1 1/2"
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:(?<=[0-9])e[-+]?[0-9]{1,3})?")
 _MIXED = re.compile(r"([-+]?)\s*(?:([0-9]+) )?([0-9]+/0*[1-9][0-9]*)")
@@ -180,8 +181,8 @@ def rewards_by_reference(
     """
     Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty.
 
-    `read_references` returns the references in a cell. Without any, raises a [`RowError`] that names the expected
-    `form`.
+    `read_references` returns the references in a cell. If there are none, raises a [`RowError`] that names the
+    expected `form`.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -250,7 +251,7 @@ def _find_answer(text: str) -> tuple[str, bool]:
 
 def _last_box(text: str) -> str | None:
     """Returns the content of the last closed `\\boxed{}`, or `None`."""
-    open_braces: list[int | None] = []  # index behind the brace of a box, `None` for other braces
+    open_braces: list[int | None] = []  # index after the opening brace of a box, `None` for other braces
     start, content = -1, None
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
@@ -365,6 +366,7 @@ def _same_choice(answer: str, reference: str) -> bool:
 
 
 def _value_and_unit(text: str) -> tuple[str, str]:
+    """Splits a number with a unit into both. Returns other texts with an empty unit."""
     match = _UNIT.fullmatch(text) if len(text) < _LONGEST_MEASURE else None
     if match is None or not _is_expression(match["value"]):
         return text, ""

@@ -84,7 +84,7 @@ def tool_curiosity_reward(
         group_ids (`list[int]`):
             Group of each completion. The trainers of this package pass it if no group straddles processes.
         target_rate (`float`, *optional*, defaults to `0.3`):
-            Share of completions with calls at which, and above which, the bonus is 0.
+            The bonus is 0 if at least this share of the group's completions calls tools.
         curiosity (`float`, *optional*, defaults to `0.5`):
             Weight of the bonus.
         free_calls (`int`, *optional*, defaults to `1`):

@@ -159,7 +159,8 @@ def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> l
 def _failing_position(reward_func: Callable, columns: dict[str, Any], error_type: type[Exception]) -> int | None:
     """
     Calls a function again with one completion at a time, and returns the position of the first that raises the error,
-    if any. Async functions and objects aren't called again, because they may wait for servers.
+    if any. Async functions and callable objects aren't called again, because they may wait for servers. In a
+    distributed run, no function is called again.
     """
     is_sync = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
     for position in range(len(columns["completions"])) if is_sync and not torch.distributed.is_initialized() else ():
@@ -209,7 +210,10 @@ def checked_reward(
     rows: Sequence[int] | None = None,
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Callable:
-    """Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]."""
+    """
+    Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]. Errors
+    name rows by their indices in `rows`.
+    """
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
     extra = {"media_rules": media_rules} if takes_rules else {}

@@ -77,7 +77,8 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
-    # The loop compares texts only if their lengths match, since an answer may repeat "A." many times
+    # An answer may repeat "A." many times. To save time, the loop normalizes the rest of the answer only if a choice
+    # has as many characters.
     indices, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if n_left in lengths else None
@@ -104,7 +105,7 @@ def _n_characters(text: str) -> int:
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:
-    """Returns the index of a choice by the last rule of [`named_choice`], or `None`."""
+    """Returns the index of the choice that an answer names by rule 3 of [`named_choice`], or `None`."""
     answer_words, *words = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
     for index, choice_words in enumerate(words):
         other_words = set().union(*words) - choice_words

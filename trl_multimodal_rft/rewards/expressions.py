@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Comparisons of expressions in a separate process, which ends if a comparison takes too long.
 
-The process runs this file alone, so the file must not import the package. `multiprocessing` would run the user's
-script again.
+The process runs this file alone, so the file must not import the package. It isn't a process of `multiprocessing`,
+which would run the user's script again.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import threading
 
 
 LIMIT = 3.0  # seconds per comparison; most take a few milliseconds
-_MEMORY = 4 * 2**30  # bytes
+_MEMORY = 4 * 2**30  # limit on the address space of the process, in bytes
 
 
 def equal(answer: str, reference: str) -> bool:

@@ -180,10 +180,10 @@ def detection_reward(
       over boxes: the confidence of a box with a match, 1 minus the confidence of a box without a match, and 0 for a
       box without confidence. Repeated boxes count once. As in the paper, boxes with confidence 0 and no match get 1.0.
     - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): boxes are assigned to references
-      with the largest sum of IoU, and pairs above `iou_threshold` are matches. The reward, from 0 to 3, is 0.25 times
-      the share of entries with box and label. If there are matches, 0.75 times F1, the share of matches with the right
-      label, and the matches' mean IoU are added. Half of the share of boxes without a match, and half of the share of
-      references without a match, are subtracted.
+      so that the sum of IoU is largest, and pairs above `iou_threshold` are matches. The reward, from 0 to 3, is 0.25
+      times the share of entries with box and label. If there are matches, three numbers are added: 0.75 times F1, the
+      share of matches with the right label, and the matches' mean IoU. Two numbers are then subtracted: half of the
+      share of boxes without a match, and half of the share of references without a match.
 
     Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
     see [`accuracy_reward`].
@@ -275,10 +275,11 @@ def counting_reward(
     does. The reward of a count is 1.0 for the right number, else 0.0.
 
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another number, or a list of points
-    or boxes, which are counted. If the reference is a list of points, too, points are assigned to references with the
-    smallest sum of distances. The reward is then a product of two factors: the smaller number of points divided by the
-    larger number, and 1 minus the mean distance, as a share of the image's diagonal. Without a number, the reward is
-    0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
+    or boxes, which are counted. If the reference is a list of points, too, points are assigned to references so that
+    the sum of distances is smallest. The reward is then a product of two factors: the smaller number of points
+    divided by the larger number, and 1 minus the mean distance, as a share of the image's diagonal. Without a number,
+    the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see
+    [`accuracy_reward`].
 
     Args:
         solution (`list`):

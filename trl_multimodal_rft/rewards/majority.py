@@ -34,7 +34,7 @@ def majority_reward(
         group_ids (`list[int]`):
             Group of each completion. The trainers of this package pass it if no group straddles processes.
         threshold (`float`, *optional*, defaults to `0.0`):
-            Smallest share of a group's completions that makes an answer its label, between 0 and 1.
+            Smallest share of a group's completions, between 0 and 1, at which their answer is the group's label.
         log_metric (`Callable`, *optional*):
             Function that logs a metric, which trainers pass.
         **kwargs:

@@ -31,7 +31,7 @@ from .calls import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns rows with the prompt and `further` columns. Prompts without media also get the media columns."""
+    """Returns rows with the prompt and `further` columns, and with the media columns if the prompt holds no media."""
     rows = []
     for i, prompt in enumerate(as_encoded(prompts)):
         names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
@@ -40,7 +40,9 @@ def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str]
 
 
 class _Group(NamedTuple):
-    rows: Sequence[int]
+    """Completions of one prompt, which are scored in one forward pass of the prompt."""
+
+    rows: Sequence[int]  # batch indices of the completions
     prompt: EncodedPrompt  # the tokens that all sequences of the group start with
     completions: list[list[int]]  # token ids behind `prompt`
 
@@ -102,15 +104,16 @@ class RewardModel:
         pretrained = [module for module in unwrapped.modules() if isinstance(module, PreTrainedModel)]
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
-        # Modalities come from the config, since the `forward` of some classes ignores unknown arguments
+        # The arguments of `forward` don't show the modalities, since some classes accept arguments that they ignore
         self._modalities = {
             k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)
         }
         tokenizer = tokenizer_of(processor)
-        # `placeholder_tokens` reads only the attribute `config` of a model
+        # `self` can stand for a model here, because `placeholder_tokens` reads only its attribute `config`
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        # Sequence classifiers score the last token that isn't their config's padding token
+        # Sequence classifiers read the score at the last token that isn't the padding token of their config. So the
+        # config must name the token that rows are padded with.
         self.config.get_text_config().pad_token_id = self._pad_id
         self._template_options = {"add_generation_prompt": False, **self.template_kwargs}
         self._group_model = _model_for_groups(unwrapped)
@@ -173,7 +176,7 @@ class RewardModel:
         return scores.tolist()
 
     def _encode_batch(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
-        """Returns whole sequences to forward, by row index, and groups that share the forward pass of their prompt."""
+        """Returns sequences to forward whole, by batch index, and groups that share a forward pass of their prompt."""
         sequences, groups, start = {}, [], 0
         for stop in range(1, len(prompts) + 1):
             completion_refs = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
@@ -228,7 +231,8 @@ class RewardModel:
             group = _Group(rows, *common_start(first_sequence, ids))
         except ValueError:
             return None
-        # A completion of padding alone is scored at the prompt's last token, which must not be padding
+        # If a completion has only padding tokens, its score is read at the prompt's last token. That token must then
+        # be no padding token.
         return None if group.prompt.input_ids[-1] == self._pad_id else group
 
     def _load_media(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -253,7 +257,7 @@ class RewardModel:
         return value
 
     def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
-        """Returns row indices per forward pass. If media must not be padded, a pass has media of equal shapes."""
+        """Returns batch indices per forward pass. If media must not be padded, a pass has media of equal shapes."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self.config).isolate is not None
         for i, row in rows.items():

@@ -106,7 +106,7 @@ def _load_func(name: str) -> Callable:
     if inspect.isclass(function):
         return _call_factory(function, name, settings)
     check_settings(function, name, settings)
-    # A reward function would read a list as a column, with an entry per row
+    # Lists become tuples, since a reward function would read a list as a column with an entry per row
     constants = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     reward_func = partial(function, **constants)
     vars(reward_func)["required_in_prompt"] = getattr(function, "required_in_prompt", None)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards for a judge in training, which writes which of two answers is better."""
+"""Rewards for the training of a judge, a model that says which of two answers is better."""
 
 import re
 from collections.abc import Sequence

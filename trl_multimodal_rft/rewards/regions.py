@@ -27,7 +27,7 @@ _AMOUNT = r"\d++(?:\.\d++)?"
 _TIME = rf"((?:\d++:){{1,2}}{_AMOUNT}|{_AMOUNT}(?:\s*+{_UNIT}(?:\s*+{_AMOUNT}\s*+{_UNIT})*+)?)"
 _QUANTITY = re.compile(rf"({_AMOUNT})\s*+([hms]?)", re.IGNORECASE)
 _SECONDS = {"h": 3600, "m": 60, "s": 1}
-# Between the times of a span: "to", and the key of "{'start': 1.5, 'end': 3}"
+# Text between the two times of a span, such as "to", or "'end':" in "{'start': 1.5, 'end': 3}"
 _TO = r"""(?:(?:to|and|until|till|through)\b|->|[-–—→~]|["']?[,;]?\s*+["']?end\w*+["']?\s*+[:=]\s*+["']?)"""
 # "[1.5, 3]", and "1.5 to 3", "1.5s - 3s", "00:01 and 00:03"
 _SPAN = re.compile(

@@ -113,8 +113,8 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 def with_new_start(prompt: EncodedPrompt, start: EncodedPrompt) -> EncodedPrompt:
     """
-    Returns `start`, with the tool results that `prompt` holds if it is a [`Conversation`]. `start` then needs as many
-    tokens as `prompt.prompt`, which it replaces.
+    Returns `start`, with the tool results that `prompt` holds if it is a [`Conversation`]. In that case `start`
+    replaces `prompt.prompt`, and must have the same number of tokens.
     """
     if not isinstance(prompt, Conversation):
         return start

@@ -160,7 +160,7 @@ class Environments:
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
-            # With several factories, the column `environment` only chooses the factory, as in TRL
+            # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
             columns = {
                 key: value for key, value in row.items() if key != "environment" or not self.has_several_factories
             }

@@ -71,7 +71,7 @@ class GroupExchange:
     # Groups with signal for which the last batch had no room. All ranks draw while any rank lacks groups, so without
     # a limit, the surplus of the other ranks would grow and age.
     surplus: GroupBuffer
-    max_rounds: int  # most draws of completions in a step; 0 without dynamic sampling
+    max_rounds: int  # maximum number of draws in a step; 0 without dynamic sampling
     replays: bool
     is_bounded: bool = False  # whether the mean rewards of groups must be in a range
 

@@ -64,7 +64,10 @@ def forwarded_length(rollout: Rollout) -> int:
 
 
 def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, float]:
-    """Returns the tokens of micro-batches on the longest rank, relative to the mean rank. All ranks must call this."""
+    """
+    Returns the ratio of two sums over micro-batches: the largest number of tokens on a rank, and the mean number over
+    ranks. All ranks must call this.
+    """
     if accelerator.num_processes == 1:
         return {}
     lengths = torch.tensor(
@@ -78,8 +81,9 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
     """
     Returns the indices of each rank's groups, among the groups of all ranks, after swaps of groups that are `free`.
 
-    The longest and the shortest rank swap two groups as long as a swap brings their lengths closer. Swaps keep the
-    number of groups per rank, and move fewer groups than a new distribution would.
+    The rank with the most tokens and the rank with the fewest swap two groups, as long as a swap brings their totals
+    closer and the largest total exceeds the mean by more than the tolerance. Swaps keep the number of groups per rank,
+    and move fewer groups than a new distribution would.
     """
     n = len(loads[0])
     assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]

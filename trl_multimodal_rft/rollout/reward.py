@@ -98,7 +98,11 @@ def reward_early(
     loop: AbstractEventLoop | None,
     calls: EarlyCalls,
 ) -> EarlyRewards:
-    """Calls reward functions while the policy is trained, and returns their rewards and the entries that they log."""
+    """
+    Calls reward functions while the policy is trained, and returns their rewards and the entries that they log.
+
+    Several threads may do this at once. `calls` then lets one thread at a time call a function that isn't async.
+    """
     log_entries: list[tuple[str, str, Any]] = []
     logs = {key: partial(lambda *entry: log_entries.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
@@ -140,10 +144,10 @@ def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
 def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> torch.Tensor:
     """Returns the sums of the rewards in each of the first turns, `(N, F, turns)`, NaN where a function gives none."""
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
-    for sums, row, spans in zip(turn_sums, rewards, turns, strict=True):
+    for sums, row, completion_turns in zip(turn_sums, rewards, turns, strict=True):
         for i, item in enumerate(row):
             for end, reward in item.steps if isinstance(item, StepwiseReward) else ():
-                if (turn := bisect_right(spans, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
+                if (turn := bisect_right(completion_turns, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
                     sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
     return turn_sums
 
@@ -232,19 +236,20 @@ def join_steps(
     """
     Returns the steps of completions. A step ends where a turn ends, or where a stepwise reward is given.
 
-    `turns` has the end (the index behind the last token) and the state of each turn. A completion's outcome is its
-    `bonus`, `(N,)`, plus the weighted sum of its `rewards_per_func`, `(N, F)`, by functions that aren't stepwise.
+    `turns` has a pair for each turn: the index after its last token, and a text that identifies the state before the
+    turn (the messages that it answers). Steps in equal states get equal ids. A completion's outcome is its `bonus`,
+    `(N,)`, plus the weighted sum of its `rewards_per_func`, `(N, F)`, by functions that aren't stepwise.
     """
     step_lists, state_ids, weights = [], {}, weights.cpu().double()
-    for row, spans in zip(rewards, turns, strict=True):
+    for row, completion_turns in zip(rewards, turns, strict=True):
         stepwise = [dict(item.steps) if isinstance(item, StepwiseReward) else {} for item in row]
         steps = []
-        for end in sorted({stop - 1 for stop, _ in spans}.union(*stepwise)):
-            turn = bisect_right(spans, end, key=lambda item: item[0])
+        for end in sorted({stop - 1 for stop, _ in completion_turns}.union(*stepwise)):
+            turn = bisect_right(completion_turns, end, key=lambda item: item[0])
             values = [
                 weight * item[end] for weight, item in zip(weights.tolist(), stepwise, strict=True) if end in item
             ]
-            state = state_ids.setdefault(spans[turn][1], len(state_ids))
+            state = state_ids.setdefault(completion_turns[turn][1], len(state_ids))
             steps.append(Step(end, turn, sum(values) if values else None, state))
         # A completion without tokens has a step, too, as its outcome is compared with the outcomes of others
         step_lists.append(steps or [Step(-1, 0, None, state_ids.setdefault(None, len(state_ids)))])
@@ -276,8 +281,8 @@ def normalize_then_sum(
 ) -> Estimates:
     """
     Returns advantages: rewards that are normalized per function and group, summed, and normalized over the batch, as
-    TRL does for `multi_objective_aggregation="normalize_then_sum"`. If the rewards of each function are equal in a
-    group, its advantages are 0.
+    TRL does for `multi_objective_aggregation="normalize_then_sum"`. If each function gives equal rewards within a
+    group, the group's advantages are 0.
 
     Shapes: `rewards_per_func` `(N, F)`.
     """

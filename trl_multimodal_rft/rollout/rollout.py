@@ -59,7 +59,7 @@ class Flight(_Part):
     """Weight versions and early rewards of completions that were sampled asynchronously."""
 
     versions: torch.Tensor  # (N, 2), versions of the weights by which servers sampled the first and the last token
-    early_rewards: EarlyRewards | None = None  # rewards by functions that await servers
+    early_rewards: EarlyRewards | None = None  # rewards by functions that were called when completions arrived
 
 
 class Turn(NamedTuple):
@@ -84,7 +84,7 @@ class Source(_Part):
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
     tools: list[dict[str, Callable]] = field(default_factory=list)  # of each completion, by name
-    failures: list[Exception | None] = field(default_factory=list)  # errors of environments, `None` where they go on
+    failures: list[Exception | None] = field(default_factory=list)  # errors that ended environments, or `None`
     whole_groups: bool = True  # whether each group is on a single rank
     batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
@@ -96,8 +96,8 @@ class Source(_Part):
     extra: dict[str, Any] = field(default_factory=dict)  # further columns that `rollout_func` returned
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
-    # Rollout sampled under `contrast_view`, which isn't trained on, and for each of its completions, the batch index
-    # of the completion in this rollout with the same prompt but without the view
+    # A rollout that was sampled under `contrast_view` and isn't trained on. The list has, for each of that
+    # rollout's completions, the batch index of a completion in this rollout: of the same prompt, without the view.
     contrast: "tuple[Rollout, list[int]] | None" = None
 
     def template_tools(self, index: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Rewards(_Part):
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), for the contrast, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
-    # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond
+    # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond; else 0
     out_of_range: torch.Tensor | None = None
     scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
 
@@ -170,7 +170,7 @@ class Rollout(_Part):
     """
     Completions of a generation batch, or of a micro-batch, on this rank: `N` completions of at most `C` tokens.
 
-    A single stage of the step writes each field or part. Fields that losses of TRL read have TRL's names, see
+    Each field or part is written by a single stage of the step. Fields that losses of TRL read have TRL's names, see
     [`TRLInputs`].
     """
 
@@ -265,7 +265,7 @@ class Rollout(_Part):
         return [self.select(range(start, start + size)) for start in range(0, n * size, size)]
 
     def groups(self, size: int) -> list["Rollout"]:
-        """Returns one rollout per group of `size` completions, without columns that only have padding."""
+        """Returns one rollout per group of `size` completions, without columns that all its completions mask."""
         parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
 
@@ -336,7 +336,10 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
 
 
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
-    """Concatenates parts of rollouts. The first rollout has `n` completions."""
+    """
+    Concatenates parts of rollouts. The first rollout has `n` completions. Lists are concatenated only if the first
+    rollout's list has `n` entries, one per completion.
+    """
     joined: dict[str, Any] = {}
     for name in (spec.name for spec in fields(parts[0])):
         values = [getattr(part, name) for part in parts]

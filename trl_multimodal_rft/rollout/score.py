@@ -38,7 +38,8 @@ def score_with_view(
     scores of the completions after these prompts.
 
     One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal.
-    `options` are further fields of the [`~forward.scores.ScoreRequest`].
+    `rows` are the batch indices of the completions to forward, by default all. `options` are further fields of the
+    [`~forward.scores.ScoreRequest`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
@@ -173,7 +174,8 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         f"{name}/mean": (loss_ratios.mean(), torch.nanmean),
         f"{name}/max": (loss_ratios.max(), nanmax),
     }
-    if args.max_staleness > 0:  # out of bounds, ratios were set to the bound, or to 0
+    if args.max_staleness > 0:
+        # Ratios out of bounds were set to the bound or to 0, so those strictly between the bounds are counted
         kept_share = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
         values |= {"sampling/importance_sampling_ratio/kept_frac": (kept_share, torch.mean)}
     return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}
@@ -184,7 +186,7 @@ def n_on_policy(args: Any, steps_per_rollout: int) -> int:
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps
-    # If neither number divides the other, an update may span two rollouts
+    # If neither number divides the other, an update may span two rollouts. Then no micro-batch counts as on-policy.
     return min(steps, accumulation) if steps_per_rollout % accumulation == 0 else 0
 
 

@@ -43,7 +43,8 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _DROPPED = "Rows with nothing to learn after the cut at `max_length` are dropped, and counted in `media/skipped`."
 _NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# Assumed number of rows of a stream, if `max_rows` is a share, and limit of the search for its first readable row
+# Number of rows assumed for a training stream, where `on_media_error` limits skipped rows to a share of the dataset.
+# Also the maximum number of rows that are searched for a stream's first readable row.
 _STREAM_LENGTH = 1000
 
 
@@ -76,7 +77,7 @@ class UnreadableRows:
     """Settings of the option `on_media_error`."""
 
     action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf]"] = 0.1  # most rows that may be skipped; a share of the dataset if below 1
+    max_rows: Annotated[float, "[0, inf]"] = 0.1  # maximum number of skipped rows; below 1, a share of the dataset
 
     def limit(self, n_rows: int) -> int:
         """Returns the number of rows that may be skipped in a dataset of `n_rows`."""
@@ -117,7 +118,8 @@ class RowStream:
         self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
         self._start_errors: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
-        self._skipped_errors = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
+        # Classes of errors. A row that raises one is skipped.
+        self._skipped_errors = MediaError if skips else OverlongRow if drops else ()
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._rules = args.rules
         self._encode, self._messages, self._columns = encode, messages, columns
@@ -259,7 +261,7 @@ class RowStream:
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
-        """Converts rows that no loader yielded to [`EncodedRow`]s without prompts."""
+        """Returns [`EncodedRow`]s without prompts for rows that didn't come from a loader."""
         return self._as_encoded_rows(
             [_ReadRow(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)]
         )
@@ -371,8 +373,9 @@ class RowStream:
         formats = {(item.prompt is None, type(item.messages)) for item in read_rows}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
-        # Converts prompts without media, and messages that a worker left out. The first row sets the format, so a row
-        # with media comes first.
+        # Prompts without media are formatted again, and messages that a worker left out are added. `self._messages`
+        # formats all rows like its first one. So a row with media is put in front, if there is one, and its result is
+        # dropped.
         indices = [i for i, item in enumerate(read_rows) if item.prompt is None or item.messages is None]
         with_media = [item.row for item in read_rows if item.prompt is not None and item.messages is not None][:1]
         converted = self._messages([*with_media, *(read_rows[i].row for i in indices)])[len(with_media) :]
@@ -389,7 +392,7 @@ class RowStream:
         return self._last_row if key.row_index in batch_errors else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yields a stream's rows in an epoch from the first readable row on. Adds earlier rows to `_start_errors`."""
+        """Yields the rows of a stream in an epoch, from the first readable one on. Records errors of earlier rows."""
         for row in islice(rows, _STREAM_LENGTH if self._skipped_errors else 0):
             try:
                 self._read_row(row)

@@ -16,7 +16,7 @@ class EntropySource:
     """Settings of the option `entropy_source`."""
 
     policy: Literal["rollout", "current"] = "rollout"  # policy whose entropies choose tokens
-    scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # tokens among which the highest entropies win
+    scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # tokens that compete for the highest entropies
     renormalize: bool = False  # whether the policy loss is averaged over the tokens that are trained on
 
 
@@ -53,7 +53,10 @@ class TokenFilter:
         return weights[self.rank * len(mask) : (self.rank + 1) * len(mask), : mask.size(1)]
 
     def set_weights(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
-        """Sets the weights of micro-batches' tokens. Tokens also compete with the tokens of other ranks."""
+        """
+        Sets the weights of micro-batches' tokens. Tokens also compete with those of other ranks, unless the scope is
+        the sequence.
+        """
         weights = self.weights(
             torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])
         )

@@ -102,20 +102,20 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Loop that calls tools and samples the next turn, until no completion ends with a call."""
+    """Loop that calls tools and samples the next turn, until no completion ends with a call or a limit is reached."""
 
     encoder: PromptEncoder  # encoder of prompts and results; by default control tokens in results are errors
-    # Function that samples a completion of each prompt, of at most the number of tokens in the second list
+    # Function that samples a completion of each prompt. The second list has the maximum number of its tokens.
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
     branches: Branches  # caches of the completions, which later turns continue
-    max_length: int  # most tokens of a completion, tool results included
-    max_turns: float  # most turns with tool results
-    max_media: int | None  # most media of tools in a completion
+    max_length: int  # maximum number of tokens of a completion, tool results included
+    max_turns: float  # maximum number of turns with tool results
+    max_media: int | None  # maximum number of media that tools return in a completion
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
-    max_context_media: int | None = None  # most media in a context; earlier media are left out
-    # Most tokens of a prompt and its completion in vLLM, `None` if transformers samples. vLLM takes decoded media and
-    # computes positions itself
+    max_context_media: int | None = None  # maximum number of media in a context; of more, the first are left out
+    # Maximum number of tokens of a prompt with its completion in vLLM, `None` if transformers samples. vLLM takes
+    # decoded media and computes positions itself.
     engine_length: int | None = None
     # Function that returns whether a condition holds on any rank, or `bool` if ranks may sample on their own
     any_rank: Callable[[bool], bool] = bool
@@ -140,7 +140,7 @@ class ToolLoop:
         encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
-            # Encoding a text that can't fit takes minutes and gigabytes
+            # A text that can't fit isn't encoded, since that can take minutes and gigabytes
             if sum(map(len, _texts(results))) > self.max_length * self._longest_token:
                 trajectory.counts["length"] += 1
                 return False
@@ -152,7 +152,7 @@ class ToolLoop:
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
-        n_before = n_added = 0
+        n_before = n_added = 0  # a new context replaces the tokens before it, and adds none to the completion
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
         config = encoder.model.config.get_text_config(decoder=True)
@@ -292,7 +292,7 @@ class ToolLoop:
     ) -> list[dict[str, Any]]:
         """Returns results with an error message in place of results that can't be encoded."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
-        failed = with_media or results  # without media, the error is about placeholders in texts
+        failed = with_media or results  # without media, a placeholder in any of the texts is the cause
         trajectory.counts["failures"] += len(failed)
         content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
