@@ -150,7 +150,7 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         annotation, remedy = annotations[option.name], f"the default is {option.default}"
-        # If a config annotates another interval, the remedy could be outside of it
+        # A remedy fits the interval in `_INTERVALS`, and could be outside of an interval that the config annotates
         if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
         check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)

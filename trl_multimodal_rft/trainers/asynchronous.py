@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Asynchronous rollouts, whose completions servers sample while the trainer still updates the weights."""
+"""Asynchronous rollouts: servers sample completions while the trainer still updates the weights."""
 
 import copy
 from collections.abc import Callable
@@ -34,7 +34,9 @@ _N_PROBES, _PROBE_LENGTH = 4, 16
 def row_encoder(
     prompt_encoder: PromptEncoder, engine_prompts: Callable[[], EnginePrompts]
 ) -> Callable[..., EncodedPrompt | None]:
-    """Returns a function that encodes a row, and renders its media for servers, in the process that reads the row."""
+    """
+    Returns a function that encodes a row and renders its media for servers. The process that reads the row calls it.
+    """
 
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
         encoded = prompt_encoder.encode_row(row, prompt)
@@ -47,7 +49,7 @@ def row_encoder(
 
 @dataclass
 class AsynchronousSampling:
-    """Sampling of batches by requests that servers get before the batches are due."""
+    """Asynchronous sampler: servers get the requests of a batch before the batch is due."""
 
     run: Run
     flight: InFlight
@@ -96,7 +98,7 @@ class AsynchronousSampling:
         batch, step = run.stream.batch(batch_index)
         rows = list(batch)
         rollout = run.collect(rows)
-        rollout.group_ids = rollout.group_ids.cpu()  # threads that reward completions read the ids
+        rollout.group_ids = rollout.group_ids.cpu()  # so that threads that reward completions can read the ids
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
         views = prompts_under_views(run, rollout, step)

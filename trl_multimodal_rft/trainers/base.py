@@ -90,7 +90,7 @@ logger = get_logger(__name__)
 class MultimodalTrainer(CheckpointMixin):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
-    are TRL's. The stages of a rollout fill a [`~rollout.rollout.Rollout`], whose micro-batches the loss gets.
+    are TRL's. The stages of a rollout fill a [`~rollout.rollout.Rollout`], and the loss gets its micro-batches.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
@@ -185,10 +185,10 @@ class MultimodalTrainer(CheckpointMixin):
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
             feature_dtype=self._live.feature_dtype,
         )
-        is_asynchronous = args.max_staleness > 0 and not self.tools  # with tools, later turns need the decoded media
+        renders_early = args.max_staleness > 0 and not self.tools  # with tools, later turns need the decoded media
         encode = (
             row_encoder(self.prompts, lambda: self.vllm_generation.prompts)
-            if is_asynchronous
+            if renders_early
             else self.prompts.encode_row
         )
         self._stream = RowStream(
@@ -320,7 +320,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     @property
     def _steps_per_rollout(self) -> int:
-        """Number of micro-batches that are trained on between two generation batches, over all iterations."""
+        """Number of micro-batches that are trained on per generation batch. Each iteration counts them again."""
         return self.args.steps_per_generation * self.num_iterations
 
     # Rollout
@@ -329,7 +329,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows, whose groups without signal are exchanged if the config says so."""
+        """Returns the rollout of a batch of rows. Dynamic sampling and replay exchange its groups without signal."""
         rollout = self._run_stages(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
@@ -408,7 +408,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Sets a rollout's advantages, and marks its groups with a signal, by the stages below in their order."""
+        """Sets a rollout's advantages, and marks its groups with signal, by the two methods below in their order."""
         group_ids = self.accelerator.gather(rollout.group_ids)
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
@@ -418,7 +418,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._rollout_log.add(rollout, rewards, estimates)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards of all ranks' completions, `(N,)`, after scaling and clipping, with the same shape."""
+        """Returns the scaled and clipped rewards of all ranks' completions. `rewards` and the result are `(N,)`."""
         raise NotImplementedError
 
     def _compare_rewards(

@@ -132,12 +132,12 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             without a view.
         """
 
-        n, view_logps = 2 * len(inputs["sequences"]), []
+        n_completions, view_logps = 2 * len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             logps = self._score(model, inputs).logps
-            view_logps.append(logps[n:].sum(1))
-            return SimpleNamespace(log_probs=logps[:n])
+            view_logps.append(logps[n_completions:].sum(1))
+            return SimpleNamespace(log_probs=logps[:n_completions])
 
         with kept_requires_grad(self._unwrapped(self.model)):
             chosen, rejected = super().compute_ref_log_probs(score, _as_trl_batch(inputs))
@@ -213,9 +213,9 @@ def _as_trl_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
     loss doesn't score the first token. The mask marks learned tokens.
     """
-    n = 2 * len(inputs["sequences"])
+    n_completions = 2 * len(inputs["sequences"])
     return {
-        "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
-        "completion_mask": pad(inputs["learned"][:n], (1, 0)),
+        "input_ids": pad(inputs["completion_ids"][:n_completions], (1, 0)),
+        "completion_mask": pad(inputs["learned"][:n_completions], (1, 0)),
         **{name: inputs[name] for name in ("attention_mask", *REFERENCE_COLUMNS[:2]) if name in inputs},
     }

@@ -60,8 +60,8 @@ class MovingAverage(TrainerCallback):
 
     def follow(self, model: nn.Module) -> None:
         """
-        Makes later updates average the weights of `model`, found by their names, since FSDP, for example, moves,
-        replaces or shards weights. All processes have to call this.
+        Makes later updates average the weights of `model`. They are looked up by name, because FSDP, for example,
+        moves, replaces or shards weights. All processes have to call this.
         """
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -86,7 +86,7 @@ class MovingAverage(TrainerCallback):
             self._set_weights(saved)
 
     def _reshard(self) -> None:
-        """Makes the next forward gather all weights again, because FSDP2 keeps some gathered after a forward."""
+        """Makes the next forward gather all weights again. FSDP2 keeps some gathered, which would be outdated."""
         for module in self._fsdp_modules:
             module.reshard()
 

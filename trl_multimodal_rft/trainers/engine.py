@@ -72,7 +72,7 @@ def make_engine(
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
-        stops.pop("ignore_eos", None)  # with a grammar, vLLM ends completions at the end of text in the model folder
+        stops.pop("ignore_eos", None)  # a grammar ends with the model folder's end of text, which vLLM must heed
     # vLLM would detokenize the token of each log-probability, which is slow, and fails for ids beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in options,
@@ -168,7 +168,7 @@ def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branc
 def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
     """Runs the self-check on the first prompts of a run, and on the first prompts with a new modality."""
     messages = rollout.source.messages
-    if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
+    if run.args.special_tokens_in_text == "strip":  # the check encodes the messages, and must get the stripped ones
         rows = zip(messages, rollout.source.row_indices, strict=True)
         messages = [run.prompts.checked_prompt(prompt, row) for prompt, row in rows]
     run.checks.on_prompts(run.model, messages, rollout.prompts, settings)

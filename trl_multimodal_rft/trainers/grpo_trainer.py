@@ -279,7 +279,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         ]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
         has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
-        # GiGPO compares turns by their outcome, too
+        # GiGPO discounts a completion's reward to its turns, so with tools it needs no rewards of turns
         has_steps = has_steps or (step_input == "states" and bool(self.tools))
         if rollout.step == 0 and self.model.training and not has_steps:
             raise ValueError(
@@ -290,7 +290,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @contextmanager
     def _timing_extra_scoring(self):
-        """Adds the seconds in its context, which computes scores that TRL doesn't, to `extra_scoring_time`."""
+        """Adds the seconds within the context to `extra_scoring_time`, for scores that TRL doesn't compute."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():

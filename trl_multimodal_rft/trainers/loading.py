@@ -190,7 +190,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholde
     options = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
-    if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):  # TRL sets this option itself
+    if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):  # TRL passes it, too, and twice is an error
         options["generation_kwargs"] = {name: value for name, value in kwargs.items() if name != "disable_compile"}
     with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **options):
         yield
@@ -199,7 +199,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholde
 def first_fallbacks(
     accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
 ) -> Fallbacks:
-    """Adds fused heads to the policy and to TRL's reference, and returns the fallbacks before the self-check."""
+    """Adds fused heads to the policy and to TRL's reference, and returns the fallbacks until the self-check."""
     model = unwrapped(accelerator, policy)
     options = {
         "temperature": args.temperature,

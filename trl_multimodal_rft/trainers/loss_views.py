@@ -103,7 +103,8 @@ def with_view_term(
 ) -> LossOutput:
     """Adds the terms of the view, averaged like the policy loss, to the loss of a micro-batch, and their metrics."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    view_scores = scores if scores.view is None else scores.view  # without a view, the coefficients of its terms are 0
+    # Without scores under the view, the coefficients of its terms are 0, so that any scores will do
+    view_scores = scores if scores.view is None else scores.view
     losses, kl = view_term(
         scores.logps,
         view_scores.logps,

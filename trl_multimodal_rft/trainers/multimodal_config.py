@@ -132,7 +132,8 @@ class MediaArguments(CheckedKeywords, _Config):
     use_audio_in_video: bool = False
 
     def __post_init__(self):
-        # TRL sets defaults under deprecated names, about which newer versions of transformers warn
+        # TRL sets defaults under deprecated names, such as `gradient_checkpointing`. Newer versions of transformers
+        # warn of them unless the new names are set
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))

@@ -29,7 +29,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, slab_size: int = 2**26):
-        self.device, self.slab_size = device, slab_size  # torch rounds pinned memory up to a power of two
+        self.device, self.slab_size = device, slab_size  # a power of two, to which torch rounds pinned memory up
         self.slabs: list[torch.Tensor] = []
         self._used = 0  # bytes that open contexts use
 

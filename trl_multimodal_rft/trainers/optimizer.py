@@ -34,7 +34,10 @@ _PARTS = "trained_parts.json"
 
 
 def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
-    """Freezes parts of a model. Raises `ValueError` for `learning_rates` of untrained parts, or with `optimizer`."""
+    """
+    Freezes parts of a model. Raises `ValueError` for `learning_rates` of untrained parts, or if the user passes an
+    `optimizer`, too.
+    """
     check_trainable(model)
     disable_unsupported_checkpointing(unwrapped(None, model), args)
     freeze(model, args.freeze)

@@ -51,9 +51,9 @@ from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
-# Folders in addition to the policy's files, in a checkpoint and in the final model
-_CRITIC = "critic"
-_AVERAGE = "ema"
+# Folders in addition to the policy's files
+_CRITIC = "critic"  # in checkpoints and in the final model
+_AVERAGE = "ema"  # in the final model
 
 
 class MultimodalPPOTrainer(MultimodalGRPOTrainer):
@@ -257,7 +257,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Computes the advantages of all ranks' completions. Sets this rank's values and returns."""
+        """Returns the advantages of all ranks' completions. Also sets the rollout's values and GAE's returns."""
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
         values, bootstrap = self._score_values(rollout)

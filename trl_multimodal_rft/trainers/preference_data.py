@@ -55,10 +55,11 @@ class PreferenceCollator(SupervisedCollator):
             `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`. `viewed` has the indices of the
             `V` pairs with a view. `prompts`, `completion_ids`, `completion_mask` and `learned` (1 on tokens of text),
             `(2 * B + V, C)`, and `lengths` hold the chosen completions, then the rejected completions, then the chosen
-            completions under the view. `attention_mask`, `(1, tokens)`, has an entry for each token of padded rows,
-            as TRL's does. The reference's log-probabilities, `(B,)`, are included if rows have them; subclasses
-            return other columns in their place. `plain` is described in [`~trainers.sft_data.SupervisedCollator`].
-            `encode_view(i, view)` encodes the prompt of row `i` under a view.
+            completions under the view. `attention_mask`, `(1, tokens)`, is for TRL's count of tokens. It has an entry
+            for each token of both completions, and of a prompt before each. The reference's log-probabilities, `(B,)`,
+            are included if rows have them; subclasses return other columns in their place. `plain` is described in
+            [`~trainers.sft_data.SupervisedCollator`]. `encode_view(i, view)` encodes the prompt of row `i` under a
+            view.
         """
         pairs, stored = self._encoded_rows(rows), self._stored_rows(rows)
         if self.view is not None and self.view.type.needs_other:
@@ -107,7 +108,8 @@ class PreferenceCollator(SupervisedCollator):
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
         chosen, rejected = (self._cut_completion(pair, ids) for ids in (pair.chosen, pair.rejected))
         pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
-        if self.view is not None and not self.view.type.needs_other:  # otherwise it needs a micro-batch
+        # `__call__` adds the other views, which take media of another row
+        if self.view is not None and not self.view.type.needs_other:
             self._add_view(pair, [row], [None], 0)
         return pair
 

@@ -150,7 +150,8 @@ class PreferenceTrainer(CompletionTrainer):
         sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
         rows = [row for side in sides for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
-        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
+        # TRL's `prediction_step` returns these as labels
+        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 
     def _log_media_contribution(self, model: nn.Module, inputs: Batch) -> None:

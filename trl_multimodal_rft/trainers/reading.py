@@ -75,9 +75,9 @@ class CompletionTrainer(CheckpointMixin):
         """
         Freezes parts of the model, and sets up the stream of rows and the forward that scores completions.
 
-        Rows keep the `columns`, or all if it is `None`. With `packs`, rows are packed if the model and its reference
-        allow it. `outputs` are the outputs of TRL's fused head, none for reward models. `check` compares the first
-        rows with the outputs of the processor from `load_processor`.
+        Rows keep the `columns`, or all columns if it is `None`. With `packs`, rows are packed if the model and its
+        reference allow it. `outputs` are the outputs of TRL's fused head, none for reward models. `check` compares the
+        first rows with the outputs of the processor from `load_processor`.
         """
         self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
@@ -125,7 +125,7 @@ class CompletionTrainer(CheckpointMixin):
         )
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
-        if is_argument:  # of `evaluate`, so that it isn't prepared yet
+        if is_argument:  # an argument of `evaluate`, which isn't prepared yet
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
@@ -150,7 +150,7 @@ class CompletionTrainer(CheckpointMixin):
         return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
-        """Returns TRL's loss for padded rows, and logs its metrics. TRL gets `outputs` when it calls the model."""
+        """Returns TRL's loss for padded rows, and logs its metrics. Each call of the model gets the next output."""
         remaining_outputs = iter(outputs)
         return super().compute_loss(lambda **kwargs: next(remaining_outputs), rows)
 

@@ -45,7 +45,7 @@ class RolloutLog:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
-        """Yields callbacks for hints at equal rewards and for logs of media, which TRL's scheduler publishes."""
+        """Yields callbacks for hints about equal rewards, and for logs of media, which TRL's scheduler publishes."""
         if self.hint is not None:
             yield self.hint
         if self.media is not None:

@@ -97,7 +97,8 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         return None
     contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The reward function can wait for other ranks, so a rank without extra completions rewards another completion
+        # The reward function can wait for other ranks, so a rank without extra completions rewards another completion,
+        # and drops the reward
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
         rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]

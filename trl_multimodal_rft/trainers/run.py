@@ -146,7 +146,7 @@ class Run:
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompts])
-        if prompts and not self.notices.warned_of_positions:  # else `rollout_func` encodes them
+        if prompts and not self.notices.warned_of_positions:  # no prompts if `rollout_func` encodes them
             self.notices.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 
@@ -269,7 +269,8 @@ class Run:
         if shuffles:
             rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
         else:
-            # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities
+            # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities, so each rank
+            # keeps its groups
             may_move_groups = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
             rollout, metrics = arrange_rollout(rollout, self.args, self.accelerator, may_move_groups)
             self.metrics.add(metrics)

@@ -86,7 +86,7 @@ class EndOnSignal(TrainerCallback):
             for output in terminals:
                 if not os.isatty(output):  # closed, so that printing would raise an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-            os.write(2, _MESSAGE)  # the signal may have interrupted a `print`
+            os.write(2, _MESSAGE)  # no `print`, as the signal may have interrupted one
 
         for signum in handlers:
             signal.signal(signum, handle)

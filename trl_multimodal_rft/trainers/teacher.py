@@ -138,10 +138,10 @@ def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
 
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
-    Returns the teacher's prompt of each completion, from columns for the teacher such as `teacher_prompt`, if the row
-    has any, and under `teacher_view`. Completions that share a prompt share the teacher's prompt, too. If teacher and
-    student read the same prompt, both are one object. Raises `ValueError` if rows have columns for the teacher and
-    there are tools.
+    Returns the teacher's prompt for each completion. Columns for the teacher, such as `teacher_prompt`, replace the
+    columns that the student reads, and `teacher_view` changes the media. Completions that share a prompt share the
+    teacher's prompt, too. A prompt that teacher and student both read is a single object. Raises `ValueError` if rows
+    have columns for the teacher and there are tools.
     """
     separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(separate):
@@ -157,7 +157,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
             conversation if is_separate else student
             for student, conversation, is_separate in zip(student_messages, conversations, separate, strict=True)
         ]
-        # `encoded` has the teacher's prompts by the `id` of the student's. Rows with media hold theirs already
+        # The teacher's prompts by the `id` of the student's prompts. Rows hold a teacher's prompt only if it has media
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
             if not is_separate or row.teacher_prompt is not None:
                 encoded[id(prompt)] = row.teacher_prompt if is_separate else prompt
@@ -268,7 +268,7 @@ class Teacher:
 def top_k_of(
     states: torch.Tensor, head: Head, mask: torch.Tensor, k: int, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens where the mask `(B, C)` is 1, else 0."""
+    """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens, and 0 where the mask `(B, C)` is 0."""
     indices = mask.flatten().nonzero()[:, 0]
     top_k = top_k_tokens(states.flatten(0, 1).index_select(0, indices), head, k, temperature)
     dense = (values.new_zeros(mask.numel(), k).index_copy(0, indices, values).view(*mask.shape, k) for values in top_k)

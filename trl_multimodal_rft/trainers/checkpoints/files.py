@@ -57,7 +57,7 @@ def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path
     """Returns the checkpoints to delete: as many as exceed `limit`, first those after `newest`, then the oldest."""
     if limit is None or limit <= 0:
         return []
-    # Sorted by step, as copying changes the times of folders. An earlier run saved the checkpoints after `newest`
+    # Sorted by step, as copying changes the times of folders. Those after `newest` are of an earlier run, and go first
     paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
     surplus = max(0, len(paths) - max(limit, len(needed)))
     return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]
@@ -78,7 +78,10 @@ def replace_folder(written: Path, target: Path) -> None:
 
 @contextmanager
 def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None]:
-    """Adds a checkpoint's name and a remedy to write errors within the context. Removes `partial` to free the disk."""
+    """
+    Adds a checkpoint's name and a remedy to write errors within the context. Removes the folder `partial` to free the
+    disk, unless the replaced checkpoint is still in it.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -142,8 +145,8 @@ def whole_state_dict(
     accelerator: Accelerator, module: nn.Module, keeps: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    Gathers on the CPU, one at a time, the sharded weights whose names `select` accepts. All processes have to call
-    this.
+    Gathers sharded weights on the CPU, one at a time. Skips a weight if `select(name)` is false. All processes have
+    to call this.
 
     Returns the state dict, which is empty unless this process `keeps` it. Returns `None` if weights aren't sharded, as
     the module's `state_dict` is then whole.

@@ -171,7 +171,7 @@ def _damage(file: Path) -> str | None:
             json.loads(file.read_bytes())
         elif file.suffix == ".safetensors":
             safe_open(file, "pt")
-        elif file.suffix != ".distcp" and start != b"\x80":  # older versions of torch wrote pickles
+        elif file.suffix != ".distcp" and start != b"\x80":  # pickles of old versions of torch start with this byte
             with zipfile.ZipFile(file) as archive:
                 return archive.testzip() and "has other content than was written"
     except Exception as error:  # the file may hold anything

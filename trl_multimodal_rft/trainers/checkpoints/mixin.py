@@ -164,7 +164,8 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If no checkpoint is whole, or if another trainer, engine or kind of adapter saved it.
+            `ValueError`: If no checkpoint is whole, or if the run that saved it had another trainer, other sharding
+                (FSDP, DeepSpeed), other `freeze` or `learning_rates`, or if only one of both runs has an adapter.
             `RuntimeError`: If another run trains in `output_dir`.
             `KeyboardInterrupt`: At Ctrl-C, after a checkpoint.
         """
@@ -298,7 +299,10 @@ class CheckpointMixin(Trainer):
         return True
 
     def _load_parts(self, folder: Path) -> None:
-        """Loads the files that [`_save_parts`] saved. With sharded weights, FSDP or DeepSpeed restores them."""
+        """
+        Loads the files that [`_save_parts`] saved, by default none. Isn't called with sharded weights, which FSDP or
+        DeepSpeed restores.
+        """
 
     def _load_state(self, folder: Path) -> None:
         if self._reference_moves:
@@ -364,8 +368,8 @@ class CheckpointMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the model and its processor, with whole weights on every engine. In a checkpoint of shards, the weights
-        are saved with the optimizer's state instead. All processes have to call this.
+        Saves the model and its processor, with whole weights even if FSDP or DeepSpeed shards them. In a checkpoint of
+        shards, the weights are saved with the optimizer's state instead. All processes have to call this.
 
         Args:
             output_dir (`str`, *optional*):
@@ -378,7 +382,8 @@ class CheckpointMixin(Trainer):
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        # `from_pretrained` can't read shards, and `Trainer` saves them with the optimizer's shards
+        # `from_pretrained` can't read shards, so weights are whole where the model alone is saved, or is published.
+        # Otherwise `Trainer` saves their shards with the optimizer's
         is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
         if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
@@ -388,7 +393,7 @@ class CheckpointMixin(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
-        """Saves files of the model in addition to the policy's. All ranks have to call this."""
+        """Saves files of the model in addition to the policy's, by default none. All ranks have to call this."""
 
     def _save_checkpoint(self, model, trial):
         """
@@ -416,7 +421,7 @@ class CheckpointMixin(Trainer):
                 replace_folder(temporary_folder / name, target)
                 needed = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
                 for checkpoint in surplus_checkpoints(target, args.save_total_limit, needed):
-                    # A later save removes a checkpoint that is being pushed
+                    # A checkpoint that is being pushed stays until a later save
                     if checkpoint != self._pushed_checkpoint or not is_running(self.push_in_progress):
                         checkpoint.rename(temporary_folder / checkpoint.name)
                 shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes the rest

@@ -64,8 +64,8 @@ def check_shards(checkpoint: Path) -> None:
 def layout_mismatch(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
     Returns an error message if a run can't resume from the layout of a checkpoint, or `None`. Runs with FSDP read
-    weights and optimizer states only in the layout that they save, sharded or whole. Runs without FSDP read neither
-    layout, and runs without DeepSpeed can't read optimizer states of DeepSpeed.
+    weights and optimizer states only in the layout that they save, sharded or whole. Runs without FSDP can't read
+    either of these layouts, and runs without DeepSpeed can't read optimizer states of DeepSpeed.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
         return (
