@@ -224,7 +224,7 @@ FAMILIES = (
     Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
     Family(
         model_types=("llava_onevision", "perception_lm"),
-        isolate="media",  # padding frames or tiles would become features
+        isolate="media",  # padding frames or tiles would be encoded, too
     ),
     Family(
         model_types=("minimax_m3_vl",),
@@ -252,7 +252,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("phi4_multimodal",),
-        isolate="media",  # images in a batch change audio features, and their sizes change features of other images
+        isolate="media",  # images in a batch change encodings of audio; their sizes change encodings of other images
         has_frame_mask=False,
         towers={"image": "model.embed_tokens_extend.image_embed", "audio": "model.embed_tokens_extend.audio_embed"},
     ),

@@ -121,7 +121,7 @@ class PolicyForward:
     """Computes scores of completions, in packed or padded rows, on one process or with DDP, FSDP or DeepSpeed."""
 
     accelerator: Accelerator | None = None  # the accelerator that prepared the models, if any
-    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # required with several processes
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # encodes dummy prompts
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     temperature: float = 1.0  # for logits from the model; the fused head has a temperature of its own
     extra_outputs: tuple[str, ...] = ()  # additional outputs computed from the model's logits, such as `is_top1`
@@ -186,15 +186,16 @@ class PolicyForward:
         `max_tokens` is split into chunks of completions. Chunks share one forward of their prompt if the model allows
         it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
 
-        Completions outside the request's `rows` aren't forwarded, nor, with `max_tokens` and padded rows, completions
-        without tokens. Dummy prompts take the place of their media, so that all ranks run the same encoders. If the
-        context of a completion was rewritten, one row per context is forwarded.
+        Completions outside the request's `rows` aren't forwarded. With `max_tokens`, padded rows of completions
+        without tokens aren't forwarded, either. Dummy prompts take the place of the media that are left out, so that
+        all ranks run the same encoders. If the context of a completion was rewritten, one row per context is
+        forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
-        # Only parts depend on lengths, and reading lengths waits for the device
+        # Lengths are only needed to split a batch into parts, and reading them waits for the device
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
             nonempty = [i for i, length in enumerate(lengths) if length]
@@ -233,8 +234,8 @@ class PolicyForward:
         keep_states: bool,
     ) -> Scores:
         """
-        Returns scores of completions. If the `lengths` of the completions are given, they are scored in parts of at
-        most `max_tokens` tokens. `score` takes the index and the request of a part. With `keep_states`, the unwrapped
+        Returns scores of completions. With the `lengths` of the completions, the batch is scored in parts of at most
+        `max_tokens` tokens. `score` takes the index and the request of a part. With `keep_states`, the unwrapped
         `models` forward the prompt of a split group once, and `states` of the requests for its chunks hold the result.
         """
         prompts, device = request.prompts, request.ids.device
@@ -252,7 +253,7 @@ class PolicyForward:
         kept_prompts: dict[EncodedPrompt, KeptPrompt] = {}
         for index in chunks if keep_states and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
-            # The forward of a kept prompt has no dummy prompts
+            # The forward of a kept prompt has no dummy prompts, so a prompt that needs some isn't kept
             if prompt not in kept_prompts and not self.processes.dummies(model, [prompt]):
                 kept_prompts[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
@@ -354,7 +355,7 @@ class PolicyForward:
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
     def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_other_batch: bool = False) -> ScoreRequest:
-        """Adds dummy prompts for encoders that other ranks run, without completions, see [`Processes.dummies`]."""
+        """Adds dummy prompts, which have no completions, as collectives need them, see [`Processes.dummies`]."""
         return request.padded(self.processes.dummies(model, request.prompts, with_other_batch))
 
     def _as_one_forward(

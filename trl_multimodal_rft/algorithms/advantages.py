@@ -102,7 +102,7 @@ class GroupStatistics:
     index: torch.Tensor  # index of each completion's group, `(N,)`
     centred: torch.Tensor  # reward minus group mean, 0 for NaN and in groups without signal, `(N,)`, float64
     squares: torch.Tensor  # sum of the squared centred rewards, `(G,)`, float64
-    count: torch.Tensor  # scorable completions, `(G,)`
+    count: torch.Tensor  # number of scorable completions, `(G,)`
     has_signal: torch.Tensor  # whether the group has signal, that is, different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:

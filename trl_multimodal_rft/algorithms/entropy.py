@@ -27,7 +27,7 @@ def high_entropy_mask(
     renormalize: bool = False,
 ) -> torch.Tensor:
     r"""
-    Returns weights of tokens that are 0 except for a share with the highest entropies, see
+    Returns token weights that are 0 except on a share of the tokens, those with the highest entropies, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
     Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept. Of tokens with about equal entropies,
@@ -50,9 +50,9 @@ def high_entropy_mask(
         `torch.Tensor`: Weight of each token, float32, shape `(N, T)`; 0 on tokens that aren't kept.
     """
     mask = mask.bool()
-    rows = (1, -1) if scope == "batch" else mask.shape
-    valid = mask.reshape(rows)
-    ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
+    shape = (1, -1) if scope == "batch" else mask.shape
+    valid = mask.reshape(shape)
+    ranked = torch.where(valid, entropies.detach().float().reshape(shape), -torch.inf)
     n_valid = valid.sum(1).tolist()
     # Without `round`, `ceil` would add a token where a whole product has a rounding error: 0.07 * 100 > 7
     numbers_to_keep = [min(max(math.ceil(round(ratio * n, 6)), 1), n) for n in n_valid]

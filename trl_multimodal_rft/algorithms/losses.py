@@ -80,7 +80,7 @@ class Normalizer:
     """Quantities in the denominators of losses, see [`LossType.average`]."""
 
     n_micro_batches: int  # micro-batches of the optimizer step on this rank
-    length_limit: int  # most tokens of a completion
+    length_limit: int  # maximum length of a completion
     batch_tokens: torch.Tensor | float  # tokens of the optimizer step, as a mean over ranks
 
 
@@ -90,7 +90,7 @@ class LossType:
 
     name: str
     paper: Paper | None
-    function: Callable[..., LossOutput]  # of [`LossInputs`], [`LossOptions`] and its settings
+    function: Callable[..., LossOutput]  # takes [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
     # Denominator of the sum: completions of the optimizer step; the same times the length limit; tokens of the
     # micro-batch, times the accumulation steps; or tokens of the optimizer step

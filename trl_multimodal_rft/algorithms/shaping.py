@@ -21,7 +21,8 @@ def contrast_bonus(
         rewards (`torch.Tensor`):
             Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
         contrast_rewards (`torch.Tensor`):
-            Rewards of completions from the view, at the batch indices of their group, `NaN` elsewhere, shape `(N,)`.
+            Rewards of completions from the view, shape `(N,)`. Those of one prompt stand among the `group_size`
+            entries of its group, in any order. Unused entries are `NaN`.
         group_size (`int`):
             Completions per prompt.
         ratio (`float`):
@@ -41,7 +42,7 @@ class RunningScale:
     """
     The standard deviation of all rewards of the run so far, by which rewards are divided, see
     [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The result doesn't
-    depend on how rewards are split into updates.
+    depend on how rewards are split over calls of [`update`].
     """
 
     def __init__(self):

@@ -31,10 +31,10 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _PREFIX = "prefix_shared_"
 _FLASH_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn library
 
-# Implementations whose wrapper has the name of the original, in place of a name with the prefix
+# Implementations whose wrapper is registered under the name of the original, without the prefix
 _WRAPPED: set[str] = set()
 
-# Config of the decoder that runs a packed row. Its layers read no masks `(T, T)`, so that none are created.
+# Config of the decoder that is running a packed row. Its layers read no masks `(T, T)`, so none are created.
 _runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
 
 
@@ -186,13 +186,14 @@ def _prefix_attention(
         ]
         if with_prompts:
             return varlen_outputs[0][None], None
-    if implementation != "eager":  # flash kernels take no custom mask; flex attention needs a mask to be causal
+    # sdpa replaces flash kernels, which take no custom mask, and flex attention, which needs a mask to be causal
+    if implementation != "eager":
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if not uses_varlen:
         key, value = _with_prefix(shared_states, row_states)
-    # Query heads that share a key head become one longer sequence of queries, as masked kernels of sdpa require
-    # equally many query and key heads. Without this, the keys would have to be repeated.
+    # Masked kernels of sdpa require equally many query and key heads. So query heads that share a key head become one
+    # longer sequence of queries. Otherwise, the keys would have to be repeated.
     folds_heads = implementation != "eager" and options.get("position_bias") is None
     heads_per_key = query.size(1) // key.size(1) if folds_heads else 1
 
@@ -236,7 +237,10 @@ def _grouped_attention(
 
 
 def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Replaces the scale of queries `(B, heads, T, head_dim)` by row position with the scale by sequence position."""
+    """
+    Rescales queries `(B, heads, T, head_dim)`. The layer scaled them by their positions in the row. The result is
+    scaled by their `positions` in their sequences.
+    """
     query_scale = family_of(module).query_scale
     row_scale = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
     if row_scale is None:
@@ -286,7 +290,7 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # The log-sum-exp, which torch's kernel returns, merges attention to a prompt with attention to a completion
+    # Attention to a prompt and attention to a completion are merged by the log-sum-exp, which torch's kernel returns
     merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
     call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
     if call_arguments is None:

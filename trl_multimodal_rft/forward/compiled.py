@@ -24,9 +24,9 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
-# With nested graph breaks, a break within a called function doesn't give each caller a separate graph. Floats of a
-# layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of a function: for different
-# layers, for forwards with and without gradients, and for prompts and single tokens.
+# Without nested graph breaks, a break in a called function would also break the graphs of all functions above it in
+# the call stack. Floats of a layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of
+# a function: for different layers, for forwards with and without gradients, and for prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
@@ -44,7 +44,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line of text for each class of layers whose graph also breaks at other operations.
+            Called with one line of text for each class of layers whose graph breaks at further operations.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -75,7 +75,7 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
-            args = args[0].clone(), *args[1:]  # the graph of a view would depend on its base's shape
+            args = args[0].clone(), *args[1:]  # a copy, as the graph of a view would depend on its base's shape
         keywords, breaks = {name: _wrap_cache(value) for name, value in kwargs.items()}, counters["graph_break"]
         n_before = len(breaks)
         with config.patch(_CONFIG):

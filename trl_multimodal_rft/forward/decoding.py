@@ -14,7 +14,7 @@ from . import kernels
 from .kernels import AttentionOptions
 
 
-# Number of tokens by which a cache grows, and that a cache with static shapes holds at first
+# Number of tokens by which a cache grows. Also the initial size of a cache with static shapes.
 ROOM = 128
 
 # Up to this prompt length, completions get copies of the prompt, as one attention call is faster than two merged calls
@@ -35,8 +35,8 @@ class CompletionLayer(DynamicLayer):
 
     The next token is written at index `slot`, which wraps around at the end of an attention window. Buffers grow as
     needed. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all of them.
-    An initial `n` above 0 copies the prompts' `n` tokens to each completion. `prompts` then keeps a single prompt
-    without tokens.
+    With an initial `n` above 0, the `n` tokens of its prompt are copied to each completion's row, and `n` counts them.
+    The layer `prompts` is then emptied: it keeps one row of length 0.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -75,7 +75,7 @@ class CompletionLayer(DynamicLayer):
         return self.prompts.get_seq_length() + self.n
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.n += tokens_to_remove
+        self.n += tokens_to_remove  # a negative number, as transformers passes it
 
     def join_prompts(self) -> DynamicLayer:
         """Returns the layer `prompts`, changed in place to one row per completion with prompt and completion."""
@@ -97,7 +97,7 @@ class Decoding:
         padding (`torch.Tensor`, *optional*):
             Additive attention mask of the prompts' tokens, `(N, 1, 1, P)`.
         room (`int`, *optional*):
-            Number of tokens per completion that the cache returns, if shapes are static.
+            Number of tokens per completion that the cache returns, if shapes are static, otherwise 0.
         slots (`dict[int | None, torch.Tensor]`, *optional*):
             Index of the current token in the cache `(1,)`, by attention window of the layers.
         mask (`torch.Tensor`, *optional*):
@@ -110,16 +110,19 @@ class Decoding:
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
     mask: torch.Tensor | None = None
 
-    # With static shapes, by attention window: additive masks of prompts, and of the tokens that the cache returns
+    # If shapes are static: additive masks of prompts, and of tokens that the cache returns, by attention window
     _masks: dict[int | None, tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def n_prompts(self) -> int:
-        """Number of shared prompts: 1, without tokens, if completions have copies of their prompts."""
+        """Number of rows in the prompts' layers: 1, of length 0, if completions have copies of their prompts."""
         return len(_states(next(iter(self.shared.values())))[0])
 
     def additive_mask(self, is_masked: torch.Tensor) -> torch.Tensor:
-        """Converts a boolean mask, true on masked keys, to an additive mask in a dtype that no layer casts."""
+        """
+        Converts a boolean mask, true on masked keys, to an additive mask. The mask is in float32, or in the dtype of
+        the cache if that is wider, so that no layer has to cast it.
+        """
         dtype = _states(next(iter(self.shared.values())))[1].dtype
         return is_masked.to(torch.promote_types(dtype, torch.float32)) * _MASKED
 
@@ -199,6 +202,7 @@ class Decoding:
             prompt_output, prompt_lse = kernels.attention_with_lse(
                 query, prompt_key, prompt_value, padding, *settings, -1
             )
+            # In place, so `output` changes, too, as `output_by_prompt` is a view of it
             output_by_prompt.lerp_(prompt_output, (prompt_lse - lse).sigmoid()[..., None].to(prompt_output.dtype))
         return output.transpose(1, 2)
 

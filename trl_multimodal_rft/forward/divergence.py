@@ -19,7 +19,8 @@ from .head import HeadRule, gather_weights
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Largest log-probability of all top tokens together, as in TRL, so that that of the other tokens is finite
+# Upper bound of the log-probability of all top tokens together, as in TRL. The other tokens then keep a probability
+# above 0.
 _LARGEST_TOP_LOGP = -1e-7
 
 
@@ -73,8 +74,8 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, the
     divergence is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, else the
     generalized Jensen-Shannon divergence $\\beta \\mathrm{KL}(p_t \\| m) + (1 - \\beta) \\mathrm{KL}(p_s \\| m)$ of
-    [On-Policy Distillation](https://huggingface.co/papers/2306.13649). The gradient flows to the student alone, and
-    not from the entropy. Logits of all tokens are never in memory at once.
+    [On-Policy Distillation](https://huggingface.co/papers/2306.13649). The divergence has a gradient
+    for the student alone, and the entropy has none. Logits of all tokens are never in memory at once.
 
     Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
     """
@@ -146,8 +147,8 @@ def top_k_divergence(
 
     With `add_tail`, like TRL's `loss_add_tail`, all other tokens count as one token, of probability
     $1 - \\sum_{v \\in K} p(v)$ under each model. The result is then a lower bound of the divergence over all tokens.
-    Otherwise, the distributions are renormalized over the `K` tokens. A log-probability of minus infinity leaves a
-    token out.
+    Otherwise, the distributions are renormalized over the `K` tokens. A token with a log-probability of minus
+    infinity is left out.
 
     Shapes: `hidden` `(N, H)`, `ids` and the teacher's `logps` at the temperature `(N, K)`; returns `(N,)` twice.
     """

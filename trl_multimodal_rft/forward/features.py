@@ -212,7 +212,7 @@ _WAYS = (0, 1, _ONE_BY_ONE)
 # Largest rounding error at which outputs count as equal, in machine epsilons, relative to their norm
 _TOLERANCE = 32
 
-# Ways that the first forward of several prompts showed, by model, tuple of frozen modules, modality and module
+# Ways that the first forward of several prompts used, by model, tuple of frozen modules, modality and module
 _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
@@ -227,9 +227,9 @@ class _Call:
 
 @dataclass
 class _Scope:
-    """State of a running forward: the modality whose features it computes, and its calls of frozen modules."""
+    """State of a running forward: the modality that it encodes, and its calls of frozen modules."""
 
-    modality: str  # "" outside of methods that compute features; "any" if the model has no such methods
+    modality: str  # "" outside of methods that encode media; "any" if the model has no such methods
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
     n_calls: Counter = field(default_factory=Counter)  # by modality and module
 
@@ -240,8 +240,8 @@ class _MediaEncoded(Exception):
 
 def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
-    Returns the largest entirely frozen modules that media pass on their way to the language model. Of an encoder with
-    frozen layers and other weights that are trained, the frozen children are returned.
+    Returns the outermost frozen modules that media pass on their way to the language model. If an encoder has frozen
+    layers and other weights that are trained, its frozen children are returned.
     """
     text_modules = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
@@ -250,7 +250,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
         for child in module.children():
             if child in text_modules or next(child.parameters(), None) is None:
                 continue
-            # A module that takes `input_ids` puts features between embeddings of tokens, so it isn't an encoder
+            # A module that takes `input_ids` puts media between embeddings of tokens, so it isn't an encoder
             holds_text = "input_ids" in _forward_arguments(type(child)) or not text_modules.isdisjoint(child.modules())
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 modules += search(child, is_encoder)
@@ -310,7 +310,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """Returns the ways to join outputs that forwards have shown, by names of modules, for a checkpoint."""
+    """Returns, for a checkpoint, the ways to join outputs that forwards used, by names of modules."""
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -431,7 +431,7 @@ def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | No
 
 def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
     """Returns the recorded calls that make up a module's call `index`, judged by shapes, or an empty list."""
-    if way == _ONE_BY_ONE:  # call 0 may join all prompts instead, and then has another shape
+    if way == _ONE_BY_ONE:  # call 0 may join all prompts instead; the check of its shape finds this
         calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [records[index] for records in prompt_calls if index < len(records)]
@@ -449,7 +449,7 @@ def _join_outputs(calls: list[_Call], way: int) -> Output:
     """Returns the output for all prompts from the outputs of their calls."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
-        # A copy of the cached tensor, as some models change features in place
+        # A copy of the cached tensor, as some models change outputs of encoders in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
 
     return _map_tensors(join, [call.output for call in calls])
@@ -502,7 +502,7 @@ def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tens
 
 @contextmanager
 def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
-    """Runs `call` in place of the forwards of modules, and sets the modality of `scope` as features are computed."""
+    """Runs `call` in place of the forwards of modules, and sets the modality of `scope` while media are encoded."""
 
     def set_modality(modality: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads the arguments of the method
@@ -531,7 +531,7 @@ def _without_graph(module: nn.Module) -> Iterator[None]:
 
 
 def _feature_methods(model: PreTrainedModel) -> dict[str, Callable]:
-    """Returns the methods by which a model's forward computes features, by modality."""
+    """Returns the methods by which a model's forward encodes media, by modality."""
     names = {modality: f"get_{modality}_features" for modality in MODALITIES}
     return {
         modality: getattr(model.base_model, name)
@@ -555,7 +555,7 @@ def _is_frozen(module: nn.Module) -> bool:
 
 def _is_deterministic(module: nn.Module) -> bool:
     """Returns whether a module computes the same output in all forwards, and changes none of its state."""
-    # A pre-hook on a norm makes it use running statistics, see `models.modes`
+    # A norm with a pre-hook uses running statistics even in training mode, see `models.modes`
     norms = (submodule for submodule in module.modules() if isinstance(submodule, nn.modules.batchnorm._BatchNorm))
     return not has_dropout(module) and not any(norm.training and not norm._forward_pre_hooks for norm in norms)
 

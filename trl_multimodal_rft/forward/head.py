@@ -54,8 +54,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
         return None
-    # TRL multiplies by the head's weight instead of calling the head, and thus skips adapters of the head. PEFT's
-    # wrapper of a module in `modules_to_save` has the weight of the active copy.
+    # TRL multiplies by the head's weight instead of calling the head, so it would skip an adapter of the head. PEFT's
+    # wrapper for `modules_to_save` is no obstacle, as its weight is the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         is_plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
     else:
@@ -225,7 +225,7 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
 
 
 def _selects_labels(device: str) -> bool:
-    """Returns whether a device scores only positions with labels. Others would compile for each number of labels."""
+    """Returns whether a device scores only positions with labels. Others would recompile for each number of labels."""
     return device in ("cuda", "xpu")
 
 

@@ -12,9 +12,10 @@ class Causal:
     Attention of a prompt and of text after it, in which tokens see the last `window` tokens up to themselves (`None`:
     all).
 
-    With a `prompt` `(P, 2)`, each token of the prompt sees a span of the prompt instead. `prompt` holds the span's
-    start and the index after its end. Unless `lookahead` is `None`, spans start within the window and reach at most
-    `lookahead` tokens ahead. If spans would have gaps, `prompt` is a boolean mask `(P, P)`.
+    With a `prompt` `(P, 2)`, each token of the prompt sees a span of the prompt instead. A row of `prompt` holds the
+    start of a token's span, and the index after its end. Unless `lookahead` is `None`, spans start within the window
+    and reach at most `lookahead` tokens ahead. If a token sees tokens with gaps between them, `prompt` is a boolean
+    mask `(P, P)`.
     """
 
     window: int | None = None
@@ -23,8 +24,8 @@ class Causal:
 
 
 # Attention of a prompt and of text after it in layers of one type. `None` stands for plain causal attention. A tensor
-# `(T, 2)` holds the start of the span that a token sees, and the index after the span's end. If spans would have gaps,
-# the tensor is a boolean mask `(T, T)`.
+# `(T, 2)` holds the start of the span that a token sees, and the index after the span's end. If a token sees tokens
+# with gaps between them, the tensor is a boolean mask `(T, T)`.
 LayerMask = torch.Tensor | Causal | None
 
 

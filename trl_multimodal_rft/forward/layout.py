@@ -38,7 +38,8 @@ Segment = tuple[int, int, int, int]
 _LENGTH_TOLERANCE = 1.25
 
 # Prompts of unequal length in one call need a mask per branch. If these masks would have more entries than this (1 MiB
-# in float32), each prompt gets a separate call, in which branches share a mask. Then, additional calls cost little.
+# in float32), each prompt gets a separate call, in which branches share a mask. With masks of this size,
+# additional calls cost little.
 MASK_ENTRIES = 2**18
 
 # Two kernel calls replace one if they save at least this many copies of keys. Completions attend to themselves in the
@@ -173,7 +174,8 @@ class PrefixLayout:
             if n:
                 query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
-        # One call copies shared keys for each sequence, and cached keys once more. Two calls copy shared keys once.
+        # One call copies shared keys for each sequence, and cached keys once more, to join them with the row's keys.
+        # Two calls copy shared keys once.
         n_needed = 0 if self.n_cached else 1
         n_saved = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
         if not n_saved or n_saved < _COPIED_KEYS:
@@ -337,7 +339,7 @@ class PrefixLayout:
             ).triu_(most_before + 1)
             self._cache[key] = self._repeat_rows(masks, heads_per_key)
         n_before, n_queries = count_keys_and_queries(block)
-        # Moves along the diagonal to an aligned column
+        # The block's mask is a part of the common mask, moved along the diagonal so that its first column is aligned
         down = (n_before - most_before) % MASK_ALIGNMENT
         right = most_before - n_before + down
         return self._cache[key][
@@ -363,10 +365,10 @@ class PrefixLayout:
         distance = queries[:, :, None] - keys[:, None]
         masks_of_prompts = []
         for (prompt_window, _, prompt), length in zip(causal_masks, block.sizes, strict=True):
-            rows, columns = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
+            query_index, key_index = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
             is_seen = (distance >= 0) & (distance < prompt_window)
             if prompt is not None:
-                is_seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
+                is_seen = (key_index >= prompt[query_index, 0]) & (key_index < prompt[query_index, 1])
             masks_of_prompts.append((is_seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
         is_seen = to_device(torch.cat(masks_of_prompts), device)
@@ -389,9 +391,9 @@ class PrefixLayout:
     def _repeat_rows(self, masks: torch.Tensor, heads_per_key: int) -> torch.Tensor:
         if heads_per_key == 1:
             return masks
-        n, rows, columns = masks.shape
-        repeated = self._full_masks(n, rows * heads_per_key, columns, masks.dtype)
-        repeated.unflatten(1, (rows, heads_per_key)).copy_(masks[:, :, None])
+        n, n_queries, n_keys = masks.shape
+        repeated = self._full_masks(n, n_queries * heads_per_key, n_keys, masks.dtype)
+        repeated.unflatten(1, (n_queries, heads_per_key)).copy_(masks[:, :, None])
         return repeated
 
     def _full_masks(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -431,12 +433,13 @@ def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> i
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits a batch into parts that share a forward, and returns the ascending batch indices of each part.
+    Splits a batch into parts, one per forward, and returns the ascending batch indices of each part.
 
     With `isolate="media"`, prompts share a forward if their media join exactly: the same modalities, no padding, and
-    images of the same sizes. Some encoders have no mask for padding, so that a clip's features depend on the longest
-    clip in the batch, and some models take one modality per call. A group stays in one part unless its completions
-    hold media of different shapes. With `isolate="prompt"`, only completions of one prompt share a forward.
+    images of the same sizes. Some encoders have no mask for padding, so that their output for a clip depends on the
+    longest clip in the batch. Other models take one modality per call. A group stays in one part unless its
+    completions hold media of different shapes. With `isolate="prompt"`, only completions of one prompt share a
+    forward.
     """
     if isolate is None:
         return [list(range(len(prompts)))]
@@ -533,7 +536,7 @@ def pack(
     fields = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     ids, labels, positions, segments = [], [], [], []
-    columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
+    field_pieces: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
     parts: list[EncodedPrompt] = []
     score_start = torch.zeros(len(prompts), dtype=torch.long)
     starts: dict[Node, int] = {}  # of nodes in the row
@@ -550,7 +553,7 @@ def pack(
         if first_token <= (prompt.media_span or (0,))[0] < node.stop:
             parts.append(prompt.parts[0])
         for name in fields:
-            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
+            field_pieces[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
         offset += size
         for member in [] if node.children else groups[prompt]:
             if (length := lengths[member]) == 0:
@@ -564,7 +567,7 @@ def pack(
             parts += sequence.parts[1:]
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
-                columns[name].append(F.pad(sequence.field_after(name, n_tokens, fill), (1, 0), value=fill))
+                field_pieces[name].append(F.pad(sequence.field_after(name, n_tokens, fill), (1, 0), value=fill))
             segments.append((offset, n_tokens + 1, start, len(prompt) - 1))
             score_start[member] = offset
             offset += n_tokens + 1
@@ -577,7 +580,7 @@ def pack(
         input_ids=to_device(torch.cat(ids)[None], device),
         shift_labels=to_device(labels[None], device),
         position_ids=to_device(torch.cat(with_equal_dims(positions), dim=-1), device),
-        token_fields={name: to_device(torch.cat(values)[None], device) for name, values in columns.items()},
+        token_fields={name: to_device(torch.cat(values)[None], device) for name, values in field_pieces.items()},
         nodes={start: node for node, start in starts.items()},
         parts=parts,
         layout=_layout(segments, {start: masks_of_prompt[node.prompt] for node, start in starts.items()}, device),
@@ -588,8 +591,8 @@ def pack(
 
 def with_equal_dims(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     """Expands positions `(1, n)` to `(R, 1, n)` if other positions have `R` axes, for multimodal rotary embeddings."""
-    most = max(positions, key=lambda p: p.dim())
-    return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
+    reference = max(positions, key=lambda p: p.dim())
+    return [p if p.dim() == reference.dim() else p.expand(reference.size(0), *p.shape) for p in positions]
 
 
 def _layout(
@@ -661,8 +664,8 @@ def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | N
     Returns the window in which text after all prompts is causal, and whether the prompts are causal, too. Returns
     `None` for other masks, and for different windows.
 
-    transformers creates no mask for a sequence that fits into the window. Such a sequence, with a length in `lengths`,
-    thus goes with any longer window.
+    transformers creates no mask for a sequence that fits into the window. So a mask without a window agrees with the
+    window of other masks if the window is at least as long as its sequence. `lengths` are the sequences' lengths.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):

@@ -54,7 +54,8 @@ def _prepare_forward(
         outputs.append(output)
         if not kwargs:
             return None
-        # Some outer models, such as LLaVA since transformers 5.24, accept no router logits from their decoder
+        # Some outer models, such as LLaVA since transformers 5.24, accept no router logits from their decoder, so the
+        # outer model gets the output without them
         return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
 
     with (
@@ -74,8 +75,8 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
             Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for packed rows,
             [`install_prefix_attention`] applied; and the same model without wrappers.
         request ([`~forward.scores.ScoreRequest`]):
-            Completions and their scores. Only a [`~models.ValueHead`] computes values here. `compute_aux_loss`
-            requests router statistics. `rows` and `supervised` aren't read.
+            Completions, and the scores to compute. Only a [`~models.ValueHead`] computes values here.
+            `compute_aux_loss` requests router statistics. `rows` and `supervised` aren't read.
 
     Returns:
         [`~forward.scores.Scores`]: the requested scores, such as `logps` and, if the head computes them, `entropies`,
@@ -85,15 +86,15 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         `ValueError`: If a model has no router logits to return.
     """
     config = unwrapped_model.get_decoder().config
-    # Only the decoder returns router logits. From them, the outer model or TRL's head would compute a loss in which
-    # shared prompts count once.
+    # Only the decoder returns router logits. If the outer model or TRL's head got them, it would compute a loss in
+    # which a shared prompt counts once.
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def score(part: ScoreRequest) -> Scores:
         batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
         inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if part.compute_aux_loss else {}
-        encodes_media = not part.whole  # whole sequences run once, so that cached features would save nothing
+        encodes_media = not part.whole  # whole sequences run once, so a cache would save nothing
         with (
             _prepare_forward(unwrapped_model, batch, encodes_media=encodes_media, **router) as decoder_outputs,
             hidden_states(unwrapped_model, instead_of_logits=temperature is None) as head_inputs,
@@ -197,7 +198,7 @@ def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
-    """Computes scores in one forward, or in the forwards that `isolate` requires, and then at least `min_forwards`."""
+    """Computes scores in one forward, or with `isolate` in separate forwards, of which at least `min_forwards` run."""
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
@@ -326,7 +327,7 @@ def _packed_batch(
     groups = group_by_prompt(prompts)
     masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
-    # Whole sequences have labels on tokens of prompts, so common starts of prompts aren't merged
+    # Whole sequences, which have no completions, have labels on prompts, so common starts of prompts aren't merged
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     device = completion_ids.device
     row = pack(prompts, ids, mask, masks, fill, with_last=with_last, trees=trees, device=device)

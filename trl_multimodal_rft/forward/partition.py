@@ -62,8 +62,8 @@ def split_by_tokens(
     Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
 
     Groups of at most `max_tokens` stay together. Larger groups are split into chunks. Chunks come after the other
-    parts, one group after the other. The prompt counts in each chunk. A packed chunk has at least one completion with
-    tokens.
+    parts, one group after the other. The prompt's tokens count in each chunk. A packed chunk has at least one
+    completion with tokens.
     """
 
     def size(part: list[list[int]]) -> int:

@@ -23,9 +23,10 @@ from .layout import split_samples
 
 class Processes:
     """
-    The forwards, and the dummy prompts for encoders, that a rank must run so that all ranks run the same collectives.
+    Keeps the collectives of all ranks alike. It says how many forwards a rank must run, and which dummy prompts a rank
+    must add so that its encoders run, too.
 
-    Without an `accelerator`, there is one process. Several processes need the model's `processor`.
+    Without an `accelerator`, there is one process. The model's `processor` encodes the dummy prompts.
     """
 
     def __init__(
@@ -44,9 +45,12 @@ class Processes:
         """
         Returns dummy prompts of modalities that this rank's prompts lack and that collectives need.
 
-        All ranks must gather sharded weights, and reduce gradients, of the same encoders. With `with_other_batch`,
-        another batch of the same forward has these modalities already. If the language model is frozen, a batch of
-        text alone gets dummy prompts, too, since it would have no gradient.
+        All ranks must gather sharded weights, and reduce gradients, of the same encoders. If the language model is
+        frozen, a batch of text alone gets dummy prompts, too, since it would have no gradient.
+
+        With `with_other_batch`, this rank runs a second batch before the same backward pass, and that batch, with its
+        dummy prompts, already reaches all trained encoders. DDP and a frozen language model then need no dummy
+        prompts, but sharded weights do.
         """
         if self.accelerator is None:
             return []
@@ -63,7 +67,8 @@ class Processes:
                 self._used_encoders |= encoders
                 needed |= (self._used_encoders - encoders) & self._encoders_to_train(model)
         elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_other_batch:
-            # With `find_unused_parameters`, DDP also reduces weights that only an earlier forward has used
+            # With `find_unused_parameters`, DDP needs no dummy prompts. Weights may be unused in its last forward, and
+            # the gradients of weights that only an earlier forward has used are reduced, too.
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
         if (
@@ -79,7 +84,7 @@ class Processes:
     ) -> list[EncodedPrompt]:
         """
         Returns dummy prompts of the modalities that `prompts` have and the `selected` prompts lack. Returns a dummy
-        prompt of text if no prompt is chosen and no prompt has media.
+        prompt of text if no prompt is selected and no prompt has media.
         """
         modalities: list[str | None] = [*sorted(modalities_of(prompts) - modalities_of(selected))]
         return [self._dummy(modality, model) for modality in modalities or ([] if selected else [None])]
@@ -91,8 +96,8 @@ class Processes:
         dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
         """
-        Returns the number of forwards that all ranks must run, the largest of any rank. Raises a `ValueError` if
-        sharded encoders would run only on some ranks.
+        Returns the number of forwards that all ranks must run: the largest number that a rank needs. Raises a
+        `ValueError` if sharded encoders would run only on some ranks.
         """
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
@@ -117,12 +122,12 @@ class Processes:
 
     def _dummy(self, modality: str | None, model: nn.Module) -> EncodedPrompt:
         if modality not in self._dummies:
-            processor = cast(ProcessorMixin, self.processor)  # needed for media or a frozen language model
+            processor = cast(ProcessorMixin, self.processor)  # callers that need dummy prompts pass it
             self._dummies[modality] = dummy_prompt(modality, processor, unwrapped(self.accelerator, model))
         return self._dummies[modality]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """Returns [`trained_encoders`] of a wrapped model at the first call, as wrappers ignore later changes."""
+        """Returns the [`trained_encoders`] as of the first call with a wrapped model, as wrappers ignore changes."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
@@ -151,7 +156,7 @@ def modalities_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
 
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
-    """Returns the modalities whose media pass trained weights before the language model."""
+    """Returns the modalities whose media go through trained weights before they reach the language model."""
     modalities = {modality for modality in ("image", "audio") if modality in policy.input_modalities}
     trained = set()
     for model in module.modules():
@@ -159,7 +164,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
             continue
         encoders = {modality: model.get_submodule(name) for modality, name in find_towers(model).items()}
         inner_parameters = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
-        # Weights between encoders and decoder may belong to any modality
+        # Trained weights between encoders and decoder may belong to any modality, so all modalities count
         if any(p.requires_grad and p not in inner_parameters for p in model.base_model.parameters()):
             return modalities
         trained |= {
@@ -170,8 +175,8 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """
-    Returns trained parameters that outputs don't depend on, such as parameters of an encoder's last layers if features
-    come from an earlier layer. The list is empty if reentrant checkpointing hides the graph.
+    Returns trained parameters that outputs don't depend on, such as parameters of an encoder's last layers if the
+    model reads the output of an earlier layer. The list is empty if reentrant checkpointing hides the graph.
     """
     reached = leaves_of_graph([*outputs])
     return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]

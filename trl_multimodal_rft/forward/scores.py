@@ -29,7 +29,7 @@ class ContextRows:
 
     prompts: list[EncodedPrompt]  # the context of each row
     lengths: list[list[int]]  # per completion, the number of its tokens after each of its contexts
-    width: int  # C
+    width: int  # C, the padded length of completions
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
         """Splits values of the completions' tokens `(N, C, ...)` into rows `(M, L, ...)`, 0 on padding."""

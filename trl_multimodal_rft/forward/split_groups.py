@@ -17,9 +17,9 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    In training, all chunks but the last attend to detached keys and values, and their gradients are summed in float32.
-    The last chunk attends to the keys and values with their graph. Its backward pass adds the sums and continues
-    through the prompt.
+    In training, all chunks but the last attend to detached keys and values. The gradients of these keys and values are
+    summed in float32. The last chunk attends to the keys and values with their graph. Its backward pass adds the sums
+    and continues through the prompt.
 
     Args:
         forward (`Callable`):
@@ -105,7 +105,7 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
     for index, part_prompts in enumerate(prompts_of_parts):
         for prompt in [
             prompt for prompt in part_prompts if n_chunks[prompt] > 1
-        ]:  # such a prompt is alone in its part
+        ]:  # at most one, as a chunk holds a single prompt
             n_seen[prompt] += 1
             ends[index] = n_seen[prompt] == 1, n_seen[prompt] == n_chunks[prompt]
     return ends

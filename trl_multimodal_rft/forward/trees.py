@@ -19,7 +19,7 @@ _WORTH_SHARING = 0.1
 class Node:
     """Tokens that several prompts share after the parent node, or, in a leaf, the last tokens of one prompt."""
 
-    prompt: EncodedPrompt  # the longest of the prompts; its masks hold for all of them
+    prompt: EncodedPrompt  # the longest prompt with these tokens; its masks hold for all such prompts
     stop: int  # number of the prompt's tokens up to the end of the node
     children: list["Node"] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
-    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and numbers of media."""
+    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and ids of media."""
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
     axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
@@ -116,7 +116,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
 
 
 def share_media(prompts: Iterable[EncodedPrompt]) -> None:
-    """Makes prompts with equal media share `on_device`, the cache of the media's tensors and features on devices."""
+    """Makes prompts with equal media share `on_device`, the cache of media and of encoder outputs on devices."""
     by_shapes: dict[tuple, list[EncodedPrompt]] = {}
     for prompt in dict.fromkeys(prompts):
         if prompt.media:

@@ -243,8 +243,8 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
     Returns the policy without its critic, to save, load or synchronize weights.
 
-    The result is a module of the policy's class that shares all other modules, or the policy itself if it has no
-    critic. Expects a policy without wrappers such as DDP.
+    The result is a module of the policy's class that shares all modules but the critic, or the policy itself if it has
+    no critic. Expects a policy without wrappers such as DDP.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy

@@ -103,9 +103,9 @@ def fix_encoders(model: PreTrainedModel) -> None:
     """
     Outside the language model, turns off dropout and keeps batch norms at their running statistics.
 
-    Encoders such as Granite Speech's would otherwise update statistics during sampling, and compute other features in
-    each forward pass. Sampling and scoring would then use different features. Other modules stay in training mode,
-    which gradient checkpointing needs.
+    Encoders such as Granite Speech's would otherwise update statistics during sampling, and their outputs would differ
+    between forward passes, so that sampling and scoring would use different outputs. All modules but batch norms stay
+    in training mode, which gradient checkpointing needs.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():

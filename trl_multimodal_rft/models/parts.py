@@ -31,7 +31,7 @@ _ENCODERS = {
     "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
     "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
 }
-# Children of encoders that project features to the width of the language model: Qwen's and GLM's mergers, the last
+# Children of encoders that project outputs to the width of the language model: Qwen's and GLM's mergers, the last
 # layers of Qwen-Omni's audio encoders, and layers around Phi-4's encoders
 _PROJECTORS = {
     "vision_tower": re.compile(
@@ -46,7 +46,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     if (tower := family_of(model).towers.get(modality)) is not None:
         return tower
     encoder = model.get_encoder(modality=modality)
-    # Without an encoder, `get_encoder` returns a model with a decoder
+    # If a modality has no encoder, `get_encoder` returns a model with the decoder
     name = next((name for name, module in model.named_modules() if module is encoder), "")
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
@@ -70,7 +70,7 @@ def freeze_as_built(model: PreTrainedModel) -> None:
     Freezes the weights that the constructor of a model's class freezes, such as the position embeddings of Whisper's
     encoder. `from_pretrained` makes all weights trainable.
     """
-    if is_deepspeed_zero3_enabled():  # ZeRO-3 loads weights in place
+    if is_deepspeed_zero3_enabled():  # ZeRO-3 loads weights in place, so they stay frozen
         return
     with torch.device("meta"):
         built = type(model)(model.config)
@@ -104,7 +104,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Returns parts by dotted names of modules. A weight has the part of the deepest listed module that holds it."""
+    """Returns parts by dotted names of modules. A weight has the part of the innermost of these modules around it."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
     heads = model.get_output_embeddings(), getattr(model, "score", None)

@@ -39,8 +39,8 @@ class _TransposeBack(Transpose):
     """
     Conversion for saving. It transposes weights back that loading transposed because of their shapes.
 
-    The reverse in transformers never transposes. Experts of Qwen3-VL-MoE would then be saved, and sent to vLLM, with
-    shapes that vLLM can't load.
+    The reverse conversion in transformers never transposes. Experts of Qwen3-VL-MoE would then be saved, and sent to
+    vLLM, with shapes that vLLM can't load.
     """
 
     def convert(
@@ -118,7 +118,7 @@ def require_all_weights(
             )
         log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
 
-    # `integrations.peft` reports on an adapter in the folder of a model
+    # `integrations.peft` calls its copy of the function for an adapter in the folder of a model
     hook = {"log_state_dict_report": report}
     with replaced(transformers.modeling_utils, **hook), replaced(transformers.integrations.peft, **hook):
         yield

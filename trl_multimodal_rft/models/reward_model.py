@@ -28,7 +28,7 @@ class _ScoreMixin(GenericForSequenceClassification):
     """
     Mixin that replaces the LM head of a policy's class by a score.
 
-    The policy's class is the next base of a subclass, and makes masks and positions.
+    In a subclass, the policy's class is the next base. It creates masks and positions.
     """
 
     num_labels = 1

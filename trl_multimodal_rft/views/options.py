@@ -28,7 +28,7 @@ class ContrastView:
 
     view: View | None = None
     fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
-    # Least ratio of the group's mean reward to the mean reward under the view at which the bonus applies
+    # The bonus applies if the group's mean reward is at least this many times the mean reward under the view
     reward_ratio: Annotated[float, "[0, inf)"] = 0.8
     bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
 
@@ -38,7 +38,7 @@ class LossView:
     """View in the loss, by the option `loss_view`."""
 
     view: View | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the divergence of the policy under the view
+    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the policy's divergence from itself under the view
     kl_clip: Annotated[float, "(0, inf]"] = 10.0  # largest divergence of a token, in nats, that the loss still raises
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
@@ -112,7 +112,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
 
 
 def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Returns the modalities that views in a config change, by the options that name the views."""
+    """Returns the modalities that the views of a config replace, by the options that name the views."""
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
     views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
     modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
