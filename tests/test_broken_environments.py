@@ -34,6 +34,7 @@ ARGUMENTS = {
     "prepare": ["verl", "none.jsonl", "--output_dir", "prepared"],
 }
 LINES = [[name, *words] for name in COMMANDS for words in (["--help"], ARGUMENTS[name])]
+ALIKE = [name for name in LAUNCHED if name not in ("grpo", "evaluate")]  # commands that begin as these
 
 
 def environment(folder: Path, without: str) -> tuple[Path, Path]:
@@ -119,26 +120,22 @@ def test_the_module_of_a_user_is_no_package(text, tmp_path, monkeypatch):
 def test_packages_for_others(tmp_path):
     python = without_torchvision(tmp_path / "venv")
     check_lines(python, tmp_path, [each for each in LINES if each[0] not in LAUNCHED], REASON)
-    said = run([python, "-c", "from trl_multimodal_rft import MultimodalSFTTrainer"], tmp_path).stderr
-    line = f"ImportError: packages of this environment don't fit together: {REASON}. It has {VERSIONS}; install"
-    assert said.splitlines()[-1].startswith(line)
 
 
 @pytest.mark.slow
 def test_a_name_is_missing(tmp_path):
     """With another accelerate than that of the stored options, which commands then collect."""
     reason = r"cannot import name 'nanmin' from 'trl\.trainer\.utils' .*"
-    check_lines(without_a_name(tmp_path / "venv"), tmp_path, LINES, reason, others=["families", "prepare"])
+    lines = [each for each in LINES if each[0] not in ALIKE]
+    check_lines(without_a_name(tmp_path / "venv"), tmp_path, lines, reason, others=["families", "prepare"])
 
 
 @pytest.mark.slow
-def test_packages_of_launched_processes(tmp_path):
+def test_packages_of_launched_processes_and_of_scripts(tmp_path):
     python = without_torchvision(tmp_path / "venv")
     command = run([python, *run_of(1, tmp_path)[1:]], tmp_path)
     line = f"packages of this environment don't fit together: {REASON}. It has {VERSIONS}; install versions that fit"
     assert command.returncode == 1 and command.stderr.count("\n") == 1
     assert command.stderr.startswith(f"trl-multimodal-rft grpo: error: {line}")
-    example = ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-    example += ["--dynamo_backend", "no", ROOT / "examples" / "grpo_audio.py"]
-    said = run([python, "-m", *example], tmp_path).stderr
-    assert f"\nImportError: {line}" in said, said
+    said = run([python, ROOT / "examples" / "grpo_audio.py"], tmp_path).stderr
+    assert said.splitlines()[-1].startswith(f"ImportError: {line}"), said

@@ -330,9 +330,7 @@ def test_tracebacks_of_launched_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_processes", "more", "code"), [(2, [], 130), (1, [], 130), (1, ["--enable_jit_checkpoint"], 0)]
-)
+@pytest.mark.parametrize(("n_processes", "more", "code"), [(2, [], 130), (1, ["--enable_jit_checkpoint"], 0)])
 def test_interrupted_run_ends_with_a_checkpoint_without_traceback(n_processes, more, code, tmp_path):
     more = [*more, "--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
     command, shown = run_of(n_processes, tmp_path, *more), []

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 
 # By family, graphs of encoder and decoder: two around attention, and more for layers of two kinds, or where the
 # modeling file ends a graph
-GRAPHS = {"qwen2_5_vl": 4, "qwen2_audio": 4, "gemma3": 5, "qwen3_vl_moe": 4, "llava": 6, "qwen3_5": 6}
+GRAPHS = {"qwen2_audio": 4, "gemma3": 5, "qwen3_vl_moe": 4, "llava": 6, "qwen3_5": 6}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,9 @@ def without_graphs():
 
 def compiled(model, backend, report=None):
     counter = CompileCounterWithBackend(backend)
-    compile_layers(model, {"backend": counter, "dynamic": True}, report or pytest.fail)
+    # The C++ compiler takes 20 CPU seconds for the graphs of an encoder, and as many for those of a decoder
+    part = model.get_decoder() if backend == "inductor" else model
+    compile_layers(part, {"backend": counter, "dynamic": True}, report or pytest.fail)
     return counter
 
 
@@ -67,17 +69,19 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize(
     ("family", "backend"),
     slow_but(
-        [*((family, "aot_eager") for family in GRAPHS), ("qwen2_audio", "inductor")], ("qwen2_audio", "aot_eager")
+        # All backends get the same graphs. `test_checkpoints_are_outside_of_graphs` has those of Qwen2.5-VL.
+        [("qwen2_audio", "aot_eager"), ("qwen2_audio", "inductor"), *((name, "eager") for name in [*GRAPHS][1:])],
+        ("qwen2_audio", "aot_eager"),
     ),
 )
 def test_scores_and_gradients_are_equal(family, backend):
     """No length needs another graph, names of weights stay, and a copy runs its own weights."""
     model, prompts = build(family)
-    expected, names = [scored(model, prompts, seed) for seed in range(5)], list(model.state_dict())
+    expected, names = [scored(model, prompts, seed) for seed in range(3)], list(model.state_dict())
     reported = []
     counter = compiled(model, backend, reported.append)
     counts = []
-    for seed in range(5):
+    for seed in range(3):
         assert_equal(scored(model, prompts, seed), expected[seed])
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1] <= GRAPHS[family] <= 8, counts

@@ -212,20 +212,22 @@ def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lacks", ["torchcodec", "its FFmpeg"])
-def test_without_torchcodec(lacks, folders, tmp_path):
-    """The other libraries train on media of features. The error of decoding names the missing package."""
+def test_without_torchcodec(folders, tmp_path):
+    """
+    Without the package, and without its FFmpeg, the other libraries train on media of features. The error of the
+    reward function that decodes them names the missing package.
+    """
     loaded(folders, "audio", "parquet")
     (tmp_path / "script.py").write_text(
         textwrap.dedent(
             f"""
             import sys
-            if {lacks == "torchcodec"}:
-                sys.modules["torchcodec"] = None
+            sys.modules["torchcodec"] = None  # imports work without it
+            import datasets
             from datasets import load_dataset
             from helpers.trainer_utils import InjectedOurs, run
+            from trl_multimodal_rft.rewards.failures import RewardError
             from trl_multimodal_rft.versions import is_torchcodec_usable
-            print("usable:", is_torchcodec_usable())
             table = load_dataset("parquet", data_files={str(folders / "audio.parquet")!r}, split="train",
                                  cache_dir={str(tmp_path)!r})
             sounds, videos = (
@@ -234,25 +236,32 @@ def test_without_torchcodec(lacks, folders, tmp_path):
             )
             def touching(completions, audio=(), video=(), **columns):
                 return [float(len(medium)) for medium in (*audio, *video)]
-            for family, rows in ("qwen2_audio", table), ("qwen2_audio", sounds), ("qwen2_5_vl", videos):
-                run(InjectedOurs, family, rows, **{OPTIONS})
-                try:
-                    run(InjectedOurs, family, rows, reward=touching, **{OPTIONS})
-                except ImportError as error:
-                    print("said:", error)
+            for lacks in ("torchcodec", "its FFmpeg"):
+                if lacks == "its FFmpeg":
+                    del sys.modules["torchcodec"]
+                    is_torchcodec_usable.cache_clear()
+                    datasets.config.TORCHCODEC_AVAILABLE = True
+                print("usable:", is_torchcodec_usable(), lacks)
+                for family, rows in ("qwen2_audio", table), ("qwen2_audio", sounds), ("qwen2_5_vl", videos):
+                    run(InjectedOurs, family, rows, **{OPTIONS})
+                    try:
+                        run(InjectedOurs, family, rows, reward=touching, **{OPTIONS})
+                    except RewardError as error:
+                        print("said:", *str(error).split())
             """
         )
     )
     env = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     env["PYTHONPATH"] = ":".join(sys.path)
     found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=env)
-    if "usable: True" in found.stdout:
+    if "usable: True its FFmpeg" in found.stdout:
         pytest.skip("the machine has an FFmpeg of its own")
     assert found.returncode == 0, found.stderr
     said = [line for line in found.stdout.splitlines() if line.startswith("said:")]
     names = ["row 0, column 'audio' (0.wav)", "row 0, column 'audio'", "row 0, column 'video'"]
-    assert len(said) == 3
-    for line, name in zip(said, names, strict=True):
+    assert len(said) == 6
+    for line, name in zip(said, names * 2, strict=True):
+        assert line.startswith("said: The reward function 'touching' raised ImportError for row 0, at ")
         assert f"{name}: Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg" in line
 
 

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from helpers.completions import random_completions
-from helpers.devices import GPU, NO_STAND_IN
+from helpers.devices import GPU, NO_STAND_IN, gpu_only
 from helpers.marks import by_turns
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
 from helpers.trainer_utils import relative_difference
@@ -77,13 +77,12 @@ def test_float32(name, attention, device):
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    [
-        *[(name, False) for name in ("qwen2_5_vl", "gemma3", "paligemma", "qwen3_5")],
-        ("qwen2_5_vl", True),
-        # Their kernels are those of the first
-        *[pytest.param(*case, marks=NO_STAND_IN) for case in (("qwen2_audio", False), ("qwen3_vl_moe", False))],
-        pytest.param("qwen3_5", True, marks=NO_STAND_IN),
-    ],
+    gpu_only(
+        [*((name, False) for name in KINDS), ("qwen2_5_vl", True), ("qwen3_5", True)],
+        # The first family's kernel without windows also runs in `test_merged_attention` and in self-checks
+        ("gemma3", False),
+        ("paligemma", False),
+    ),
 )
 def test_bfloat16(name, checkpointing, device, kernel_calls):
     """Decoders use torch's variable-length kernel, with windows and for branches behind images that see themselves."""
@@ -92,7 +91,7 @@ def test_bfloat16(name, checkpointing, device, kernel_calls):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio"])
+@pytest.mark.parametrize("name", gpu_only(["qwen2_5_vl", "qwen2_audio"], "qwen2_5_vl"))
 def test_merged_attention(name, device, monkeypatch):
     """Completions attend to their prompt and to themselves in two calls, as where a copy of keys would be large."""
     calls, forward = [], kernels.flash_forward
@@ -136,7 +135,8 @@ def check_bfloat16(name, device, attention, checkpointing=False):
     assert (packed <= WORSE * padded).all(), (packed, padded)
 
 
-@pytest.mark.parametrize("name", KINDS)
+# On the stand-in, `test_gpu_sampling.py` compares the others
+@pytest.mark.parametrize("name", gpu_only(KINDS, "qwen2_audio", "paligemma", "qwen3_vl_moe"))
 def test_shared_prefill_equals_generate(name, device):
     model, plain, processor, prompts = build_to_sample(name)
     model, plain, tokenizer = model.to(device), plain.to(device), processor.tokenizer

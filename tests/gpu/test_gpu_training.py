@@ -31,7 +31,7 @@ from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
 
 
-@pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}])
+@pytest.mark.parametrize("objects", [pytest.param({}, marks=NO_STAND_IN), {"peft_config": LORA}])
 def test_equals_trl(objects, device):
     """Runs in float32, with all weights and with an adapter."""
     options = {"use_cpu": device == "cpu", "learning_rate": 1e-1, "objects": objects}

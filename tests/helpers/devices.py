@@ -2,11 +2,14 @@
 """Devices of the tests."""
 
 import os
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
 from packaging.version import Version
+
+from helpers.marks import slow_but
 
 
 # The stand-in `tests/shims/fake_cuda.py` has one device, no Triton kernels, and no storages that can be emptied
@@ -22,6 +25,11 @@ GPU_OR_CPU = [
     pytest.param("cpu", marks=[pytest.mark.slow, *([pytest.mark.gpu] if IS_REHEARSAL else [])]),
 ]
 NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
+
+
+def gpu_only(values: Iterable, *kept) -> list:
+    """Marks all parameters for real GPUs but those to keep: the others differ in kernels, or run in other tests."""
+    return slow_but(values, *kept, mark=NO_STAND_IN)
 
 
 def gated_backward_obstacle() -> str | None:

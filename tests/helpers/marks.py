@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 
-def slow_but(values: Iterable, *kept) -> list:
-    """Marks all parameters as slow, except those to keep."""
+def slow_but(values: Iterable, *kept, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
+    """Marks all parameters as slow, or in another way, except those to keep."""
     return [
-        value
-        if value in kept
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
         for value in values
     ]
 
