@@ -3,9 +3,9 @@
 Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
 `-m slow` the slow ones.
 
-Each file has a process of its own, as engines leave memory behind, but for those that share a server. These, and the
-servers that the tests start, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first that
-fails ends the rest, so that its output comes last, except with `--write-results`.
+Each file has a process of its own, as engines leave memory behind, but for groups that share a server or models. These
+processes, and the servers of tests, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first
+that fails ends the rest, so that its output comes last, except with `--write-results`.
 """
 
 import argparse
@@ -30,10 +30,17 @@ from helpers import cpu_seconds, forked  # noqa: E402
 
 
 IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "helpers.families"]
-IMPORTED += ["trl_multimodal_rft.trainers.grpo_trainer", "trl_multimodal_rft.evaluation"]
+IMPORTED += ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2_5_omni_thinker"]
+IMPORTED += [f"trl_multimodal_rft.trainers.{name}_trainer" for name in ("grpo", "rloo", "ppo", "distillation", "sft")]
+IMPORTED += ["trl_multimodal_rft.evaluation"]
 PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported already
 AT_ONCE = 2
-TOGETHER = ["engine/test_asynchronous.py", "engine/test_processes.py", "engine/test_server.py"]  # they share a server
+# Groups of files that share a server, or models and their engines
+TOGETHER = [
+    [f"engine/test_{name}.py" for name in ("asynchronous", "answers", "processes", "server", "servers")],
+    [f"engine/test_{name}.py" for name in ("colocate", "config", "positions", "self_check", "tools")],
+    [f"engine/test_{name}.py" for name in ("engine_budgets", "engine_evaluation", "engine_offload", "weights")],
+]
 ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
@@ -65,7 +72,8 @@ def main() -> str:
     files = [f"engine/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
-    groups = [[file for file in TOGETHER if file in files], *([file] for file in files if file not in TOGETHER)]
+    together = [[file for file in group if file in files] for group in TOGETHER]
+    groups = [*together, *([file] for file in files if not any(file in group for group in together))]
     groups.sort(key=lambda group: -sum(stored.get(file, 0) for file in group))
     found, failed = [], ""
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):

@@ -63,18 +63,22 @@ class SharedEngine:
         self.start, self.arguments, self.engine = start, None, None
 
     def __call__(self, **arguments):
-        broken = self.engine is not None and self.engine.llm_engine.has_unfinished_requests()
-        if broken or arguments != self.arguments:
+        alike = self.engine is not None and arguments == self.arguments
+        if not alike or self.engine.llm_engine.has_unfinished_requests():
             self.end()
-            self.engine, self.arguments = self.start(**arguments), arguments
+            self.arguments = arguments
+            self.engine = self.start(**arguments)
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_mm_cache()
         self.engine.llm_engine.reset_encoder_cache()
         return self.engine
 
     def end(self) -> None:
+        """Ends an engine, also one that failed to start."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if self.arguments is None:
+            return
         self.engine = self.arguments = None
         gc.collect()
         cleanup_dist_env_and_memory()

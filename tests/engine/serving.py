@@ -18,7 +18,7 @@ from trl.import_utils import is_vllm_available
 SHIM = Path(__file__).parents[1] / "shims/vllm_cpu.py"
 FLAGS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
-    *("--max-model-len", "512", "--max-num-seqs", "16"),
+    *("--max-model-len", "512", "--max-num-seqs", "16", "--num-gpu-blocks-override", "2048"),
     *("--logprobs-mode", "processed_logprobs"),
     *(["--enable-scale-out"] if is_vllm_available(min_version="0.30.0") else []),
 ]

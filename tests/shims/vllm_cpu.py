@@ -10,11 +10,14 @@ python tests/shims/vllm_cpu.py -m vllm.entrypoints.openai.api_server --model MOD
 ```
 """
 
+import gc
 import os
 import runpy
 import socket
 import sys
 import tempfile
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 
@@ -39,13 +42,19 @@ def set_environment() -> None:
 
 
 set_environment()
+# It reads all installed packages for two CPU seconds, and each start of an engine asks for it
+metadata.packages_distributions = cache(metadata.packages_distributions)
 
 import torch  # noqa: E402
 
 
-if not torch.cuda.is_available():
-    # On a CPU, compilation takes longer than all computation of the tiny models
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+def leave_uncompiled() -> None:
+    """Disables compilation without a GPU, where it takes longer than all computation of the tiny models."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+leave_uncompiled()
 
 from safetensors.torch import save_file  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
@@ -62,8 +71,9 @@ from vllm.utils import system_utils  # noqa: E402
 
 
 # Arguments of a float32 engine on a CPU that also runs other work. Before 0.27, it profiles encoders before it knows
-# which adapters they have.
+# which adapters they have. Blocks are those that tiny models need.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3, "skip_mm_profiling": True}
+ENGINE["num_gpu_blocks_override"] = 2048
 
 # How TRL sends weights, by NCCL, which needs GPUs
 BY_NCCL = {name: getattr(VLLMClient, name) for name in ("init_communicator", "update_named_params")}
@@ -72,10 +82,14 @@ BY_NCCL = {name: getattr(VLLMClient, name) for name in ("init_communicator", "up
 def install() -> None:
     """Patches vLLM and its use by TRL and the package, for this process, which may be a fork of one that has vLLM."""
     set_environment()
+    leave_uncompiled()
     # It requires windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
+    # The first engine to end would unfreeze all modules, and collections would visit them for a CPU second
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     UnquantizedEmbeddingMethod.process_weights_after_loading = _leave_unpacked
     VLLMGeneration.sync_weights = _in_a_reload(VLLMGeneration.sync_weights)
     VLLMClient.init_communicator = lambda self, device=None: None
