@@ -85,7 +85,7 @@ class Measure:
         self.tolerance = tolerance_of(self.dtype)
         self.fallbacks = replace(policy.fallbacks)
         self.model_type = self.model.config.model_type
-        self.has_engine_positions = has_engine_positions  # whether an engine computed the positions of prompts
+        self.has_engine_positions = has_engine_positions  # whether prompts have an engine's position ids
         self.failure = ""
         self.largest_logit = 0.0  # absolute, of the model's own forwards on this rank
 
@@ -101,8 +101,9 @@ class Measure:
         model: nn.Module | None = None,
     ) -> torch.Tensor:
         """
-        Returns log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts. `model`
-        defaults to the model as the accelerator prepared it.
+        Returns log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts. `isolate`
+        tells which prompts get separate forwards, see [`~forward.layout.split_samples`]. `model` defaults to the model
+        as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
         row_prompts = [prompt for prompt in copies for _ in range(len(ids))]
@@ -116,7 +117,7 @@ class Measure:
     # The model's own forward
 
     def at_engine_positions(self, prompt: EncodedPrompt) -> bool:
-        """Returns whether a prompt has the positions of an engine, and the model would compute other positions."""
+        """Returns whether a prompt has an engine's position ids, and they differ from those of the model."""
         if not self.has_engine_positions or not prompt.media:
             return False
         model_positions = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
@@ -156,8 +157,8 @@ class Measure:
 
     def row_logps(self, row: EncodedPrompt, n_last: int) -> torch.Tensor:
         """
-        Returns log-probabilities `(1, P - 1)` of a row's tokens from the second on. Computes at least the last
-        `n_last` of them, and leaves the others at 0.
+        Returns log-probabilities `(1, L - 1)` of the `L` tokens of a row, a prompt with its completion, from the
+        second token on. Computes at least the last `n_last` of them, and leaves the others at 0.
         """
         inputs = self.model_inputs(outputs_of(row), row)
         logits = self._logits(inputs, min(n_last + 1, len(row)))[:, :-1]
@@ -165,7 +166,7 @@ class Measure:
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
     def row_logits(self, row: EncodedPrompt) -> torch.Tensor:
-        """Returns the logits `(1, P, vocabulary)` of a row's tokens."""
+        """Returns the logits `(1, L, vocabulary)` of the `L` tokens of a row."""
         return self._logits(self.model_inputs(outputs_of(row), row), len(row))
 
     def row_reward(self, row: EncodedPrompt) -> torch.Tensor:
@@ -178,7 +179,8 @@ class Measure:
         """Returns log-probabilities `(B, N)` of ids, padded with 0 if the logits stop earlier than the ids."""
         ids_of_logits = ids[:, : logits.size(1), None]
         logits = logits.float() / self.policy.temperature
-        # Only top logits and the ids' logits count, as models may mask the rest with the lowest number of the dtype
+        # Only the largest logit at each token and the logits of `ids` count, as models may mask others with the lowest
+        # number of the dtype
         unmasked = torch.cat([logits.amax(-1, keepdim=True), logits.gather(-1, ids_of_logits)], dim=-1)
         self.largest_logit = max(self.largest_logit, unmasked.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
@@ -190,13 +192,15 @@ class Measure:
         self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
-        Returns prompts to measure, donors of other media by modality, and partners for a common forward.
+        Returns prompts to measure, donors of other media by modality, and partners: further prompts that join a
+        measured prompt in one forward, see [`choose_prompts`].
 
         The results are the same on all ranks. `plain(i)` returns the outputs of the processor, as
         `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
-        # Prompts of text aren't processed again, because `plain` doesn't know tools that the run has written into them
+        # Prompts without media aren't processed again, because `plain` doesn't know the tools that the run has written
+        # into them
         def process_again(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
@@ -204,18 +208,18 @@ class Measure:
         traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
         targets, donors, partners = choose_prompts(traits)
         cases: dict[Any, Case] = {}
-        for trait in dict.fromkeys([*targets, *donors.values(), *partners]):
-            is_local = trait.process == process
+        for candidate in dict.fromkeys([*targets, *donors.values(), *partners]):
+            is_local = candidate.process == process
             outputs = self.require(
                 "its processor, as `AutoProcessor.from_pretrained` loads it,",
-                lambda trait=trait, needs_outputs=is_local and trait in targets: (
-                    process_again(trait.index) if needs_outputs else {}
+                lambda candidate=candidate, needs_outputs=is_local and candidate in targets: (
+                    process_again(candidate.index) if needs_outputs else {}
                 ),
             )
-            case = Case(prompts[trait.index], outputs) if is_local else None
-            cases[trait] = broadcast_object_list([case], from_process=trait.process)[0]
-        donor_prompts = {kind: cases[trait].prompt for kind, trait in donors.items()}
-        return [cases[trait] for trait in targets], donor_prompts, [cases[trait].prompt for trait in partners]
+            case = Case(prompts[candidate.index], outputs) if is_local else None
+            cases[candidate] = broadcast_object_list([case], from_process=candidate.process)[0]
+        donor_prompts = {modality: cases[donor].prompt for modality, donor in donors.items()}
+        return [cases[target] for target in targets], donor_prompts, [cases[partner].prompt for partner in partners]
 
     def compare_features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
         """Returns the largest difference between two processors' outputs, relative to the largest value of `plain`."""
@@ -270,8 +274,9 @@ class Measure:
     ) -> tuple[float, bool]:
         """
         Returns the largest difference over all ranks, and whether rounding explains the differences on every rank.
-        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. Before the differences are
-        compared with the noise, `tolerance` rises to two rounding steps at the largest logit, if these are more.
+        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. Before the comparison with the
+        noise, raises `tolerance` to twice the dtype's spacing at the largest logit, divided by the temperature, if
+        that is larger.
         """
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:
@@ -298,10 +303,11 @@ class Measure:
         label: str = "",
     ) -> tuple[torch.Tensor, float, float | None]:
         """
-        Returns the scores of padded rows, their difference from the truth, and the difference of packed rows, if any.
+        Returns the scores of padded rows, their difference from `truth`, and that of packed rows, or `None` if packed
+        rows aren't scored.
 
         Sets the first fallbacks under which [`compare`] calls scores exact. With `tries_isolation`, also tries
-        fallbacks that separate prompts. Raises a `RuntimeError` if no fallback makes scores exact.
+        separate forwards of prompts (`Fallbacks.isolate`). Raises a `RuntimeError` if no fallback makes scores exact.
         """
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]
@@ -369,7 +375,7 @@ class Measure:
         return result
 
     def fall_back(self, problem: str, fallback: str, **fallbacks: bool | str | None) -> None:
-        """Logs the reason for a fallback, and sets the fields of `fallbacks` that are passed by name."""
+        """Logs a problem and the fallback from it, and sets the fields of `self.fallbacks` that are passed by name."""
         logger.warning(f"self-check: {self.model_type}: {problem}; falling back to {fallback}.")
         for name, value in fallbacks.items():
             setattr(self.fallbacks, name, value)

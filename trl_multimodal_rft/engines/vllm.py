@@ -97,8 +97,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._while_sampling = while_sampling  # returns a context around the engine's sampling
         self.vllm_client: Any = None  # client of this rank's server; on rank 0, of all servers
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
-        self.generation_batch_index = 0  # index in the run of the batch for which the engine gets weights
-        # Adapters on servers: index of the batch in the run, and folder. Requests in flight may still use earlier ones
+        # Index, over the whole run, of the generation batch that is due at the next sync
+        self.generation_batch_index = 0
+        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. Requests
+        # in flight may still use earlier adapters than the last
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -132,7 +134,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
-            self._with_bad_words(self.sampling)  # raises an error for unsupported options
+            self._with_bad_words(self.sampling)  # called only for its error about unsupported options
             name = cast(str, self.model.name_or_path)
             renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
         else:
@@ -283,7 +285,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         check: each version has its own name, and a restarted server refuses unknown names.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
-        # A second more, as the connection's time was rounded down to whole seconds
+        # Restarted if it started after the connection. A second is added, as the time of the connection was rounded
+        # down to whole seconds
         if loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
@@ -295,7 +298,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         def check() -> None:
             for url in self._connection_times:
-                with suppress(RequestLost):  # no request waits for a server that can't be reached, so that's no error
+                # An unreachable server is no error here, as no request is waiting for it at this point
+                with suppress(RequestLost):
                     self._check_not_restarted(url)
 
         self._on_main_process(check)
@@ -339,7 +343,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
     def acceptance_length(self) -> float | None:
-        """Returns the mean tokens per speculative step since the last call, or `None` if vLLM doesn't report it."""
+        """
+        Returns the mean number of tokens per speculative step since the last call, or `None` if vLLM doesn't report
+        it.
+        """
         if not self._speculates or not (counters := self._counters()):
             return None
         last_counts = self._n_drafts, self._n_accepted
@@ -426,7 +433,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def adapter_alone(self) -> EngineAdapter | None:
-        """Adapter that the engine gets instead of weights, or `None` if the engine gets weights."""
+        """Adapter that the engine gets unmerged, or `None` if it gets all weights, with any adapter merged."""
         return self._adapter if self._adapter and self._adapter.alone else None
 
     @property
@@ -480,8 +487,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # vLLM reads some weights only once their layer is complete. By then, the adapter is unmerged from the
-            # originals, so vLLM gets copies
+            # vLLM reads some weights only once their layer is complete. By then, the adapter may be unmerged from the
+            # model's weights, so vLLM gets copies of the merged weights
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for. Its own list of loaded weights has other names than the

@@ -152,13 +152,22 @@ class Evaluation:
         return EvaluationResult(metrics, records, settings, skipped)
 
     def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
-        if self.toolbox:
-            return  # environments may read any column
-        takes = input_modalities(self.policy.model)
+        """
+        Checks the columns of the whole dataset (`extent="all"`) or, if the dataset doesn't list its columns, of the
+        first batch (`"first"`).
+        """
+        if self.toolbox:  # true with environments, which may read any column; false with tools alone
+            return
+        model_modalities = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(
-            rows, "The dataset", ignored, needs_prompt=needs_prompt, dataset_part=extent, model_modalities=takes
+            rows,
+            "The dataset",
+            ignored,
+            needs_prompt=needs_prompt,
+            dataset_part=extent,
+            model_modalities=model_modalities,
         )
         if warning is not None:
             logger.warning_once(warning)  # once for all evaluations of a run
@@ -173,7 +182,8 @@ class Evaluation:
         rows = [row for row in batch if row.row_index not in skipped]
         self.skipped |= skipped
         records = [
-            {"index": row.row_index, **answer} for row, answer in zip(rows, self._answer_rollout(rollout), strict=True)
+            {"index": row.row_index, **entries}
+            for row, entries in zip(rows, self._answer_rollout(rollout), strict=True)
         ]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
@@ -181,15 +191,17 @@ class Evaluation:
                 row for row, prompt in zip(rows, prompts, strict=True) if self.args.ablate in prompt.modalities
             ]
             if ablated_rows:
-                answers = self._answer_without_media(ablated_rows, seed)
+                new_entries = self._answer_without_media(ablated_rows, seed)
                 for record in records:
-                    record |= answers.get(record["index"], {})
-            elif self.policy.is_collective and rows:  # ranks with ablated rows wait for this call
+                    record |= new_entries.get(record["index"], {})
+            elif self.policy.is_collective and rows:  # other ranks may have ablated rows, and would wait for this call
                 self._answer_without_media(rows, seed)
         for row, record in zip(rows, records, strict=True):
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
             self.unstorable_columns.update(name for name, value in columns.items() if not _is_plain(value))
-            if self.args.group_by is not None:  # a separate entry: the column itself may be omitted or overwritten
+            if self.args.group_by is not None:
+                # A separate entry, as the record may lack this column: its values may be unstorable, or another entry
+                # may have its name
                 columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= columns
         return records
@@ -199,7 +211,7 @@ class Evaluation:
     def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Rollout | None, dict[int, str]]:
         """
         Returns the rollout of readable rows, or `None` if there are none, and errors of unreadable rows by row index.
-        With `ablates`, the view replaces media of the ablated modality.
+        With `ablates`, a view replaces media of the ablated modality.
         """
         for row in () if self.toolbox else rows:
             check_has_prompt(row)
@@ -271,17 +283,20 @@ class Evaluation:
     # Answers
 
     def _answer_without_media(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
-        """Returns the answers without the ablated media, as further entries of records, by row index."""
+        """
+        Samples completions without the ablated media, and returns them and their correctness as further entries of
+        records, by row index.
+        """
         rollout, _ = self._read_rollout(rows, ablates=True)
         set_seed(seed)  # the seed of the answers with media, so that only the media differ
         n_logged = len(self.logged_metrics)
-        answers = self._answer_rollout(rollout)
+        row_entries = self._answer_rollout(rollout)
         del self.logged_metrics[n_logged:]
         row_indices = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
-            row_index: {f"{name}_without": answer[name] for name in names}
-            for row_index, answer in zip(row_indices, answers, strict=True)
+            row_index: {f"{name}_without": entries[name] for name in names}
+            for row_index, entries in zip(row_indices, row_entries, strict=True)
         }
 
     def _answer_rollout(self, rollout: Rollout | None) -> list[dict[str, Any]]:
@@ -292,13 +307,13 @@ class Evaluation:
         trajectories = [trajectory for part in parts for trajectory in self._sample_completions(part)]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
-        answers = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
+        final_texts = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]
             rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
             texts = [as_text(strip_media(item)) for item in rollout.source.completions]
-            answers = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
+            final_texts = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras = self._reward_completions(rollout)
@@ -309,8 +324,8 @@ class Evaluation:
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
-                extracted_answer(answer, row.get("choices"))
-                for answer, row in zip(answers, rollout.source.rows, strict=True)
+                extracted_answer(text, row.get("choices"))
+                for text, row in zip(final_texts, rollout.source.rows, strict=True)
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in first_rewards],
             "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],

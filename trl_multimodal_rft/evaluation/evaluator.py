@@ -77,7 +77,7 @@ def evaluate(
             Reward functions as the trainers take them, plain or async, or their names. The first decides what is
             correct. May be `None` with environments, whose rewards come last.
         args ([`EvaluationConfig`], *optional*):
-            Options of sampling and counting. By default one greedy completion per row.
+            Options of sampling and of the metrics. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
             Accelerator with the processes and the device. By default a new accelerator.
         template_kwargs (`dict[str, Any]`, *optional*):
@@ -190,7 +190,7 @@ def evaluate_trainer(
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions, of which the first decides what is correct. By default the trainer's reward functions.
         args ([`EvaluationConfig`], *optional*):
-            Options of sampling and counting. By default one greedy completion per row, with the trainer's
+            Options of sampling and of the metrics. By default one greedy completion per row, with the trainer's
             `max_completion_length` and `per_device_eval_batch_size`.
 
     Returns:
@@ -220,7 +220,7 @@ def evaluate_trainer(
         toolbox = trainer.toolbox.with_new_environments()
     policy = Policy(
         trainer.model,
-        trainer.prompts,
+        trainer.prompts,  # the encoder of prompts
         complete,
         toolbox,
         trainer.tool_loop if trainer.toolbox.tools else None,

@@ -23,7 +23,7 @@ from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, w
 # Key of the `group_by` value in a record, until the metrics are computed
 GROUP = "\0group"
 
-SCORE = "score/"  # prefix of the columns with the metrics of a harness
+SCORE = "score/"  # prefix of the row columns with the per-row metrics of an external harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 _N_METRICS = 8  # number of metrics in a `repr`
 _N_ANSWERS = 3  # number of answers in a summary
@@ -47,10 +47,10 @@ class EvaluationResult:
             - `completion_length` in tokens, and `truncated`, the share of completions that didn't end.
             - `rows`, and `scored_rows`, the rows in which the first reward function scored all completions. With
               `on_media_error="skip"`, also `skipped_rows`, the unreadable rows, which aren't counted.
-            - With tools: `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls),
+            - With tools: `tools/call_frequency` (calls per completion), `tools/failure_frequency` (share of calls),
               `tools/unparsed_frequency` (calls that can't be parsed, per completion), `tools/ended_by_length`,
-              `..._turns` and `..._media` (of completions), and `tools/environment_failures` (completions without a
-              reward because their environment failed).
+              `tools/ended_by_turns` and `tools/ended_by_media` (shares of completions), and
+              `tools/environment_failures` (number of completions without a reward because their environment failed).
             - With `ablate="audio"`, for the rows with audio: `accuracy_with_audio`, `accuracy_without_audio`, and
               their difference `audio_contribution`, all with intervals, see [`~evaluation.paired_interval`]; and
               `audio_rows`, the number of these rows.
@@ -144,7 +144,8 @@ def aggregate(
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
-        if not records or column in records[0]:  # pairs lack these columns: their completions aren't sampled
+        # Records of preference pairs lack these columns, as their completions aren't sampled
+        if not records or column in records[0]:
             metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
@@ -241,7 +242,7 @@ def _per_cent(value: float | None) -> str:
 
 
 def _answer_lines(row: dict[str, Any]) -> str:
-    """Returns the lines of a row for a summary. Long texts keep only their ends, which hold question or answer."""
+    """Returns the lines of a row for a summary. Of long texts only the last characters are kept."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     question = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]

@@ -76,8 +76,9 @@ class Server:
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
         """
-        Sends a request until a response is usable, and returns this response. Raises `RuntimeError` if none comes in
-        time, or for a response above `max_bytes`.
+        Sends a request until a response is usable, and returns this response. Raises `RuntimeError` if no response is
+        usable within the limits of attempts and time. For a response above `max_bytes`, the message of the error is
+        `too_large`.
         """
         try:
             return ask(
@@ -124,7 +125,8 @@ class RemoteReward(Server):
             Number of retries if the server is busy (408, 425, 429), fails (5xx), closes the connection, responds with
             an HTML page, or is unreachable; `None` retries until `patience` is over.
         patience (`float`, *optional*, defaults to `3600.0`):
-            Seconds for all attempts of a request together. The run keeps its state while it waits.
+            Seconds for all attempts of a request together. Until then the run waits and loses nothing; afterwards it
+            ends with an error.
         backoff (`float`, *optional*, defaults to `1.0`):
             Seconds before the first retry, doubled for each further one, up to a minute.
         sampling_rate (`int`, *optional*, defaults to `16000`):
@@ -192,7 +194,7 @@ class RemoteReward(Server):
 
 
 def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
-    """Returns a function that encodes each medium once: images as PNG, audio as WAV, videos as PNG files of frames."""
+    """Returns a function that encodes media, each once: images as PNG, audio as WAV, videos as PNG files of frames."""
     encoded: dict[tuple[int, str, str], str | list[str]] = {}
 
     def encode(ref: MediaRef) -> str | list[str]:

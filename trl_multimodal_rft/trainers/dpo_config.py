@@ -11,7 +11,8 @@ from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+# Options of TRL that this trainer doesn't use: the neutral values that are accepted, and the reason why other values
+# raise an error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
@@ -32,7 +33,7 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether to remove columns that the trainer doesn't know from the rows.
+            Whether to remove from the rows the columns that the trainer doesn't use.
         max_length (`int`, *optional*):
             Maximum number of tokens of a prompt and a completion together. Longer completions are cut. Rows whose
             prompt leaves no token for a completion are dropped. `None` takes rows as they are.
@@ -45,10 +46,10 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
             log-probabilities depend on the media.
         rejected_view (`str`, *optional*):
             View of the media with which the chosen completion counts as rejected, such as `"crop(scale=0.4)"`, see
-            [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings are
-            `conditional_coef` (1.0), the coefficient of this preference; `anchor_coef` (1.0), the coefficient of the
-            term that keeps rewards of chosen completions above `anchor` (0.0). A row without media for the view has
-            neither term.
+            [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings stand
+            in the same string, as in `"crop(scale=0.4, conditional_coef=0.5)"`: `conditional_coef` (1.0), the
+            coefficient of this preference; `anchor_coef` (1.0), the coefficient of the term that keeps rewards of
+            chosen completions above `anchor` (0.0). A row without media for the view has neither term.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of chosen completions move, in nats per token, when sounds of their prompts become

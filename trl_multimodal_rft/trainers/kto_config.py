@@ -10,7 +10,8 @@ from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+# Options of TRL that this trainer doesn't use: the neutral values that are accepted, and the reason why other values
+# raise an error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),
@@ -30,7 +31,7 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether to remove columns that the trainer doesn't know from the rows.
+            Whether to remove from the rows the columns that the trainer doesn't use.
         max_length (`int`, *optional*):
             Maximum number of tokens of a prompt and a completion together. Longer completions are cut. Rows whose
             prompt leaves no token for a completion are dropped. `None` takes rows as they are.

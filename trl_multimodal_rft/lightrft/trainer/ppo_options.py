@@ -77,14 +77,15 @@ def config_of(
     check_generation_options(
         {name: value for name, value in generate_kwargs.items() if name not in discounts.values()}
     )
-    # A copy, since `dataclasses.replace` would set up devices and processes again
+    # `copy.copy` keeps the devices and processes that are already set up, which `dataclasses.replace` would set up
+    # again. `__post_init__` below checks the new values, and computes fields that follow from them.
     config = copy.copy(strategy)
     vars(config).update(
         options,
         temperature=actor.temperature,
         max_completion_length=generate_kwargs.get("max_new_tokens", strategy.max_completion_length),
         data_seed=strategy.seed if strategy.data_seed is None else strategy.data_seed,
-        # Fields that must follow the options above
+        # Fields that must agree with the options above
         num_iterations=options["num_ppo_epochs"],
         activation_checkpointing=options["gradient_checkpointing"],
         # This multiple of `num_generations` passes the trainer's check that a generation batch holds whole groups. The
@@ -104,8 +105,8 @@ def config_of(
 
 def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
     """
-    Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. `possible_columns` holds the names of the media
-    columns of a tuple, for each possible length of the tuple.
+    Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. A tuple has lists of prompts, media, references and
+    labels. `possible_columns` has, for each accepted length of the tuple, the names of its media columns.
     """
     if all(isinstance(row, dict) for row in batch):
         return list(batch)

@@ -60,10 +60,10 @@ class RewardSources:
             for remote in self.remotes
         ]
         if self.reward_fn is not None:
-            # A function with one parameter of any name gets the rewards of the models and servers
-            sole_argument = "model_reward_list" if rewards else None
+            # A function whose only parameter has none of the arguments' names gets the rewards of models and servers
+            rewards_name = "model_reward_list" if rewards else None
             result = _call_reward_func(
-                self.reward_fn, arguments | ({} if sole_argument is None else {sole_argument: rewards}), sole_argument
+                self.reward_fn, arguments | ({} if rewards_name is None else {rewards_name: rewards}), rewards_name
             )
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
@@ -102,8 +102,8 @@ def _load_reward_func(path: str) -> Callable:
 
 def _call_reward_func(function: Callable, arguments: dict[str, Any], sole_argument: str | None = None) -> Any:
     """
-    Calls a function with the arguments that its parameters name. If its only parameter has another name, this
-    parameter gets `arguments[sole_argument]`.
+    Calls a function with the arguments that its parameters name. If its only parameter has none of the arguments'
+    names, and `sole_argument` is set, this parameter gets `arguments[sole_argument]`.
     """
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
