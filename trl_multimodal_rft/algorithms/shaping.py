@@ -15,14 +15,15 @@ def contrast_bonus(
 ) -> torch.Tensor:
     r"""
     Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
-    get a bonus if the mean reward of their group is at least $\mu$ times the mean reward of completions from a view.
+    get a bonus $\alpha$ if the mean reward of their group is at least $\mu$ times the mean reward of the prompt's
+    completions from a view.
 
     Args:
         rewards (`torch.Tensor`):
             Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
         contrast_rewards (`torch.Tensor`):
-            Rewards of completions from the view, shape `(N,)`. Those of one prompt stand among the `group_size`
-            entries of its group, in any order. Unused entries are `NaN`.
+            Rewards of completions from the view, shape `(N,)`. A prompt has at most `group_size` of them. They fill
+            any of its group's entries, and the other entries are `NaN`.
         group_size (`int`):
             Completions per prompt.
         ratio (`float`):
@@ -31,7 +32,8 @@ def contrast_bonus(
             $\alpha$.
 
     Returns:
-        `torch.Tensor`: The bonus, 0 in groups without a contrast, shape `(N,)`.
+        `torch.Tensor`: The bonus of each completion, shape `(N,)`: $\alpha$ or 0. It is 0 in groups without contrast
+        rewards.
     """
     means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast_rewards))
     gets_bonus = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false
@@ -40,7 +42,7 @@ def contrast_bonus(
 
 class RunningScale:
     """
-    The standard deviation of all rewards of the run so far, by which rewards are divided, see
+    Computes the standard deviation of all rewards of the run so far. Rewards are divided by it, see
     [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The result doesn't
     depend on how rewards are split over calls of [`update`].
     """
@@ -52,7 +54,7 @@ class RunningScale:
 
     def update(self, rewards: torch.Tensor) -> None:
         """
-        Adds rewards to the moments.
+        Updates the count, the mean and the squared deviations with further rewards.
 
         Args:
             rewards (`torch.Tensor`):

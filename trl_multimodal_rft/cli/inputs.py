@@ -43,7 +43,7 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 
 
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    # `get_dataset` passes the sources to `load_dataset`, which takes no path of a file and no `~`
+    # `get_dataset` passes the sources to `load_dataset`, which accepts neither the path of a file nor `~`
     sources = [
         source
         if source.data_files or source.data_dir
@@ -68,7 +68,7 @@ def trainer_inputs(
 ) -> dict[str, Any]:
     """Makes a trainer's keyword arguments from the arguments of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    options = training_args.model_init_kwargs  # a dictionary, since the config has parsed the option's JSON
+    options = training_args.model_init_kwargs  # a dictionary or `None`, as the config parses JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
@@ -133,7 +133,7 @@ def _check_separate_rows(script_args: PromptArguments) -> None:
 
 
 def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
-    """Returns arguments of `from_pretrained`."""
+    """Returns the arguments of `from_pretrained` among the arguments of the model."""
     return {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -142,7 +142,7 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
-    """Returns quantization and adapter as arguments of a trainer."""
+    """Returns the arguments of a trainer for quantization and for an adapter."""
     if model_args.use_peft:
         require_module("peft", "peft")
     return {"quantization_config": get_quantization_config(model_args), "peft_config": get_peft_config(model_args)}

@@ -35,7 +35,7 @@ _FINISH_REASONS = ("stop", "length", "repetition")
 _MISSING_LOGP = -9999.0
 _LARGEST_LOGP = 1e-3  # limit of log-probabilities, which rounding may lift above 0
 
-# Ids of a completion, and their log-probabilities, `None` where the engine has none
+# Token ids of a completion, and their log-probabilities. The engine may lack some log-probabilities (`None`).
 ServerSample = tuple[list[int], list[float | None]]
 
 
@@ -67,7 +67,10 @@ def answer_of(
     max_bytes: int = _MOST_BYTES,
     method: str = "POST",
 ) -> Answer:
-    """Returns a server's answer. Raises a [`RequestLost`] if it isn't complete in `seconds`, or the server is busy."""
+    """
+    Returns a server's answer. Raises a [`RequestLost`] if the server is busy or can't be reached, or if no complete
+    answer of at most `max_bytes` comes within `seconds`.
+    """
     start = time.monotonic()
     try:
         return ask(
@@ -109,7 +112,10 @@ def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
 
 
 def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
-    """Returns an error that quotes an unexpected answer."""
+    """
+    Returns an error that quotes an answer which a repetition wouldn't change. Unlike after a [`RequestLost`],
+    [`until_answered`] doesn't send the request again.
+    """
     return RuntimeError(str(lost_error(url, path, answer.status, answer)))
 
 
@@ -134,7 +140,7 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Calls `work` on items in threads, and returns the results. After an error, doesn't wait for the other calls."""
+    """Calls `work` on items in threads, and returns the results. Raises the first error at once."""
     slots = threading.Semaphore(_MAX_CONCURRENT)
 
     def run(item: T) -> U:
@@ -159,9 +165,13 @@ def completions_in(
     end_ids: Collection[int] = (),
 ) -> list[ServerSample]:
     """
-    Returns the `count` completions in the body of an answer, each of 1 to `max_tokens` tokens below `vocab_size`.
-    Tokens must not be `placeholders` of media. Tokens that end a text, `end_ids`, are only allowed at the end of a
-    completion. Raises a `ValueError` with a one-line message for any other answer.
+    Returns the `count` completions in the body of an answer. Raises a `ValueError` with a one-line message if some
+    are missing or unfinished, or if the answer breaks one of these rules:
+
+    - A completion has 1 to `max_tokens` tokens, and their ids are below `vocab_size`.
+    - No token is one of the `placeholders` of media.
+    - Only the last token may be one of the `end_ids`, which end a text.
+    - Each token has a log-probability, or `None` in place of it.
     """
     try:
         content = json.loads(body)

@@ -44,7 +44,8 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line of text for each class of layers whose graph breaks at further operations.
+            Called with one line of text for each class of layers whose graph also breaks at operations other than
+            attention, states and caches.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -76,12 +77,16 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
             args = args[0].clone(), *args[1:]  # a copy, as the graph of a view would depend on its base's shape
-        keywords, breaks = {name: _wrap_cache(value) for name, value in kwargs.items()}, counters["graph_break"]
-        n_before = len(breaks)
+        keywords = {name: _wrap_cache(value) for name, value in kwargs.items()}
+        # Reasons of graph breaks are the keys, in order of first occurrence
+        break_counts = counters["graph_break"]
+        n_before = len(break_counts)
         with config.patch(_CONFIG):
             output = compiled(layer, *map(_wrap_cache, args), **keywords)
         reasons = [
-            reason for reason in itertools.islice(breaks, n_before, None) if "torch.compiler.disable" not in reason
+            reason
+            for reason in itertools.islice(break_counts, n_before, None)
+            if "torch.compiler.disable" not in reason
         ]
         if reasons:
             explanation = reasons[0].partition("Explanation: ")[2].partition("\n")[0]

@@ -25,7 +25,7 @@ KV_CACHE = cache_name()
 # Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Number of mask elements that are created at a time
+# Maximum number of mask elements that are created at a time
 _MASK_ELEMENTS = 2**24
 
 # Functions of transformers that create sliding-window masks
@@ -42,12 +42,12 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
-    Returns the masks that the model itself would create for one sequence: a prompt, then `n_new` tokens of text. The
-    keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
+    Returns the masks that the model itself would create for one sequence without branches: a prompt, then `n_new`
+    tokens of text. The keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
 
     Masks include all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask would
-    silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least `P + n_new`
-    tokens, see [`~forward.layer_masks.LayerMask`].
+    silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least all tokens of the
+    sequence, see [`~forward.layer_masks.LayerMask`].
     """
     n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
@@ -59,8 +59,9 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         text_fields = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
         return {name: torch.cat([value[:size], text_fields[name]])[None] for name, value in fields_of_prompt}
 
+    # Token fields have one value per token. If all are 0, masks depend on distances between tokens alone.
     if not any(value.any() for value in prompt.token_fields.values()):
-        # Masks of text depend on distances alone, so that a prompt of twice the longest window shows all rules
+        # So if a short prompt, twice as long as the longest window, has causal masks, they are the long prompt's, too
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
@@ -79,7 +80,8 @@ def _model_masks(
     total = size + n_new
     default_create: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default_create)
-    # For sdpa, transformers creates a boolean mask (here, its spans), or `None` if attention is plain causal
+    # For sdpa, transformers creates a boolean mask, or `None` if attention is plain causal. `_masks_by_rows` replaces
+    # the boolean mask by the first token that each token sees and the index after the last one, if there are no gaps.
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
@@ -103,7 +105,10 @@ def _model_masks(
 
 
 def _spans(mask: torch.Tensor) -> torch.Tensor | None:
-    """Returns the start and end of the visible tokens in the rows of a mask, `(R, 2)`; `None` if a row has gaps."""
+    """
+    Returns the spans of visible tokens in the rows of a boolean mask, `(R, 2)`: the index of the first visible token,
+    and the index after the last one. Returns `None` if a row has gaps.
+    """
     starts, ends = (values.to(torch.uint8).argmax(1) for values in (mask, mask.flip(1)))
     spans = torch.stack([starts, mask.size(1) - ends], dim=1)
     return spans if mask.sum(1).equal(spans[:, 1] - starts) else None
@@ -112,8 +117,8 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
-    Makes transformers create masks for sdpa as spans `(T, 2)` within the context: start and end of the tokens that
-    a token sees. A mask with gaps in its rows stays a boolean mask. Large masks are created a few rows at a time.
+    Makes transformers create masks for sdpa as spans `(T, 2)`, see [`_spans`], within the context. A mask with gaps in
+    its rows stays a boolean mask. Large masks are created a few rows at a time.
     """
     create_mask = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -145,7 +150,10 @@ def _masks_by_rows() -> Iterator[None]:
 
 
 def _compress(mask: torch.Tensor, size: int) -> LayerMask:
-    """Compresses the mask of a prompt and of text after it. Returns [`Causal`] if the text is causal in a window."""
+    """
+    Compresses the mask of a prompt of `size` tokens and of text after it. Returns [`Causal`] if the text is causal in
+    a window, else the mask as spans `(T, 2)` or as a boolean mask `(T, T)`.
+    """
     full_mask = mask[0, 0] if mask.dim() == 4 else None
     spans = mask if full_mask is None else _spans(full_mask[size - 1 :])
     if spans is None:
@@ -160,6 +168,7 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
         return Causal(window, full_mask[:size, :size].clone(), None)
     if is_causal.all():
         return Causal(window)
+    # Largest distances at which prompt tokens see earlier and later tokens
     lookback, lookahead = int((positions - starts)[:size].max()), int((ends - positions - 1)[:size].max())
     return Causal(window, spans[:size], lookahead if lookback < (window or size) else None)
 
@@ -173,16 +182,16 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
-    """Returns whether attention in the prompt is causal, in the same window as in the text after it."""
+    """Returns whether the prompt has causal attention, in the same window as the text after it."""
     return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
-    Returns a model's config without attention windows that its forward ignores.
+    Returns a model's config, or a copy of its text config without the attention windows if the forward ignores them.
 
-    Masks and caches of transformers follow the config alone. A forward that creates a plain causal mask for all layers
-    ignores the windows of the config.
+    A forward that creates a plain causal mask for all layers ignores the windows of the config. But transformers makes
+    masks and caches by the config alone.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]

@@ -32,7 +32,7 @@ class KeptPrompt:
         self._sums: dict[tuple, torch.Tensor] = {}
 
     def states(self, is_first: bool, is_last: bool) -> States:
-        """Returns the states for a chunk. The first chunk of a pass computes them, and the last chunk frees them."""
+        """Returns keys and values for a chunk. The first chunk of a pass computes them. The last chunk frees them."""
         if is_first:
             self._states, self._sums = self._forward(), {}
         states, sums = self._states, self._sums
@@ -42,13 +42,13 @@ class KeptPrompt:
             return states
         prepare = _add_sum if is_last else _detach_and_sum
         return {
-            layer: (prepare(key, sums, (layer, 0)), prepare(value, sums, (layer, 1)))
-            for layer, (key, value) in states.items()
+            layer: (prepare(keys, sums, (layer, 0)), prepare(values, sums, (layer, 1)))
+            for layer, (keys, values) in states.items()
         }
 
 
 def _detach_and_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """Returns a detached state, with a hook that adds its gradient to the sum at `key`."""
+    """Returns detached keys or values, with a hook that adds their gradient to the sum at `key`."""
 
     def add_gradient(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -63,7 +63,7 @@ def _detach_and_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: t
 
 
 def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """Returns the state with its graph, and with a hook that adds the sum of earlier chunks to its gradient."""
+    """Returns keys or values with their graph, and with a hook that adds the sum at `key` to their gradient."""
     if not state.requires_grad:
         return state
     state = state.view_as(state)
@@ -80,7 +80,8 @@ def without_prompt(row: PackedRow, states: States) -> PackedRow:
             replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
         ],
         restore_index=row.layout.restore_index[size:] - size,
-        windows={kind: (window, False) for kind, (window, _) in row.layout.windows.items()},
+        # False, as the row has no prompt that kernels could compute
+        windows={layer_type: (window, False) for layer_type, (window, _) in row.layout.windows.items()},
         states=states,
         n_cached=size,
     )
@@ -93,12 +94,17 @@ def without_prompt(row: PackedRow, states: States) -> PackedRow:
         parts=row.parts[1:],
         layout=layout,
         label_index=row.label_index - size,
+        # Padding, which had index 0, gets index 0 again. Its scores are masked.
         score_index=(row.score_index - size).clamp(min=0),
     )
 
 
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
-    """Returns `(is_first, is_last)` by the index of a part, for the parts that are chunks of a split group."""
+    """
+    Returns whether a chunk of a split group is the group's first and last, `(is_first, is_last)`, by its index in
+    `parts`. `parts` holds the batch indices of the completions of each forward pass. Other parts have no entry.
+    """
+    # `shared` is equal for the completions of one prompt
     prompts_of_parts = [{prompts[i].shared for i in part} for part in parts]
     n_chunks, n_seen = Counter(prompt for part_prompts in prompts_of_parts for prompt in part_prompts), Counter()
     ends = {}
@@ -113,8 +119,9 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """
-    Returns whether completions can be forwarded after a [`KeptPrompt`]: `False` if layers carry a state from token to
-    token, or if reentrant checkpointing hides the prompt's graph.
+    Returns whether completions can be forwarded after a [`KeptPrompt`]. They can't if layers carry a recurrent or
+    convolutional state from token to token, as only keys and values are kept. They can't if reentrant checkpointing
+    hides the prompt's graph, either.
     """
     if has_states(model):
         return False

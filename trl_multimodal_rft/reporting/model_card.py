@@ -78,18 +78,19 @@ PAPERS: dict[str, Any] = {
 }
 
 
-# Text of the confidence interval of the held-out accuracy in a log
+# Template of the confidence interval of the held-out accuracy, filled with an entry of the log history
 _INTERVAL = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
 
-# Options that a card names if they are on, and options that it names if they are set
+# Options that a card names unless they are off (0, `False`, `None` or empty)
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
 _IF_ON += ("dynamic_sampling_range", "difficulty_sampling", "rollout_view", "contrast_view")
+# Options that a card names unless they are `None`
 _IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
 _IF_SET += ("ema_decay",)
 
 
 def in_text(name: str) -> str:
-    """Returns an untrusted name as plain text, without Markdown, HTML, links, templates and credentials."""
+    """Returns an untrusted name as plain text, without Markdown, HTML, links, templates or credentials."""
     name = without_credentials(" ".join(name.split()))
     letters = [letter if letter.isalnum() or letter in " _-/." else f"&#{ord(letter)};" for letter in name]
     return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
@@ -116,8 +117,8 @@ def is_hub_name(name: str) -> bool:
 def base_metadata(name: str) -> dict[str, str]:
     """
     Returns metadata of the base model for a model card: its name on the Hub and its license. They come from a card in
-    a local folder or the Hub's cache, without requests. A local card's base model counts if this package wrote the
-    card.
+    a local folder or the Hub's cache, without requests. For a local folder, the base model is the one that the
+    folder's card names, but only if this package wrote that card.
     """
     on_hub = is_hub_name(name)
     path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
@@ -131,7 +132,7 @@ def base_metadata(name: str) -> dict[str, str]:
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns the line of the held-out accuracy, if [`GenerationEvalCallback`] measured it."""
+    """Returns a card's line on the held-out accuracy, or no line if no [`GenerationEvalCallback`] measured it."""
     evaluations = [logs for logs in history if "eval_accuracy" in logs]
     if not evaluations:
         return []
@@ -142,7 +143,7 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
-    """Returns the latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
+    """Returns the latest held-out accuracy for the `model-index` of a card, or `None`, see [`held_out_lines`]."""
     last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
     if last is None:
         return None
@@ -189,11 +190,11 @@ class CardRun:
     notes: CardNotes
     trainer_name: str
     paper: dict[str, str]  # paper of the method, in TRL's format
-    repository: str  # on the Hub, or a folder
+    repository: str  # its name on the Hub, or a local folder
     max_new_tokens: int
     template_kwargs: dict[str, Any]
     training: list[tuple[str, str]]  # names and texts of the lines about the method
-    folders: list[tuple[str, str]]  # names and contents of further folders of the model
+    folders: list[tuple[str, str]]  # name of each further folder of the model, and a phrase about its contents
     self_check: SelfCheck | None = None
 
 
@@ -220,7 +221,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         data.library_name = "peft"
     ordered_modalities = [modality for modality in MODALITIES if modality in modalities]
     packages = {**_VERSIONS, "PEFT": "peft"} if has_adapter else _VERSIONS
-    # The card shows the prompt if all rows share it. Different prompts are data, which a card must not show.
+    # The card shows the prompt if it is the same in all rows. Different prompts are data, which a card must not show.
     conversations = run.notes.conversations
     shared = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
     card = ModelCard.from_template(
@@ -331,7 +332,7 @@ def _option_with_paper(value: str, name: str) -> str:
 
 
 def _paper_suffix(name: str) -> str:
-    """Returns the paper of an option with one paper for all values, or an empty text."""
+    """Returns a comma and the link of an option's paper, for options with one paper for all values, else `""`."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 

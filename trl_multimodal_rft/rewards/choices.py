@@ -77,8 +77,8 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
-    # An answer may repeat "A." many times. To save time, the loop normalizes the rest of the answer only if a choice
-    # has as many characters.
+    # Each pass removes one leading letter, such as "A.". Normalizing the rest in every pass would take quadratic time,
+    # so a pass only normalizes a rest with as many letters and digits as a choice has.
     indices, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if n_left in lengths else None
@@ -94,13 +94,14 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         start = letter[1]
         if start == len(answer):
             break
+    # Letters that the rest lists count, too: "(A) or (C)" names several choices
     listed = listed_letters(answer[start:]) if indices else ()
     named_indices = {*indices, *(ord(letter) - ord("A") for letter in listed), index} - {None}
     return named_indices.pop() if len(named_indices) == 1 else None
 
 
 def _n_characters(text: str) -> int:
-    """Returns the number of letters and digits. It is equal for texts that differ only in punctuation or spaces."""
+    """Returns the number of letters and digits. Punctuation and spaces don't change it."""
     return sum(map(str.isalnum, text.casefold()))
 
 
