@@ -28,7 +28,7 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether to remove columns that the trainer doesn't know from the rows.
+            Whether to remove from the rows the columns that the trainer doesn't use.
         max_length (`int`, *optional*):
             Maximum number of tokens of a prompt and one completion together. A longer row raises an error, or is
             skipped (`on_media_error`). `None` allows any length.

@@ -35,7 +35,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether to remove columns that the trainer doesn't know from the rows.
+            Whether to remove from the rows the columns that the trainer doesn't use.
         max_length (`int`, *optional*):
             Maximum number of tokens of a row. Longer rows of text are cut, as in [`~trl.SFTConfig`], and dropped if
             nothing to learn is left. Longer rows with media raise an error, or are skipped (`on_media_error`), since
