@@ -75,7 +75,8 @@ class CompletionLayer(DynamicLayer):
         return self.prompts.get_seq_length() + self.n
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.n += tokens_to_remove  # a negative number, as transformers passes it
+        # a negative number, as transformers passes it
+        self.n += tokens_to_remove
 
     def join_prompts(self) -> DynamicLayer:
         """Returns the layer `prompts`, changed in place to one row per completion with prompt and completion."""
