@@ -1,12 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Supported versions of vLLM, and imports that differ between them."""
 
-from importlib.metadata import packages_distributions, version
+from functools import cache
+from importlib import metadata
+from importlib.metadata import version
 
 from trl.import_utils import is_vllm_available
 
 from ..versions import bounds, compare_with_tested, warn_of_newer
 
+
+# Reads the names of all installed packages, for seconds of CPU time, and several modules ask
+packages_distributions = cache(metadata.packages_distributions)
 
 SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
 
