@@ -42,7 +42,7 @@ LIMIT, IDLE = 1000, 120
 NEAREST = 6  # files with tests
 PRELOADED = "torchvision peft pytest soundfile av trl.trainer.grpo_trainer trl.trainer.sft_trainer"
 # Modules are imported already; files run in the order of the arguments
-DEFAULT = ["-m", "not slow and (smoke or not gate)"]  # with the tests of extras
+DEFAULT = ["-m", "not slow"]  # with the tests of each change and of extras
 PYTEST = "-x -q -p no:cacheprovider -p no:helpers.cpu_seconds -W ignore::pytest.PytestAssertRewriteWarning".split()
 
 

@@ -61,6 +61,9 @@ from trl_multimodal_rft.models.pretrained import load_model, load_trained, read_
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
 
+pytestmark = pytest.mark.gate
+
+
 FOLDERS = tempfile.TemporaryDirectory()
 AUDIO, IMAGE = "qwen2_audio", "qwen2_5_vl"
 STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}

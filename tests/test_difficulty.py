@@ -21,6 +21,9 @@ from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficult
 from trl_multimodal_rft.rollout.reward import out_of_range
 
 
+pytestmark = pytest.mark.gate
+
+
 FAMILY = "qwen2_5_vl"
 # Two groups of four completions, one in each of two micro-batches
 TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.03, "self_check": False}

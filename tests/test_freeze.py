@@ -38,6 +38,9 @@ from trl_multimodal_rft.cli.check import without_weights
 from trl_multimodal_rft.models.parts import PARTS, count_parts, freeze, named_parts
 
 
+pytestmark = pytest.mark.gate
+
+
 FAMILY = "qwen2_5_vl"
 MAPPINGS = (
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -28,6 +28,9 @@ from trl_multimodal_rft.models import Critic, ValueHead
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
 
+pytestmark = pytest.mark.gate
+
+
 G = 3
 
 # Obstacles to packing their completions

@@ -18,6 +18,9 @@ from trl_multimodal_rft.evaluation import evaluate_trainer
 from trl_multimodal_rft.trainers.offload import HostMemory, idle_storages, storages
 
 
+pytestmark = pytest.mark.gate
+
+
 KINDS = ["grpo", "rloo", "ppo"]
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

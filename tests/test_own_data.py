@@ -22,6 +22,9 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
 
 
+pytestmark = pytest.mark.gate
+
+
 MODEL = str(saved("qwen2_audio"))
 PAIR = {"chosen": "A bird.", "rejected": "A dog."}
 # Scripts that read completions, with their columns

@@ -29,6 +29,9 @@ from peft import LoraConfig
 from trl_multimodal_rft import MultimodalPPOTrainer
 
 
+pytestmark = pytest.mark.gate
+
+
 class RecordingPPO(Recording, MultimodalPPOTrainer):
     """Records the inputs of each micro-batch, including supervised rows."""
 

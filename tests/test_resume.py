@@ -37,6 +37,9 @@ from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
 from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state
 
 
+pytestmark = pytest.mark.gate
+
+
 class RecordingGRPO(Recording, MultimodalGRPOTrainer):
     pass
 

@@ -25,6 +25,9 @@ from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
+pytestmark = pytest.mark.gate
+
+
 def split_policy(model, max_tokens=1, **fallbacks):
     return PolicyForward(
         fallbacks=Fallbacks(isolate=family_of(model).isolate, **fallbacks), temperature=1.0, max_tokens=max_tokens

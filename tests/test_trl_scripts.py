@@ -28,6 +28,9 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.data.rows import prefetch
 
 
+pytestmark = pytest.mark.gate
+
+
 TRAINERS = {"grpo": (GRPOTrainer, MultimodalGRPOTrainer), "rloo": (RLOOTrainer, MultimodalRLOOTrainer)}
 
 _MODELS = tempfile.TemporaryDirectory()

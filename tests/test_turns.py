@@ -25,6 +25,9 @@ from trl_multimodal_rft.rewards.calls import StepwiseReward, check_rewards
 from trl_multimodal_rft.rollout.reward import join_steps
 
 
+pytestmark = pytest.mark.gate
+
+
 NAN = math.nan
 EPS = 1e-4
 

@@ -34,6 +34,9 @@ from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards,
 from trl_multimodal_rft.trainers.setup import resolve_config
 
 
+pytestmark = pytest.mark.gate
+
+
 STEPS = 3
 
 

@@ -66,7 +66,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "tests" in args.what:
-        run([f"tests/test_{name}.py" for name in TESTS], "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+        files = [f"tests/test_{name}.py" for name in TESTS]
+        run(files, "-m", "not slow", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     if "signatures" in args.what:
         run(["tests/engine/test_signatures.py"])
     if "engine" in args.what:  # a process per file, as engines leave memory behind
