@@ -4,16 +4,18 @@ Signals end a run, which first completes its remaining work. `distributed/test_k
 bit, from any moment and on several processes.
 """
 
+import fcntl
 import logging
 import os
 import pty
 import signal
+import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
 import pytest
-from helpers import forked
 from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
@@ -117,10 +119,10 @@ def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tm
 
 
 IN_A_TERMINAL = """
-import fcntl, sys, termios
+import sys
 from pathlib import Path
+import torch
 from test_signals import make
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # of the own session that each forked command has
 make(Path(sys.argv[1]), max_steps=10**6).train()
 """
 
@@ -130,7 +132,13 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
     """Its output then fails."""
     terminal, its_end = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
-    process = forked.Popen(python_command(["-c", IN_A_TERMINAL, tmp_path]), env=python_environment(), **streams)
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = python_command(["-c", IN_A_TERMINAL, tmp_path])
+    process = subprocess.Popen(command, env=python_environment(), preexec_fn=own_terminal, **streams)
     os.close(its_end)
     try:
         printed = b""

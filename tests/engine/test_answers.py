@@ -90,8 +90,12 @@ def spoil(proxy):
     proxy.reset()
     yield spoil
     requests.post(f"{proxy.target}/resume")
-    proxy.reset()
     proxy.over.set()
+    n_asked = -1
+    while n_asked != proxy.asked[GENERATE]:  # requests of a run that has ended may still come
+        n_asked = proxy.asked[GENERATE]
+        time.sleep(0.1)
+    proxy.reset()
     proxy.over = threading.Event()
 
 

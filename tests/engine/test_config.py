@@ -69,7 +69,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
 
     processor = trainer.processing_class.image_processor
     processor.size = {"shortest_edge": 84 * 84, "longest_edge": 112 * 112}
-    with pytest.raises(MediaError, match=r"row 1: vLLM made \d+ tokens .*Load both from the folder"):
+    with pytest.raises(MediaError, match=r"row 1: vLLM's \d+ tokens .*Load both from the folder"):
         answers(trainer, [{"prompt": "a"}, image_rows(1)[0]])
 
 
