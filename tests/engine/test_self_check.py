@@ -34,7 +34,7 @@ def assert_exact(check):
 def test_grpo_samples_from_the_policy(tmp_path, monkeypatch):
     trainer = grpo(tmp_path, temperature=0.7, generation_kwargs={"logit_bias": {60: 2.0}})
     printed: list[str] = []
-    monkeypatch.setattr(run_checks, "write", printed.append)
+    monkeypatch.setattr(run_checks, "print_above_bars", printed.append)
     trainer.train()
     assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
