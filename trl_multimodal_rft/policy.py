@@ -110,8 +110,8 @@ class Live:
 
     def feature_dtype(self) -> torch.dtype | None:
         """Returns the dtype of the policy, the reference and the critic, or `None` if their dtypes differ."""
-        models = [model for model in (self.model, self.ref_model, getattr(self.critic, "model", None)) if model]
-        weights = [filter(torch.is_floating_point, model.parameters()) for model in models]
+        models = self.model, self.ref_model, getattr(self.critic, "model", None)
+        weights = [filter(torch.is_floating_point, model.parameters()) for model in models if model is not None]
         dtypes = {next(floating).dtype for floating in weights}
         return dtypes.pop() if len(dtypes) == 1 else None
 
