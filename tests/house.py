@@ -212,7 +212,7 @@ class Call(NamedTuple):
 
 
 LAYERS = layers()
-STAGES = {"_prepare_inputs": "a step", "_run_stages": "a rollout", "encode_prompt": "a prompt"}
+STAGES = {"_prepare_inputs": "a step", "_draw": "a rollout", "encode_prompt": "a prompt"}
 
 
 @cache

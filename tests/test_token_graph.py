@@ -220,30 +220,30 @@ def train(tmp_path, caplog, **kwargs):
 
 def test_training_samples_from_a_graph(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog, max_completion_length=12)
-    assert trainer.checks.self_check.sampled < 1e-4 and trainer._policy.fallbacks.allows_graph
+    assert trainer.checks.self_check.sampled < 1e-4 and trainer._policy.fallbacks.graph
     assert all(step.captures and step.obstacle is None for step in recorded) and len(recorded) >= 2
 
 
 def test_disable_compile_turns_it_off(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog, generation_kwargs={"disable_compile": True})
-    assert recorded == [] and not trainer._policy.fallbacks.allows_graph
+    assert recorded == [] and not trainer._policy.fallbacks.graph
 
 
 def test_a_resumed_run_goes_by_its_options(recorded, tmp_path, caplog):
     trainer = train(tmp_path, caplog)
     state = trainer.checks.state_dict()
-    assert state["fallbacks"]["allows_graph"]
+    assert state["fallbacks"]["graph"]
     for graph in (True, False):
-        trainer._policy.fallbacks.allows_graph = graph
+        trainer._policy.fallbacks.graph = graph
         trainer.checks.load_state_dict(state)
-        assert trainer._policy.fallbacks.allows_graph == graph
+        assert trainer._policy.fallbacks.graph == graph
 
 
 def test_a_graph_that_is_wrong_is_found_by_the_self_check(recorded, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(RecordedStep, "replay", lambda self: None)  # the logits of the token before
     trainer = train(tmp_path, caplog, max_completion_length=12)
     assert "sampling from a graph of the device differs" in caplog.text
-    assert not trainer._policy.fallbacks.allows_graph and trainer._policy.fallbacks.shared_prefill
+    assert not trainer._policy.fallbacks.graph and trainer._policy.fallbacks.shared_prefill
 
 
 def test_a_capture_that_fails_says_why_once(recorded, tmp_path, caplog, monkeypatch):
@@ -254,4 +254,4 @@ def test_a_capture_that_fails_says_why_once(recorded, tmp_path, caplog, monkeypa
     trainer = train(tmp_path, caplog, max_completion_length=12)
     lines = [record.message for record in caplog.records if "without a graph" in record.message]
     assert len(lines) == 1 and lines[0].endswith("of the device: no capture of this step")
-    assert not trainer._policy.fallbacks.allows_graph and len(recorded) == 1
+    assert not trainer._policy.fallbacks.graph and len(recorded) == 1

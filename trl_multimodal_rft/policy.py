@@ -84,7 +84,7 @@ class Fallbacks:
     isolate: Literal["media", "prompt"] | None = None  # prompts that get separate forwards, see `ScoreRequest`
     logits_from_model: bool = False  # whether the model's logits are used instead of the fused head
     shared_prefill: bool = True  # whether prompts are prefilled once for all their completions
-    allows_graph: bool = True  # whether decoding steps run as a CUDA graph, on devices that support it
+    graph: bool = True  # whether decoding steps run as a CUDA graph, on devices that support it
 
 
 @dataclass

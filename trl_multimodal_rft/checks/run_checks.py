@@ -115,9 +115,9 @@ class Checks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # The options of this run may forbid graphs that the state allows
-        allows_graph = self.policy.fallbacks.allows_graph
+        allows_graph = self.policy.fallbacks.graph
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
-        self.policy.fallbacks.allows_graph &= allows_graph
+        self.policy.fallbacks.graph &= allows_graph
         if state["self_check"] is not None:
             fields: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
             self.self_check = SelfCheck(**fields)

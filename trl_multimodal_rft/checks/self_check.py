@@ -358,9 +358,9 @@ class _Check(Measure):
         if sampled is None:
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
-        if not is_exact and self.fallbacks.allows_graph and self.device.type in STEPS:
+        if not is_exact and self.fallbacks.graph and self.device.type in STEPS:
             problem = f"sampling from a graph of the device differs by {difference:.0e}"
-            self.fall_back(problem, "sampling without it", allows_graph=False)
+            self.fall_back(problem, "sampling without it", graph=False)
             return self._sample_and_recompute(target)
         if not is_exact and self.fallbacks.shared_prefill:
             problem = f"sampling from a shared prefill differs by {difference:.0e}"

@@ -341,7 +341,7 @@ def sample_completions(
     Samples a completion of each prompt with transformers.
 
     The `fallbacks`, by default the policy's, say whether prompts are prefilled once or for each completion, and
-    whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.allows_graph` becomes
+    whether decoding steps run as a CUDA graph. If the steps can't be captured, `fallbacks.graph` becomes
     `False`. `generating` returns a context with the model ready to generate, by default TRL's context. `branches` hold
     the cache to continue from. The cache isn't used if weights are sharded, or if completions are sampled in parts.
 
@@ -372,7 +372,7 @@ def sample_completions(
             if branches is None or branches.continuations is None:  # otherwise the cache holds the media
                 with policy.autocast():
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
-            outputs, runner = [], runner_on(device) if fallbacks.allows_graph else TokenStep()
+            outputs, runner = [], runner_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
                 # Repeats the last part until all ranks have equally many forwards
                 for part in [*parts, *[parts[-1]] * n_surplus]:
@@ -393,7 +393,7 @@ def sample_completions(
                     )
                     outputs.append(output)
                     runner.reset()
-    fallbacks.allows_graph &= runner.obstacle is None
+    fallbacks.graph &= runner.obstacle is None
     if len(parts) == 1:
         return outputs[0]
     outputs = outputs[: len(parts)]

@@ -330,7 +330,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         """Returns the rollout of a batch of rows. Dynamic sampling and replay exchange its groups without signal."""
-        rollout = self._run_stages(inputs)
+        rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
@@ -339,7 +339,7 @@ class MultimodalTrainer(CheckpointMixin):
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
-    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Returns the rollout of a batch of rows after all stages: sampled, scored, rewarded, with advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
@@ -359,7 +359,7 @@ class MultimodalTrainer(CheckpointMixin):
             self._checked_step = self.state.global_step
 
     def _roll_out_extra(self, n: int) -> Rollout:
-        return self._run_stages(self._stream.draw(n))
+        return self._draw(self._stream.draw(n))
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._run.begin_rollout(inputs)

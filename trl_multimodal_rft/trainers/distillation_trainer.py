@@ -159,7 +159,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Rollout
 
-    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Samples completions of rows, and returns their rollout with the teacher's prompts or scores."""
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)

@@ -216,7 +216,7 @@ def first_fallbacks(
         )
     allows_graph = not mapping(args.generation_kwargs).get("disable_compile")
     return Fallbacks(
-        packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, allows_graph=allows_graph
+        packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=allows_graph
     )
 
 

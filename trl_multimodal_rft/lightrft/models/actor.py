@@ -370,7 +370,7 @@ class Actor(nn.Module):
         fallbacks = replace(
             self.policy_forward.fallbacks,
             shared_prefill=not is_deepspeed_zero3_enabled(),
-            allows_graph=not generation_config.disable_compile,
+            graph=not generation_config.disable_compile,
         )
         with evaluation_mode(self):
             ids = sample_completions(
