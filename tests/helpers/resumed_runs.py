@@ -73,10 +73,6 @@ class Case:
     def arguments(self) -> dict:
         return {**(REUSED if self.supervised is None else EVERYTHING), **self.options}
 
-    @property
-    def n_steps(self) -> int:
-        return self.arguments["max_steps"]
-
     def make(self, folder: Path, **options):
         arguments = {**self.arguments, **options}
         objects = {} if self.supervised is None else {"ptx_dataset": self.supervised()}
