@@ -19,9 +19,7 @@ WITH_EACH = {
 # Weights in shards are gathered in a forward pass, and have checkpoints of their own; ZeRO-2's are whole
 WITH_SHARDED_WEIGHTS = {
     "resumed_reference": "checkpoints of two models",
-    "papo_token_budget": "two forward passes for each backward, several times before a reduction",
     "adapter_images": "frozen weights beside trained ones, and their checkpoints",
-    "mixed_omni": "ranks that skip two encoders, each another one",
     "ppo_saved": "checkpoints of two models",
 }
 WITH_ONE = {
@@ -29,6 +27,8 @@ WITH_ONE = {
         "hybrid": "layers of two kinds, which are wrapped apart",
         "split_groups": "groups in chunks that can't share a forward pass of their prompt",
         "papo": "ranks that have no view, and skip no forward pass of it",
+        "papo_token_budget": "two forward passes for each backward, several times before a reduction",
+        "mixed_omni": "ranks that skip two encoders, each another one",
         "ppo_images": "a critic and averages that are wrapped with the policy",
         "ppo_resumed": "groups of parameters in checkpoints, with states of their own",
         "parts_adapter": "parts that are frozen and adapted, some with rates of their own",

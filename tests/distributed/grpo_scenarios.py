@@ -651,17 +651,18 @@ def merged(checkpoint):
 
 
 def greedy(folder, family, rows, batch=2 * GROUP):
-    """Trains two steps on given completions and one on sampled ones of different lengths, then saves."""
+    """Trains a step on given completions and one on sampled ones of different lengths, then saves."""
     trainer, result = train(
         folder,
         family,
         rows,
         batch,
+        type("Greedy", (RecordingTrainer,), {"n_given": 1}),
         end_ids=list(range(20, 400, 5)),
-        max_steps=3,
+        max_steps=2,
         generation_kwargs={"do_sample": False},
         save_strategy="steps",
-        save_steps=3,
+        save_steps=2,
     )
     trainer.save_model(folder / "saved")
 
@@ -669,7 +670,7 @@ def greedy(folder, family, rows, batch=2 * GROUP):
         yield model_class.from_pretrained(place)
 
     PartialState().wait_for_everyone()
-    otherwise = loaded(trainer, family, load, folder / "saved", merged(folder / "output" / "checkpoint-3"))
+    otherwise = loaded(trainer, family, load, folder / "saved", merged(folder / "output" / "checkpoint-2"))
     return {**result, "saved_otherwise": otherwise, "completions": trainer.completions[-1]}
 
 

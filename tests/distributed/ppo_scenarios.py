@@ -83,11 +83,6 @@ PLAIN = {
         **{**AUDIO, "objects": {"peft_config": LORA}, "learning_rate": 0.5},
         "gradient_checkpointing": ENGINE != "zero3",
     },
-    # Adam must not count steps of the policy while it is frozen
-    "ppo_adam": {
-        **{"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1},
-        **{"freezing_actor_steps": 2, "max_steps": 3},
-    },
     # In the first generation batch the second of two ranks has no media, in the second one the first has none
     "ppo_mixed": {"rows": partly(image_rows(), 0, 3), "batch": 2 * GROUP},
 }
@@ -107,8 +102,10 @@ def ppo_parts(folder):
 
 
 def ppo_saved(folder):
-    """Saves and loads policy, critic and average."""
-    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, num_ppo_epochs=1, max_steps=2)
+    """Saves and loads policy, critic and average. Adam must not count steps of the policy while it is frozen."""
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
+    options |= {"batch": 2 * GROUP, "num_ppo_epochs": 1, "max_steps": 2}
+    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), **options)
     trained = weights(trainer.model)
     trainer.save_model(folder / "saved")
     PartialState().wait_for_everyone()

@@ -469,7 +469,7 @@ def test_trains_policy_and_critic_as_one_process(two, one, engine, scenario):
     assert_same_ppo(two, one, engine, scenario)
 
 
-@on(["zero3"], "ppo_adam")
+@on(["zero3"], "ppo_saved")
 def test_deepspeed_counts_no_steps_of_a_frozen_policy(two, one, engine, scenario):
     """Adam normalizes a gradient by its size, so rounding matters where the gradient is near zero."""
     assert_same_ppo(two, one, engine, scenario, tolerance=1e-2)

@@ -191,8 +191,9 @@ def engine_options(state):
     if ENGINE in ZERO and splits:
         zero = {"stage": ZERO[ENGINE]}
         if zero["stage"] == 3:
-            # Engines shard even the smallest weight
-            zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+            # Engines shard even the smallest weight, and free it after its layer, as in models of billions of weights
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         config |= {"gradient_clipping": "auto", "zero_optimization": zero}
         own_state = {"accelerator_config": {"use_configured_state": True}} if ON_CPU else {}

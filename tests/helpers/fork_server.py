@@ -217,6 +217,7 @@ def main() -> None:
             importlib.import_module(name)
     if "deepspeed" in sys.modules:  # DeepSpeed would compile an operation for inference, which takes 90 CPU seconds
         sys.modules["deepspeed"].ops.__compatible_ops__ = {}
+        sys.modules["deepspeed"].utils.nvtx.enable_nvtx = False  # marks for a profiler of GPUs
     sys.path[:] = [folder for folder in sys.path[2:] if os.path.realpath(folder) not in python_path]
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # the server ends with the tests in any case
     gc.collect()
