@@ -155,7 +155,7 @@ def test_step_table(capsys, monkeypatch):
     """TRL scores old log-probabilities in a pass of its own where it corrects those of an engine."""
     rows = ["text", "engine", "equal_rewards"]
     for name in rows:
-        small = "--group 4 --tokens 8" if name == "equal_rewards" else "--group 2 --tokens 4"
+        small = "--prompts 2 --group 4 --tokens 8" if name == "equal_rewards" else "--group 2 --tokens 4"
         monkeypatch.setitem(step_table.ROWS, name, f"{step_table.ROWS[name]} {small}")
     results = step_table.main(["--rows", *rows, "--preset", "tiny", "--repeats", "1", "--clock", "cpu", *THREADS])
     printed = capsys.readouterr().out.split("\n\n")
