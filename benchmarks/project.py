@@ -33,7 +33,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import policy_update
@@ -69,7 +69,7 @@ class Machine:
     kernel: float = 2.5e-6  # seconds of the shortest kernel
     forward: float = 30e-6  # seconds in which Python calls and dispatches an operation
     backward: float = 17e-6  # seconds in which autograd does, without Python
-    memory: float = 139 * GIB  # bytes of the GPU that a process can use
+    memory: float = field(default=139 * GIB, compare=False)  # bytes that a process can use; no cost depends on them
     load_call: float = 1.5e-3  # seconds of a call of vLLM's `load_weights`: 1.5 to 1.6e-3 with as many layers on a CPU
     load_weight: float = 1e-4  # seconds of the host per weight in a call: at most 2.9e-4 on a CPU, which packs them
     token: float = 1.5e-3  # seconds per sampled token beyond reading the weights: scheduler, sampling, attention
@@ -394,7 +394,7 @@ def targets(rows: list[dict]) -> list[dict]:
 
 def run(args: argparse.Namespace) -> dict:
     """Predicts all rows."""
-    machine = Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
+    machine = Machine(**{each.name: getattr(args, each.name) for each in fields(Machine)})
     rows = []
     for preset, case in itertools.product(args.presets, args.cases):
         fits = True  # without checkpointing, which longer completions don't if shorter ones don't
@@ -468,8 +468,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--cases", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="prompts")
     parser.add_argument("--tokens", nargs="+", type=int, default=COMPLETIONS, help="per completion")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    for field in fields(Machine):
-        parser.add_argument(f"--{field.name}", type=float, default=field.default, help="see `Machine`")
+    for each in fields(Machine):
+        parser.add_argument(f"--{each.name}", type=float, default=each.default, help="see `Machine`")
     return report(parse_options(parser, argv, threads=None, json=False), run, table)
 
 

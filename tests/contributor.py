@@ -7,15 +7,19 @@ row doesn't name. Then `make fix` has to write what follows from other changes, 
 of them to pass. `python tests/contributor.py` prints each step.
 """
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
+from helpers.fork_server import IMPORTED
 from helpers.forked import ADDRESS
 
 
@@ -64,6 +68,7 @@ def add(tree: Path, path: str, where: str, text: str) -> None:
 WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses reference_api mutations fix added"
 PARTS = "hostile_rewards families advantages losses views ready_rewards grpo_sampling plain contract cli nothing_twice"
 NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
+ALIKE = "reinforce_baseline [audio-plain] [image-plain]"  # named like additions, but tests of what was there before
 CONFIG, OPTIONS = f"{PACKAGE}/trainers/multimodal_config.py", f"{PACKAGE}/cli/options.json"
 # Lines, unformatted, in a module that pages link to; a test file; and an option
 CHANGES = [
@@ -95,14 +100,65 @@ def named(text: str) -> tuple[list[str], list[str]]:
 
 
 def run(command: list[str], tree: Path) -> str:
-    """Runs a command in the copy, apart from a test run of this repository, and returns what it prints."""
-    outer = {name for name in os.environ if name.startswith("PYTEST_")} | {ADDRESS}
-    environment = {name: value for name, value in os.environ.items() if name not in outer}
-    environment |= {"PYTHONPATH": str(tree), "COLUMNS": "200"}
-    ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    """Runs a command in the copy, and returns what it prints."""
+    ended = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}{ended.stderr[-3000:]}")
     return ended.stdout
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """Returns the environment of commands in the copy, apart from a test run of this repository."""
+    outer = {name for name in os.environ if name.startswith("PYTEST_")} | {ADDRESS}
+    inner = {name: value for name, value in os.environ.items() if name not in outer}
+    return inner | {"PYTHONPATH": str(tree), "COLUMNS": "200"}
+
+
+# A process that imports other packages once, and forks for each command of Python
+FORKS = f"""
+import gc, importlib, json, os, runpy, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # imports print
+for name in {[name for name in IMPORTED if not name.startswith(PACKAGE)]}:
+    importlib.import_module(name)
+gc.freeze()
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+else:
+    sys.exit()
+words, output = json.loads(line)
+os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+os.dup2(1, 2)
+sys.argv = words[words[0] == "-m" :]
+if words[0] == "-m":
+    sys.path[0] = os.getcwd()
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+else:
+    path = os.path.abspath(words[0])
+    sys.path[0] = os.path.dirname(path)
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+@contextmanager
+def python(tree: Path) -> Iterator[Callable[[list[str]], str]]:
+    """Provides a function that runs words behind `python` in the copy, and returns what the command prints."""
+    with tempfile.NamedTemporaryFile() as output:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", FORKS], cwd=tree, env=environment(tree), **pipes) as forks:
+
+            def run_forked(words: list[str]) -> str:
+                forks.stdin.write(f"{json.dumps([words, output.name])}\n")
+                forks.stdin.flush()
+                code, printed = forks.stdout.readline().strip(), Path(output.name).read_text()
+                if code != "0":
+                    raise RuntimeError(f"python {' '.join(words)} failed:\n{printed[-9000:]}")
+                return printed
+
+            yield run_forked
 
 
 def changed(tree: Path) -> list[str]:
@@ -139,17 +195,20 @@ def follow(tree: Path) -> None:
         run(command, tree)
     everything = [*always, *(path for title in additions() for path in named(table[title])[0])]
     everything += [path for path, _, _ in CHANGES]
-    for command in [*commands, *finally_]:  # the last one is `make fix`
-        printed = run([sys.executable, *shlex.split(command)[1:]], tree)
-        print(command, flush=True)
-    if others := [path for path in changed(tree) if not is_named(path, everything)]:
-        raise RuntimeError(f"Commands of the rows write what no row names: {', '.join(others)}")
-    check_fix(printed, tree)
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:helpers.cpu_seconds"]
-    whole, parts = ([f"test_{name}.py" for name in names.split()] for names in (WHOLE, PARTS))
-    files = [f"tests/{name}" for name in (*whole, *parts)]
-    pytest += ["-W", "error:`make fix` would change:UserWarning"]  # it has written all of that
-    print(run([*pytest, *files, "-k", " or ".join([*whole, *NEW.split()])], tree)[-300:], flush=True)
+    with python(tree) as run_python:
+        for command in [*commands, *finally_]:  # the last one is `make fix`
+            printed = run_python(shlex.split(command)[1:])
+            print(command, flush=True)
+        if others := [path for path in changed(tree) if not is_named(path, everything)]:
+            raise RuntimeError(f"Commands of the rows write what no row names: {', '.join(others)}")
+        check_fix(printed, tree)
+        pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:helpers.cpu_seconds"]
+        whole, parts = ([f"test_{name}.py" for name in names.split()] for names in (WHOLE, PARTS))
+        files = [f"tests/{name}" for name in (*whole, *parts)]
+        pytest += ["-W", "error:`make fix` would change:UserWarning"]  # it has written all of that
+        pytest += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+        wanted = f"({' or '.join([*whole, *NEW.split()])}) and not ({' or '.join(ALIKE.split())})"
+        print(run_python([*pytest, *files, "-k", wanted])[-300:], flush=True)
 
 
 def check_fix(printed: str, tree: Path) -> None:

@@ -19,15 +19,19 @@ import sys
 import tomllib
 from collections import Counter
 from dataclasses import fields
+from functools import partial, partialmethod
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
 import first_run
+import numpy as np
 import pytest
 import soundfile
+import tasks
 import torch
+import transformers
 from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
 from helpers import first_run_page, forked
@@ -38,6 +42,8 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from huggingface_hub.cli.jobs import uv_app
 from pip_extras import MEDIA
+from small_models import digit_model
+from tasks import spoken_digits
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
@@ -135,14 +141,25 @@ WITH_CODE = [
     slow_but(WITH_CODE, ROOT / "docs" / "evaluation.md", ROOT / "docs" / "rewards.md"),
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_code_runs(page, folder, capsys, caplog):
-    """A line's comment has its printed value, the page explains the logs, and prompts request what is rewarded."""
+def test_code_runs(page, folder, capsys, caplog, monkeypatch):
+    """
+    A line's comment has its printed value, the page explains the logs, and prompts request what is rewarded. Training
+    for epochs takes one, whose steps are all logged.
+    """
+    base = transformers.Trainer
+    monkeypatch.setattr(base, "train", partialmethod(train_an_epoch, base.train))
     execute(page, look)
     assert "No prompt of the first batch" not in caplog.text
     printed = capsys.readouterr().out
     for code in blocks(page.read_text()):
         for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
             assert expected in printed
+
+
+def train_an_epoch(trainer, train, *args, **options):
+    if trainer.args.max_steps < 0:
+        trainer.args.num_train_epochs = trainer.args.logging_steps = 1
+    return train(trainer, *args, **options)
 
 
 def look(namespace):
@@ -166,15 +183,28 @@ def test_code_runs_on_the_first_files(page, first_day, capsys):
         assert "'name': 'zoom'" in printed[0]
 
 
+@pytest.fixture
+def first_recordings(tmp_path, monkeypatch):
+    """Returns a working directory with fewer recordings than `first_run.py` writes, and nothing that a model saw."""
+    rows, black = partial(spoken_digits, train_rows=40, test_rows=10), np.zeros((480, 28, 28), np.uint8)
+    monkeypatch.setattr(first_run, "spoken_digits", rows)
+    monkeypatch.setattr(tasks, "_mnist", lambda: dict.fromkeys(("train", "test"), (black, np.zeros(480, int))))
+    monkeypatch.setattr(first_run, "looking_model", lambda pictures: digit_model())
+    monkeypatch.chdir(tmp_path)
+    first_run.main()
+    return tmp_path
+
+
 @pytest.mark.slow
-def test_pairs_of_the_first_files_train(first_day):
-    """Each training of the page takes a step, from the model that the one before it saved."""
-    first_run_page.write_files(first_day, first_run_page.PAIRS)
+def test_pairs_of_the_first_files_train(first_recordings):
+    """Each training of the page takes a step of a few rows, from the model that the one before it saved."""
+    first_run_page.write_files(first_recordings, first_run_page.PAIRS)
     lines = [shlex.split(line)[1:] for line, _ in first_run_page.typed(first_run_page.PAIRS)]
     trained = [words for words in lines if words[0] != "evaluate"]
     assert [words[0] for words in trained] == ["sft", "dpo", "reward", "kto"]
     for words in trained:
-        code = f"from trl_multimodal_rft.cli import main; main({[*words, '--max_steps', '1']!r})"
+        words += ["--max_steps", "1", "--per_device_train_batch_size", "4"]
+        code = f"from trl_multimodal_rft.cli import main; main({words!r})"
         run = forked.run([sys.executable, "-c", code], capture_output=True)
         assert run.returncode == 0 and "step 1/1 | trained in" in run.stdout, run.stdout + run.stderr
 

@@ -36,15 +36,15 @@ ROOT = Path(__file__).parent.parent
 HELD = {"train": 40, "test": 16}  # rows of datasets by name
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
 KEPT = tempfile.TemporaryDirectory()
-# The demos with fewer rows, forty of them held out, and a cold start of fewer steps. Their pictures are kept in a
-# file: the package with MNIST takes three seconds to load
+# The demos with fewer rows, twenty of them held out, and a cold start of fewer and smaller steps. Their pictures are
+# kept in a file: the package with MNIST takes three seconds to load
 BRIEF = """
 import functools, pathlib, runpy, sys
 sys.path.insert(0, "examples")
-most, pictures, sys.argv = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:]
+most, size, pictures, sys.argv = *map(int, sys.argv[1:3]), pathlib.Path(sys.argv[3]), sys.argv[4:]
 import numpy as np
 import demo, tasks
-ROWS = {"train": 400, "test": 40}
+ROWS = {"train": 400, "test": 20}
 mnist = tasks._mnist
 def few():
     if not pictures.exists():
@@ -62,9 +62,11 @@ def brief(task):
         return splits
     return rows
 tasks.spoken_digits = brief(tasks.spoken_digits)  # which `long_recordings` takes, too
-tasks.moving_digits = functools.partial(tasks.moving_digits, 400, 40)
+tasks.moving_digits = functools.partial(tasks.moving_digits, 40, 20)
 whole = demo.cold_start
-demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": most})
+def cold_start(*args, batch_size=100, **options):
+    return whole(*args, batch_size=min(size, batch_size), **{**options, "max_steps": most})
+demo.cold_start = cold_start
 def capped(name, most):
     config = getattr(package, name)
     def small(*args, per_device_train_batch_size, **options):
@@ -72,15 +74,24 @@ def capped(name, most):
     setattr(package, name, small)
 if "preference" in sys.argv[0]:  # of trainers without options on the command line
     import trl_multimodal_rft as package
-    capped("MultimodalGRPOConfig", 32)
-    capped("MultimodalRewardConfig", 16)
-runpy.run_path(sys.argv[0], run_name="__main__")
+    capped("MultimodalGRPOConfig", 16)
+    capped("MultimodalRewardConfig", 8)
+if "agent" in sys.argv[0]:  # which draws its rows itself
+    import grpo_agent
+    pages = grpo_agent.pages
+    grpo_agent.pages = lambda n, seed: pages(min(n, ROWS["test"]), seed)
+    demo.start(grpo_agent.grpo, grpo_agent.demo, grpo_agent.DEMO)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def launch(script, output_dir, *options, compact=False, launcher=None, cold_start=2):
+def launch(script, output_dir, *options, compact=False, launcher=None, cold_start=2, batch_size=20):
+    """
+    Launches a script for two steps of few rows, after `cold_start` supervised steps of at most `batch_size` rows.
+    """
     pictures = str(Path(KEPT.name, "pictures.npz"))
-    launcher = ("-c", BRIEF, str(cold_start), pictures) if launcher is None else launcher
+    launcher = ("-c", BRIEF, str(cold_start), str(batch_size), pictures) if launcher is None else launcher
     command = [
         *(sys.executable, *launcher, f"examples/{script}.py", "--output_dir", str(output_dir)),
         *("--max_steps", "2", "--per_device_train_batch_size", "32", "--logging_steps", "1"),
@@ -149,13 +160,13 @@ def test_preferences(tmp_path):
     assert all((folder / "model.safetensors").exists() for folder in folders)
 
 
-LEARNED = 40  # updates after which the model calls its tool
+LEARNED = 32  # updates after which the model calls its tool
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "cold_start"), [("grpo_tools_audio", 2), ("grpo_tools_vision", LEARNED)])
 def test_tools(script, cold_start, tmp_path):
-    output = launch(script, tmp_path, cold_start=cold_start)
+    output = launch(script, tmp_path, cold_start=cold_start, batch_size=10)
     check_results(tmp_path, output)
     assert "Accuracy without the tool, at best: 10.0%" in output
     if cold_start < LEARNED:
@@ -192,7 +203,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
 
 @pytest.mark.slow
 def test_agent(tmp_path):
-    output = launch("grpo_agent", tmp_path, "--num_generations", "8", "--per_device_train_batch_size", "16")
+    output = launch("grpo_agent", tmp_path, "--num_generations", "4", "--per_device_train_batch_size", "8")
     check_results(tmp_path, output)
     mean, longest, read = re.findall(r"\(.* to .*\); contexts of (\d+) tokens, (\d+) at most, (\d+) in a", output)[-1]
     assert 0 < int(mean) <= min(int(longest), int(read))
@@ -255,11 +266,11 @@ def test_ppo(script, tmp_path):
 @pytest.mark.slow
 def test_distillation(tmp_path):
     """A student that sees noisy digits comes close to a teacher that sees clean ones."""
-    options = ["--max_steps", "12", "--per_device_train_batch_size", "32"]
+    options = ["--max_steps", "8"]
     output = launch("distillation_vision", tmp_path, *options, cold_start=12)
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    assert len(losses) == 12 and losses[-1] < 0.5 * losses[0]
+    assert len(losses) == 8 and losses[-1] < 0.5 * losses[0]
     assert "'packing/shared_frac':" in output and "distillation" in (tmp_path / "README.md").read_text()
 
 

@@ -8,7 +8,7 @@ from helpers.marks import slow_but
 from helpers.recorded_step import RecordedStep
 from helpers.trainer_utils import AS_SHIPPED, image_rows, load, make_trainer
 from peft import LoraConfig, get_peft_model
-from test_decoding import build, options, sample
+from test_decoding import SAME_DECODER, build, options, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -21,10 +21,7 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 
 
 DEFAULT = ("qwen2_5_vl", "gemma3", "qwen3_5")
-# Families with the decoder of another one: of Qwen2, LLaMA, Mistral, Qwen3.5 and GLM-4.1V. LLaMA 4 shares no prompts.
-SAME_DECODER = {"audioflamingo3", "musicflamingo", "internvl", "llava_onevision", "ovis2"}
-SAME_DECODER |= {"voxtral", "idefics3", "glmasr", "smolvlm", "deepseek_vl", "deepseek_vl_hybrid", "omniasr"}
-SAME_DECODER |= {"mistral3", "minicpmv4_6", "glm46v"}
+# LLaMA 4 shares no prompts
 FAMILY_NAMES = [name for name in [*FAMILIES, *MORE_FAMILIES] if name not in SAME_DECODER | {"llama4"}]
 
 

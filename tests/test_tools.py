@@ -376,15 +376,15 @@ def by_turn(completions, **kwargs) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("most", "kind", "options"),
+    ("most", "kind", "stops", "options"),
     [
-        (None, Conversation, {}),
-        (1, Contexts, {**REPLAY, "reward": few_live}),
-        (None, Conversation, {**REPLAY, "reward": by_turn, "advantage_estimator": "gigpo"}),
+        (None, Conversation, [1, 3], {}),  # in the first use of a batch, and in the second
+        (1, Contexts, [2], {**REPLAY, "reward": few_live}),
+        (None, Conversation, [1], {**REPLAY, "reward": by_turn, "advantage_estimator": "gigpo"}),
     ],
     ids=["reused", "replayed", "turns"],
 )
-def test_runs_resume_inside_a_batch_of_conversations(most, kind, options, tmp_path):
+def test_runs_resume_inside_a_batch_of_conversations(most, kind, stops, options, tmp_path):
     def make(folder, **more):
         objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
         own = {"max_completion_length": 1500, "max_steps": 5, "max_context_media": most, **options, **more}
@@ -394,7 +394,7 @@ def test_runs_resume_inside_a_batch_of_conversations(most, kind, options, tmp_pa
     straight = make(tmp_path / "straight")
     straight.train()
     assert any(isinstance(each, kind) for batch in straight._buffered_inputs for each in batch.prompts)
-    for step in (1, 2, 3):
+    for step in stops:
         resumed = make(tmp_path / f"{step}", save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint(straight, step))
         assert resumed.trained_on == straight.trained_on[step * straight.args.gradient_accumulation_steps :]

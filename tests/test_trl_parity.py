@@ -83,10 +83,8 @@ RLOO = {
 }
 # TRL treats these as the run without them, too
 EQUIVALENTS = {
-    "gradient checkpointing": {"gradient_checkpointing": True},
     "gradient checkpointing with reference": {**REUSED, "beta": 0.1, "gradient_checkpointing": True},
     "padding to multiples": {"pad_to_multiple_of": 8},
-    "RLOO, gradient checkpointing": {**AGAIN, "gradient_checkpointing": True},
     "RLOO, adapter, gradient checkpointing": {**RLOO["RLOO, adapter"], "gradient_checkpointing": True},
 }
 CASES = {**OPTIONS, **RLOO, **EQUIVALENTS}

@@ -13,11 +13,11 @@ MOST = {"image": (4, 1), "audio": (5, 2)}
 
 
 @functools.cache
-def counted(case, **sizes):
+def counted(case, group=2, **sizes):
     """Returns the counts of a step, which several tests read."""
-    from gpu_counts import count
+    from gpu_counts import count  # which needs the stand-in
 
-    return count(case, **sizes)
+    return count(case, group=group, **sizes)
 
 
 @pytest.mark.parametrize("case", MOST)
@@ -26,9 +26,9 @@ def test_counts_of_an_update(case):
     Neither kernels nor waits depend on the number of completions, and no layer waits. What the host waits for is
     transformers', but for one read of the completions.
     """
-    from gpu_counts import per_layer  # which needs the stand-in
+    from gpu_counts import per_layer
 
-    base, larger = counted(case), counted(case, group=16)
+    base, larger = counted(case), counted(case, group=4)
     for each, most in zip(("forward", "backward"), MOST[case], strict=True):
         assert base[each].waits.total() <= most, base[each].waits
         assert base[each].totals[1:] == larger[each].totals[1:]
@@ -42,10 +42,10 @@ def test_counts_of_an_update(case):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo, of what it looks at
 def test_compiled_layers_dispatch_a_third():
     """A graph counts as one operator."""
-    from gpu_counts import count, per_layer  # which need the stand-in
+    from gpu_counts import per_layer
 
     plain = per_layer(counted("image"), counted("image", layers=4))
-    compiled = per_layer(count("image", compiled=True), count("image", layers=4, compiled=True))
+    compiled = per_layer(counted("image", compiled=True), counted("image", layers=4, compiled=True))
     totals = [sum(layer[each][0] for each in ("forward", "backward")) for layer in (plain, compiled)]
     assert 3 * totals[1] <= totals[0], totals
 
@@ -56,4 +56,4 @@ def test_waits_of_encoders_as_transformers_has_them(monkeypatch):
 
     for module in ("forward.attention", "trainers.loading"):
         monkeypatch.setattr(f"trl_multimodal_rft.{module}.install_encoder_attention", lambda model: None)
-    assert per_layer(count("image"), count("image", depth=4))["forward"][2] == 3
+    assert per_layer(count("image", 2), count("image", 2, depth=4))["forward"][2] == 3

@@ -24,7 +24,7 @@ OPTIONS = {
     "optim": "adamw_torch",
     "max_completion_length": 4,
     "num_generations": 2,
-    "per_device_train_batch_size": 4,
+    "per_device_train_batch_size": 2,
     "self_check": True,
 }
 LENGTH = 6  # tokens of an answer

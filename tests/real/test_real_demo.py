@@ -8,9 +8,9 @@ from test_examples import launch
 pytestmark = REAL
 
 
-SMALL = ("--dry_run", "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "4")
+SMALL = ("--dry_run", "--per_device_train_batch_size", "2", "--num_generations", "2", "--max_completion_length", "4")
 
 
 def test_a_step_of_each_part(tmp_path):
-    output = launch("grpo_speech", tmp_path, *SMALL, cold_start=1)
+    output = launch("grpo_speech", tmp_path, *SMALL, cold_start=1, batch_size=2)
     assert "trained in" in output and "effect of another audio" in output and "Dry run: 1 step of 2" in output

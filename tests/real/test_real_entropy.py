@@ -39,7 +39,7 @@ def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
         gradient_accumulation_steps=2,
         max_steps=1,
         learning_rate=1e-5,
-        max_completion_length=16,
+        max_completion_length=10,
     )
     trainer.train()
     model, _ = load("text")

@@ -13,7 +13,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention, origi
 
 
 pytestmark = REAL
-G = 4
+G = 2
 # Each model has options of its own: they change logits, which don't say whose they are
 OPTIONS = {"text": {"temperature": 0.7, "top_p": 0.9}, "sound": {"temperature": 1.2, "min_p": 0.05}}
 

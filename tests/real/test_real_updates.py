@@ -20,14 +20,14 @@ ANSWERS = ["Blue", "Hello, my friend!", "No, it is hot.", "Eight."]
 WORSE = ["Nine, I think.", "Good", "Yes.", "Seven"]
 # As users train: with momentum, whose steps hardly depend on how large a gradient is
 OPTIONS = {
-    "max_steps": 10,
+    "max_steps": 4,
     "optim": "adamw_torch",
     "learning_rate": 1e-5,
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "linear",
     "model_init_kwargs": {"dtype": "float32"},
 }
-SAMPLED = {"max_completion_length": 5, "num_generations": 4, "per_device_train_batch_size": 4}
+SAMPLED = {"max_completion_length": 5, "num_generations": 2, "per_device_train_batch_size": 2}
 READ = {"per_device_train_batch_size": 1, "max_length": None}
 # What is trained: fewer weights save time. The last layers, or those through which all layers pass gradients
 LAST = ("layers.28.", "layers.29.", "norm.weight", "score.")
@@ -60,7 +60,7 @@ def labelled():
 
 
 # Rows, options, and the trained parameters, by the names of the trainers. The batches are as small as each method
-# allows: six trainers make ten updates twice
+# allows: six trainers make four updates twice
 CASES = {
     "GRPO": (asked, SAMPLED, LAST),
     "RLOO": (asked, {**SAMPLED, "beta": 0.0}, LAST),
@@ -98,8 +98,8 @@ def trained(name, library, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_updates_are_those_of_trl(name):
     """
-    With the tokens that each trainer samples itself, over ten updates. KTO's estimate of the KL divergence is a sum of
-    log-probabilities, of which each rounds by about 1e-5.
+    With the tokens that each trainer samples itself, over an epoch of four updates. KTO's estimate of the KL
+    divergence is a sum of log-probabilities, of which each rounds by about 1e-5.
     """
     theirs, before = trained(name, trl)
     more = {"packing": "prefix(shuffle=True)"} if CASES[name][0] is asked else {}

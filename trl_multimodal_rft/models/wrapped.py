@@ -1,13 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Models within wrappers of training (DeepSpeed, FSDP, DDP) and of adapters, and their hidden states."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """Returns the model within the wrappers of Accelerate and of PEFT."""
+    # Shortcuts: `unwrap_model` and Accelerate's `is_peft_model` search all modules, and all installed packages
     if isinstance(model, PreTrainedModel):
-        return model  # a shortcut, as `unwrap_model` searches all installed packages
-    inner = model if accelerator is None else accelerator.unwrap_model(model)
-    return cast(PreTrainedModel, cast("PeftModel", inner).get_base_model() if is_peft_model(inner) else inner)
+        return model
+    if not _has_adapter(model) and accelerator is not None:
+        model = accelerator.unwrap_model(model)
+    return cast(PreTrainedModel, cast("PeftModel", model).get_base_model() if _has_adapter(model) else model)
+
+
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT, which is imported where there is one."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 @contextmanager
