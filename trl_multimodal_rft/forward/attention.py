@@ -31,10 +31,11 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _PREFIX = "prefix_shared_"
 _FLASH_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn library
 
-# Implementations whose wrapper is registered under the name of the original, without the prefix
+# Flash implementations whose wrapper is registered under the name of the original, without the prefix
 _WRAPPED: set[str] = set()
 
-# Config of the decoder that is running a packed row. Its layers read no masks `(T, T)`, so none are created.
+# Config of the decoder while it runs a packed row, else `None`. transformers' mask functions get the config of the
+# decoder. For this config they create no mask `(T, T)`, as the layers take the layout instead.
 _runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
 
 
@@ -42,9 +43,9 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     """
     Enables the text decoder of a model to run packed rows.
 
-    Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
-    [`PrefixLayout`] or a [`Decoding`] from the keyword arguments of the forward. Without this argument, they compute
-    the same as before. Encoders get a faster attention with the same results
+    The decoder's attention function takes a [`PrefixLayout`] or a [`Decoding`] as the keyword argument `prefix_layout`
+    of the forward. Layers with a state take a layout, too ([`~forward.states.install_prefix_states`]). Without the
+    argument, results are the same as before. Encoders get a faster attention with the same results
     ([`~forward.features.install_encoder_attention`]).
 
     Args:
@@ -80,7 +81,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
                 return base_attention(module, query, key, value, attention_mask, **options)
             return _prefix_attention(base_attention, implementation, module, query, key, value, prefix_layout, options)
 
-    if "flash" in implementation:  # the name must stay, as transformers loads these kernels by it
+    if "flash" in implementation:  # transformers loads flash kernels by this name, so the name must stay
         AttentionInterface.register(implementation, attention)
         _WRAPPED.add(implementation)
         return
@@ -99,7 +100,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns why the attention implementation of a text decoder computes wrong results, or `None` if it doesn't."""
+    """Returns the reason why a text decoder's attention implementation gives wrong results, or `None`."""
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
     has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
@@ -114,8 +115,8 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 @contextmanager
 def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout | Decoding | bool) -> Iterator[None]:
     """
-    Overrides or adds inputs of a model's text decoder within the context. With a `prefix_layout`, no masks are created
-    for the decoder.
+    Overrides or adds inputs of a model's text decoder within the context. With the input `prefix_layout`, transformers
+    creates no masks for the decoder.
     """
     decoder = model.get_decoder()
     token = _runs_packed.set(decoder.config if "prefix_layout" in inputs else None)
@@ -161,9 +162,12 @@ def _prefix_attention(
     """
     Computes attention of a packed row.
 
+    Causal layers run a variable-length kernel if there is one. All other attention runs block by block with masks, and
+    `restore_index` puts the outputs into row order.
+
     Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
-    layer_type = None
+    layer_type = None  # key of a mask if all layers have one type
     if None not in layout.blocks[0].layer_masks[0]:
         layer_type = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
@@ -172,11 +176,13 @@ def _prefix_attention(
     # Under autocast, rotary embeddings mix float32 and half precision
     if implementation != "eager" and torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    # Keys and values of the row, and keys and values that branches share: of the row, or of the cached prompt
     row_states = shared_states = key, value
     if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]
     elif layout.states is not None:
-        layout.states.setdefault(module, row_states)  # the recomputation of checkpointing must not replace them
+        layout.states.setdefault(module, row_states)  # activation checkpointing runs the layer again: keep the first
+    # `with_prompts`: prompts are causal, too, so one kernel call computes prompts and branches
     window, with_prompts = layout.windows.get(layer_type, (None, False))
     uses_varlen = layer_type in layout.windows and _uses_varlen_kernel(implementation, query, value, options)
     varlen_outputs = []
@@ -186,7 +192,7 @@ def _prefix_attention(
         ]
         if with_prompts:
             return varlen_outputs[0][None], None
-    # sdpa replaces flash kernels, which take no custom mask, and flex attention, which needs a mask to be causal
+    # The blocks below run SDPA: flash kernels take no custom mask, and flex attention isn't causal without a mask
     if implementation != "eager":
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -197,8 +203,8 @@ def _prefix_attention(
     folds_heads = implementation != "eager" and options.get("position_bias") is None
     heads_per_key = query.size(1) // key.size(1) if folds_heads else 1
 
-    # Masks are additive, as eager attention would silently add a boolean mask as numbers, and sdpa would convert a
-    # boolean mask in each layer
+    # Masks are additive. Eager attention would silently add a boolean mask as numbers, and SDPA would convert it in
+    # each layer.
     outputs = []
     for block in layout.blocks:
         if block.starts:
@@ -207,6 +213,7 @@ def _prefix_attention(
             )
             states = _gather(query, query_positions), _gather(key, key_positions), _gather(value, key_positions)
             output, _ = base_attention(module, *states, mask, **options)
+            # Joins the chunks of a prompt, and drops the padding of the last chunk: `(N, P, heads, head_dim)`
             output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
         if not uses_varlen and block.branch_index.numel():
@@ -229,7 +236,12 @@ def _grouped_attention(
     heads_per_key: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Computes attention with the query heads that share a key head as one longer sequence of queries."""
+    """
+    Computes attention with the query heads that share a key head as one longer sequence of queries.
+
+    `heads_per_key` is `G`. Shapes: query `(M, heads, L, head_dim)`, key and value `(M, heads / G, K, head_dim)`, mask
+    `(1 or M, 1, L * G, K)`; returns `(M, L, heads, head_dim)`.
+    """
     folded = query.unflatten(1, (-1, heads_per_key)).transpose(2, 3).flatten(2, 3)
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
@@ -238,8 +250,10 @@ def _grouped_attention(
 
 def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """
-    Rescales queries `(B, heads, T, head_dim)`. The layer scaled them by their positions in the row. The result is
-    scaled by their `positions` in their sequences.
+    Replaces the scale of queries `(B, heads, T, head_dim)` in families that scale a query by its position.
+
+    The layer scaled a query by its position in the row. The result is scaled by the query's position in its sequence,
+    `positions` `(B, T)`.
     """
     query_scale = family_of(module).query_scale
     row_scale = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
@@ -273,7 +287,7 @@ def _torch_kernel_supports(query: torch.Tensor, value: torch.Tensor, options: At
 def _with_prefix(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a prefix and of the row after it. Without a prefix, both arguments are one object."""
+    """Returns keys and values of a cached prefix and of the row. Without a cache, both arguments are one object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
@@ -290,12 +304,13 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # Attention to a prompt and attention to a completion are merged by the log-sum-exp, which torch's kernel returns
+    # Two calls, one of them to whole prompts, need attention without a window, and torch's kernel, which returns the
+    # log-sum-exp to merge them
     merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
     call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
     if call_arguments is None:
         row_states = shared_states = _with_prefix(shared_states, row_states)
-    # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
+    # `(T, heads, head_dim)`; the kernels take fewer key heads than query heads
     query, *states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, *row_states, *shared_states))
     if call_arguments is not None:
         query_positions, sequences, merged_index, key_positions, shared_sequences = call_arguments

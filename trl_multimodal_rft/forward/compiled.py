@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Compilation of the layers of a decoder and of encoders, one by one, with attention outside of the graphs."""
+"""Compilation of single layers of a decoder and of encoders, with attention outside of the graphs."""
 
 import functools
 import itertools
@@ -24,9 +24,10 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
-# Without nested graph breaks, a break in a called function would also break the graphs of all functions above it in
-# the call stack. Floats of a layer, such as epsilons, are constants. The recompile limit leaves room for all graphs of
-# a function: for different layers, for forwards with and without gradients, and for prompts and single tokens.
+# - Without nested graph breaks, a break in a called function would break the graphs of its callers, too.
+# - Floats of a layer, such as epsilons, are constants.
+# - A function has graphs for different layers, for forwards with and without gradients, and for prompts and single
+#   tokens. The recompile limit leaves room for all of them.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
@@ -34,9 +35,9 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
     """
     Compiles the layers of a model's decoder and encoders in place. Layers of one class share graphs for all lengths.
 
-    Attention, states of linear attention, and caches run outside of the graphs, since they depend on lengths, on
-    prompts and on the index of a layer. Hooks of modules, such as those of FSDP2, run outside, too. Names of weights
-    don't change.
+    Attention, states of linear attention, and caches depend on lengths, on prompts and on the index of a layer. So
+    they run outside of the graphs. Hooks of modules, such as FSDP2's hooks, run outside, too. Names of weights don't
+    change.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -68,17 +69,17 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     """
     Returns a subclass of a layer class with the same name and a compiled forward.
 
-    `nn.Module.compile` would include the gradient checkpointing that transformers adds around the forward of a layer.
-    Attention can't be left out of the graph within checkpointing, so nothing would be compiled.
+    `nn.Module.compile` isn't used, as it would include the gradient checkpointing that transformers adds around the
+    forward of a layer. Within checkpointing, attention can't be left out of the graph, so nothing would be compiled.
     """
     compiled = torch.compile(layer_class.forward, **options)
 
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
-            args = args[0].clone(), *args[1:]  # a copy, as the graph of a view would depend on its base's shape
+            args = args[0].clone(), *args[1:]  # the graph of a view would depend on the shape of the view's base
         keywords = {name: _wrap_cache(value) for name, value in kwargs.items()}
-        # Reasons of graph breaks are the keys, in order of first occurrence
+        # The keys are the reasons of graph breaks, in order of first occurrence, so new reasons are at the end
         break_counts = counters["graph_break"]
         n_before = len(break_counts)
         with config.patch(_CONFIG):

@@ -1,5 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoding of completions, one token at a time, with a KV cache that holds each prompt once."""
+"""
+Decoding of completions, one token at a time, with a KV cache that holds each prompt once.
+
+With `N` prompts and `B` completions, the completions of a prompt are `G = B / N` consecutive rows. For example, 2
+prompts of 9 tokens with 2 completions each: the prompts' keys are `(2, heads, 9, head_dim)`, and the completions' keys
+`(4, heads, n, head_dim)`. Rows 0 and 1 attend to prompt 0, rows 2 and 3 to prompt 1.
+"""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -17,10 +23,10 @@ from .kernels import AttentionOptions
 # Number of tokens by which a cache grows. Also the initial size of a cache with static shapes.
 ROOM = 128
 
-# Up to this prompt length, completions get copies of the prompt, as one attention call is faster than two merged calls
+# Up to this prompt length, completions get copies of the prompt: one attention call is faster than two merged calls
 SHORT_PROMPT = 64
 
-# Added to the scores of masked keys. It is finite in any dtype, so that a row without visible keys has no NaN.
+# Added to the scores of masked keys. It is finite in any dtype, so a row without visible keys gets no NaN.
 _MASKED = -3e4
 
 
@@ -31,12 +37,14 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A KV cache layer with `n` tokens of each completion. Its `prompts` is the layer with the prompts' keys and values.
+    A KV cache layer with the last `n` tokens of `B` completions. Another layer, `prompts`, holds the prompts' tokens.
 
-    The next token is written at index `slot`, which wraps around at the end of an attention window. Buffers grow as
-    needed. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all of them.
-    With an initial `n` above 0, the `n` tokens of its prompt are copied to each completion's row, and `n` counts them.
-    The layer `prompts` is then emptied: it keeps one row of length 0.
+    Buffers have the shape `(B, heads, size, head_dim)`. The next token is written at index `slot` `(1,)`, which wraps
+    around at the end of an attention window. By default, buffers grow as needed, and [`update`] returns the first `n`
+    entries. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all entries.
+
+    If `n` is above 0 at the start, prompts have `n` tokens, and a completion's buffer starts with a copy of its
+    prompt. `n` then counts the tokens of the prompt, too, and `prompts` keeps one row of length 0.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -75,7 +83,7 @@ class CompletionLayer(DynamicLayer):
         return self.prompts.get_seq_length() + self.n
 
     def crop(self, tokens_to_remove: int) -> None:
-        # a negative number, as transformers passes it
+        # `tokens_to_remove` is negative, as in transformers' caches
         self.n += tokens_to_remove
 
     def join_prompts(self) -> DynamicLayer:
@@ -128,7 +136,10 @@ class Decoding:
         return is_masked.to(torch.promote_types(dtype, torch.float32)) * _MASKED
 
     def advance(self) -> None:
-        """Advances the slots, in place, to the next forward's token. With static shapes, computes its masks."""
+        """
+        Advances the slots, which cache layers share, in place to the token of the next forward. With static shapes,
+        computes the masks of this forward, too.
+        """
         for window, slot in self.slots.items():
             slot.add_(1)
             if window is not None:
@@ -137,17 +148,20 @@ class Decoding:
             self._masks = {window: self._window_masks(window) for window in self.slots}
 
     def _window_masks(self, window: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns additive masks of prompts, and of tokens that the cache returns, in layers with a window."""
+        """Returns additive masks of prompts, and of the tokens that the cache returns, in layers with this window."""
         token, padding = self.slots[None], self.padding
         index = torch.arange(self.room, device=token.device)
+        # Entries after the current token aren't written yet
         mask = self.additive_mask((index[: min(self.room, window or self.room)] > token)[None, None, None])
         prompt_layer = next((layer for layer in self.shared.values() if _window(layer) == window), None)
         if window is None or prompt_layer is None:
             return padding, mask
         size = _states(prompt_layer)[0].size(2)
         padding = None if padding is None else padding[..., padding.size(-1) - size :]
+        # Up to here, every token sees the whole prompt
         if size + self.room <= window:
             return padding, mask
+        # Key `i` of the prompt is `size - i + token` tokens before the current token
         window_mask = self.additive_mask(
             (torch.arange(size, device=token.device) <= token + (size - window))[None, None, None]
         )
@@ -169,9 +183,10 @@ class Decoding:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """
-        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to their completions and
-        prompts. All queries of a group attend to their prompt in one call. The outputs for completions and prompts are
-        merged by log-sum-exp.
+        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to completions and prompts.
+
+        The first call is attention to each query's completion, `key` and `value` `(B, key heads, K, head_dim)`. In the
+        second call, all queries of a group attend to their prompt. Both outputs are merged by log-sum-exp.
         """
         index = cast(int, module.layer_idx)
         if index not in self.shared:  # a layer without keys uses keys of the last layer of its type
@@ -182,17 +197,18 @@ class Decoding:
         padding, mask, window = self.padding, self.mask, _window(layer)
         if self.room:
             padding, mask = self._masks[window]
-        elif window is not None:
+        elif window is not None:  # keys of the prompt before the window are left out
             first_key = max(prompt_key.size(2) + key.size(2) - window, 0)
             prompt_key, prompt_value = prompt_key[:, :, first_key:], prompt_value[:, :, first_key:]
             padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         settings = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
-        if mask is not None and (missing := key.size(2) - mask.size(-1)):  # in the first layer of a step
+        # In the first layer of a step, the mask lacks the step's token
+        if mask is not None and (missing := key.size(2) - mask.size(-1)):
             mask = self.mask = F.pad(mask, (0, missing))
         output, lse = kernels.attention_with_lse(query, key, value, mask, *settings, 0 if self.room else -1)
-        if sinks is not None:
+        if sinks is not None:  # a sink adds to the denominator of the softmax alone
             sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
@@ -203,13 +219,13 @@ class Decoding:
             prompt_output, prompt_lse = kernels.attention_with_lse(
                 query, prompt_key, prompt_value, padding, *settings, -1
             )
-            # In place, so `output` changes, too, as `output_by_prompt` is a view of it
+            # In place: `output_by_prompt` is a view of `output`, so this changes `output`
             output_by_prompt.lerp_(prompt_output, (prompt_lse - lse).sigmoid()[..., None].to(prompt_output.dtype))
         return output.transpose(1, 2)
 
 
 def set_lengths(cache: Cache, n: int) -> None:
-    """Sets the number of tokens per completion, which a cache with static shapes doesn't count itself."""
+    """Sets the number of tokens per completion, since a cache with static shapes doesn't count them."""
     for layer in cache.layers:
         if isinstance(layer, CompletionLayer):
             layer.n = n
@@ -234,13 +250,13 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Turns the KV cache of `N` prompts, in place, into a cache of `n_rows` completions, equally many per prompt, and
     returns their [`Decoding`].
 
-    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static. Layers with a recurrent state
-    repeat it for each completion.
+    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static. Recurrent states of prompts are
+    repeated for each completion.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
     decoding, n = Decoding({}, room=room), mask.size(1) if copies_prompts else 0
-    if room:  # all masks are computed from this slot
+    if room:  # `advance` computes all masks from this slot, even if no layer uses it
         decoding.slots[None] = torch.full((1,), -1, device=mask.device)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):

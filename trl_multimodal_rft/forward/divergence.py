@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Divergences between the distributions of tokens under two models, from their hidden states and LM heads."""
+"""Divergences between the token distributions of two models, from the models' hidden states and LM heads."""
 
 import math
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from .autograd import Context
 from .head import HeadRule, gather_weights
 
 
-# Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
+# Number of tokens per chunk. Computations without a kernel hold the logits `(tokens, V)` of one chunk at a time.
 _TOKENS_AT_ONCE = 512
 
-# Upper bound of the log-probability of all top tokens together, as in TRL. The other tokens then keep a probability
-# above 0.
+# Upper bound of the log-probability of all top tokens together, as in TRL, so that the probability of the other tokens
+# stays above 0
 _LARGEST_TOP_LOGP = -1e-7
 
 
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
 
 def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
-    """Returns the LM head of an unwrapped model. FSDP2's shards are gathered here, ZeRO-3's where they are used."""
+    """Returns the LM head of an unwrapped model. Gathers FSDP2's shards; `gather_weights` gathers ZeRO-3's later."""
     head = cast(nn.Linear, model.get_output_embeddings())
     weight, bias = (
         parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -45,18 +45,20 @@ def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
 @dataclass(frozen=True)
 class Target:
     """
-    A teacher's distributions of completion tokens, for a comparison with a student's in [`divergences`]: either over
-    the whole vocabulary (`hidden` and `head`), or as log-probabilities of some tokens (`ids` and `logps`).
+    A teacher's distributions of completion tokens, to which [`divergences`] compares the distributions of a student.
+
+    A target has either `hidden` and `head`, for distributions over the whole vocabulary, or `ids` and `logps`, for
+    the log-probabilities of the teacher's `K` most likely tokens.
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
     student_rule: HeadRule
     beta: float = 1.0  # 0 for the forward KL, 1 for the reverse KL, else the generalized JSD
     temperature: float = 1.0
-    hidden: torch.Tensor | None = None  # (B, C, H_t)
-    head: Head | None = None
-    ids: torch.Tensor | None = None  # (B, C, K)
-    logps: torch.Tensor | None = None  # (B, C, K)
+    hidden: torch.Tensor | None = None  # the teacher's last hidden states, (B, C, H_t)
+    head: Head | None = None  # the teacher's LM head
+    ids: torch.Tensor | None = None  # token ids, (B, C, K)
+    logps: torch.Tensor | None = None  # log-probabilities of these tokens, (B, C, K)
     add_tail: bool = True  # whether all other tokens count as one token; else the K tokens are renormalized
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
@@ -80,7 +82,7 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
     """
     mask = target.mask.to(head.weight.device)
-    index = mask.flatten().nonzero()[:, 0]
+    index = mask.flatten().nonzero()[:, 0]  # `(N,)`: only tokens of the mask are computed
 
     def select(values: torch.Tensor) -> torch.Tensor:
         return values.to(head.weight.device).flatten(0, 1).index_select(0, index)
@@ -145,12 +147,12 @@ def top_k_divergence(
     """
     Computes the divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy.
 
-    With `add_tail`, like TRL's `loss_add_tail`, all other tokens count as one token, of probability
-    $1 - \\sum_{v \\in K} p(v)$ under each model. The result is then a lower bound of the divergence over all tokens.
-    Otherwise, the distributions are renormalized over the `K` tokens. A token with a log-probability of minus
-    infinity is left out.
+    With `add_tail`, like TRL's `loss_add_tail`, all other tokens count as one token. Its probability under a model is
+    1 minus the sum over the `K` tokens. The result is then a lower bound of the divergence over all tokens. Otherwise,
+    the distributions are renormalized over the `K` tokens. A token with a `logps` of minus infinity is left out.
 
-    Shapes: `hidden` `(N, H)`, `ids` and the teacher's `logps` at the temperature `(N, K)`; returns `(N,)` twice.
+    Shapes: `hidden` `(N, H)`, `ids` and `logps` `(N, K)`; returns `(N,)` twice. The teacher's `logps` are at the
+    temperature already.
     """
 
     options = _Options(head.rule, beta, temperature, add_tail)
@@ -165,7 +167,7 @@ class _Options(NamedTuple):
 
 
 class _TopKDivergence(torch.autograd.Function):
-    """Autograd function of [`top_k_divergence`]. Its backward pass recomputes logits, and gathers ZeRO-3's weights."""
+    """Autograd function of [`top_k_divergence`]. The backward pass recomputes logits, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -215,6 +217,7 @@ class _TopKDivergence(torch.autograd.Function):
 
 
 def _chunks(n: int) -> list[slice]:
+    """Returns the slices of `n` tokens that are computed at once."""
     return [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, n, _TOKENS_AT_ONCE)]
 
 
@@ -250,7 +253,7 @@ def _with_tail(logps: torch.Tensor) -> torch.Tensor:
 
 
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, support: torch.Tensor, beta: float) -> torch.Tensor:
-    """Computes the divergence of distributions from log-probabilities `(N, K)`, over the tokens of their `support`."""
+    """Computes the divergence `(N,)` from log-probabilities `(N, K)`, where the boolean `support` `(N, K)` is true."""
     student, teacher = (torch.where(support, logps, 0.0) for logps in (student, teacher))
     if beta == 0:
         terms = teacher.exp() * (teacher - student)

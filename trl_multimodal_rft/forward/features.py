@@ -1,5 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders."""
+"""
+Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders.
+
+[`encode_frozen`] runs the frozen modules once per prompt, and caches their outputs on the prompt. In a forward of
+several prompts, [`frozen_features`] joins cached outputs instead of running these modules. Models differ in how they
+call a module for several prompts. The first such forward runs the module, and finds the way to join by comparison.
+"""
 
 import copy
 import functools
@@ -34,10 +40,11 @@ from .layout import to_device
 _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
-# Arguments of encoders with the sizes of media, from which transformers can precompute arguments such as positions
+# Arguments of encoders with the sizes of media. transformers can precompute other arguments, such as positions, from
+# them.
 _SIZE_ARGUMENTS = ("grid_thw", "feature_lens", "target_sizes")
 
-# Copies in host memory of small tensors on a device
+# Copies in host memory, by the tensor on a device that they are copies of
 _host_copies = WeakTensorKeyDictionary()
 
 
@@ -46,12 +53,12 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
     Makes encoders that pack images, windows or clips into one row compute each layer's attention in one call.
 
     transformers calls SDPA for each sequence of the row, and reads the lengths of sequences from the device in each
-    layer. Here, the sizes of media are read once, and the arguments that depend on sizes are computed on the host.
-    Where torch's variable-length kernel can't run, SDPA is called for each sequence. Other encoders call SDPA without
+    layer. Here, the host reads the sizes of media once, and computes the arguments that depend on sizes. If torch's
+    variable-length kernel can't run, SDPA is called for each sequence. Encoders that pack nothing call SDPA without
     cuDNN.
 
-    Layers get changed copies of their configs. If the model's own config changed, a new model with this config would
-    try to download a flash implementation of an unknown name.
+    Layers get changed copies of their configs. A change of the model's config would break new models with this config,
+    which would try to download a flash implementation of an unknown name.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -87,14 +94,14 @@ def original_encoders(model: PreTrainedModel) -> Iterator[None]:
 
 
 def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Remembers the host copy `value` of a small tensor for encoders. Returns the `moved` tensor."""
+    """Remembers `value`, the host copy of an integer tensor, for encoders that read it. Returns the `moved` tensor."""
     if moved is not value and not value.is_floating_point():
         _host_copies[moved] = value
     return moved
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in host memory: the copy of [`remember_on_host`], or else a new copy."""
+    """Returns the host copy of a tensor that [`remember_on_host`] keeps, or else a new copy."""
     host_copy = _host_copies.get(tensor)
     return tensor.cpu() if host_copy is None else host_copy
 
@@ -140,8 +147,8 @@ def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     if "feature_lens" in sizes:
         inputs["input_features"] = tensors["input_features"]
     names = set(inputs)
-    # FSDP changes the class of the encoder. This object has the original class, as transformers searches the Python
-    # module of the class for functions.
+    # FSDP replaces the class of the encoder. transformers searches the Python module of the class for functions, so
+    # this object shares the encoder's attributes, but has the original class.
     plain_tower = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
     plain_tower.__dict__ = tower.__dict__
     precompute_export_inputs(plain_tower, inputs)
@@ -166,8 +173,10 @@ def _varlen_attention(
     **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention within sequences of a row. Shapes: query, key, value `(1, heads, T, head_dim)`, `cu_seq_lens_q`
-    `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
+    Computes attention within sequences of a row, or SDPA with the mask if there are no `cu_seq_lens_q`.
+
+    Shapes: query, key, value `(1, heads, T, head_dim)`, cumulative lengths `cu_seq_lens_q` `(sequences + 1,)`; returns
+    `(1, T, heads, head_dim)`.
     """
     sdpa = functools.partial(_sdpa_without_cudnn, module, **options)
     if cu_seq_lens_q is None:
@@ -205,14 +214,16 @@ Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool
 Forward = Callable[..., Output]
 
 # Ways to join a module's outputs for single prompts into its output for several prompts: concatenation on dimension 0
-# or 1, or none, if the module is called once per prompt
+# or 1, or none, if the module is called once per prompt. Example: for two prompts with 4 and 6 patches, an encoder has
+# outputs `(4, H)` and `(6, H)`. If a forward of both prompts calls the encoder once, with 10 patches, the way is 0. If
+# it calls the encoder twice, the way is `_ONE_BY_ONE`.
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
 
 # Largest rounding error at which outputs count as equal, in machine epsilons, relative to their norm
 _TOLERANCE = 32
 
-# Ways that the first forward of several prompts used, by model, tuple of frozen modules, modality and module
+# Ways that matched in the first forward of several prompts, by model, tuple of frozen modules, modality and module
 _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
@@ -222,7 +233,7 @@ class _Call:
 
     shape: torch.Size  # of the first floating-point input, or else of the first input tensor
     output: Output  # floating-point tensors that aren't needed take no memory, see `_drop_unread`
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None  # dtype of mixed precision during the call
 
 
 @dataclass
@@ -240,8 +251,8 @@ class _MediaEncoded(Exception):
 
 def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
-    Returns the outermost frozen modules that media pass on their way to the language model. If an encoder has frozen
-    layers and other weights that are trained, its frozen children are returned.
+    Returns the outermost frozen modules that media pass on their way to the language model. For an encoder with both
+    frozen layers and trained weights, returns the frozen children.
     """
     text_modules = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
@@ -250,7 +261,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
         for child in module.children():
             if child in text_modules or next(child.parameters(), None) is None:
                 continue
-            # A module that takes `input_ids` puts media between embeddings of tokens, so it isn't an encoder
+            # A module that takes `input_ids` merges media into token embeddings, so it isn't an encoder
             holds_text = "input_ids" in _forward_arguments(type(child)) or not text_modules.isdisjoint(child.modules())
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 modules += search(child, is_encoder)
@@ -270,6 +281,10 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     """
     Keeps frozen modules out of the autograd graph within the context, and replaces their calls by the outputs that
     [`encode_frozen`] computed. The forward in the context must get the media of `prompts`, in order.
+
+    With one prompt, cached outputs are used as they are. With several prompts, the first forward runs the modules, and
+    compares their outputs with the cached outputs, joined in each of the `_WAYS`. Later forwards join in the way that
+    matched. If no way matches for some module, all frozen modules of its modality always run.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
@@ -280,6 +295,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     new_ways: dict[str, dict[nn.Module, int | None]] = {}
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
+        """Returns cached outputs if there are some and a way to join them, else runs the module."""
         modality, index = scope.modality, scope.n_calls[scope.modality, module]
         scope.n_calls[modality, module] += 1
         features, prompt_calls = _first_input(args, kwargs), []
@@ -297,6 +313,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
                 way for way in _WAYS if _equals_joined(output, _calls_of(prompt_calls, way, index, features), way)
             )
             way, ways_of_modality = next(matching_ways, None), new_ways.setdefault(modality, {})
+            # All calls of a module must agree on the way
             ways_of_modality[module] = way if ways_of_modality.get(module, way) == way else None
         return output
 
@@ -304,13 +321,13 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         yield
     for modality, ways_of_modality in new_ways.items():
         ways_of_modules = {module: way for module, way in ways_of_modality.items() if way is not None}
-        # A module without a way must run again, on outputs of earlier modules that may have been dropped. So no
-        # outputs are reused for a modality with such a module.
+        # A module without a way must run, maybe on outputs of earlier modules that the cache has dropped. So if a
+        # modality has such a module, all its modules run.
         ways[modality] = ways_of_modules if len(ways_of_modules) == len(ways_of_modality) else {}
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """Returns, for a checkpoint, the ways to join outputs that forwards used, by names of modules."""
+    """Returns the ways to join outputs that have matched, by names of modules, for a checkpoint."""
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -343,16 +360,17 @@ def encode_frozen(
 ) -> None:
     """
     Computes the outputs of frozen modules for the media of prompts, and caches them on the prompts. The model's own
-    forward runs up to its decoder. `inputs_of` returns the inputs of one prompt.
+    forward runs up to its decoder, once per prompt. `inputs_of` returns the inputs of one prompt.
 
-    Nothing is computed if a module draws random numbers or updates statistics of batches. Nothing is computed for
-    sharded models, either, as all ranks must run their modules equally often.
+    Nothing is cached if a module draws random numbers or updates statistics of batches. Nothing is cached for sharded
+    models, either: all ranks must run their modules equally often, and ranks have different numbers of new prompts.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     if not prompts or is_sharded(model):
         return
     modules = frozen_modules(model)
     key = _cache_key(model, modules)
+    # Prompts with the same media share `on_device`
     missing = {id(prompt.on_device): prompt for prompt in prompts if key not in prompt.on_device}
     if not missing or not all(map(_is_deterministic, modules)):
         return
@@ -390,13 +408,14 @@ def _record_calls(
         raise _MediaEncoded
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    # Before transformers 5.23, encoders draw random numbers even if they drop no layers. The random state must not
-    # change, since a resumed run encodes media again.
+    # A resumed run encodes media again, so this must not change the random state. Before transformers 5.23, encoders
+    # draw random numbers even if they drop no layers.
     with torch.random.fork_rng(devices=[]), suppress(_MediaEncoded), hook, torch.enable_grad():
         with _intercept(model, modules, scope, call):
             model(**inputs, use_cache=False)
-    # Outputs of frozen modules are leaves of the graph here. An output that the decoder's inputs don't depend on was
-    # only read by other frozen modules, and isn't needed again.
+    # `call` made outputs of frozen modules leaves of the graph. An output that the decoder's inputs don't depend on
+    # was only read by other frozen modules, and isn't needed again. If the decoder's inputs depend on no output of a
+    # modality, all outputs of the modality are kept.
     read_tensors = leaves_of_graph(decoder_inputs)
     modalities_read = {
         modality
@@ -431,7 +450,7 @@ def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | No
 
 def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
     """Returns the recorded calls that make up a module's call `index`, judged by shapes, or an empty list."""
-    if way == _ONE_BY_ONE:  # call 0 may join all prompts instead; the check of its shape finds this
+    if way == _ONE_BY_ONE:  # if call 0 has the media of all prompts, its shape doesn't match
         calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [records[index] for records in prompt_calls if index < len(records)]
@@ -440,6 +459,7 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
     shapes = [call.shape for call in calls]
     if any(len(shape) != features.dim() for shape in shapes):
         return []
+    # The joined input has the summed size along one dimension, and is padded to the largest size along the others
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
     joined_shapes = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
     return calls if list(features.shape) in joined_shapes else []
@@ -456,7 +476,7 @@ def _join_outputs(calls: list[_Call], way: int) -> Output:
 
 
 def _equals_joined(output: Output, calls: list[_Call], way: int) -> bool:
-    """Returns whether an output equals the joined outputs of calls, up to rounding and padding."""
+    """Returns whether an output equals the outputs of calls, joined in a way, up to rounding and padding."""
     comparisons = [bool(calls)]
 
     def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
@@ -465,7 +485,7 @@ def _equals_joined(output: Output, calls: list[_Call], way: int) -> bool:
             comparisons.append(False)
             return
         for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
-            piece = piece[tuple(map(slice, part.shape))]
+            piece = piece[tuple(map(slice, part.shape))]  # without padding
             error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
             limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
             comparisons.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
@@ -484,7 +504,7 @@ def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:
         return function(*values)
     if isinstance(first_value, Mapping):
         results = cast(Sequence[Mapping[str, Output]], values)
-        # A copy, as outputs of transformers may have keys beyond their fields
+        # A copy, not a new object, as outputs of transformers may have keys beyond their fields
         result = cast(MutableMapping[str, Output], copy.copy(first_value))
         for name in first_value:
             result[name] = _map_tensors(function, [part[name] for part in results])
@@ -507,7 +527,7 @@ def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Sco
     def set_modality(modality: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
-            # The method for videos may call the method for images. The modality is then still video.
+            # The method for videos may call the method for images. The modality stays video.
             with replaced(scope, modality=scope.modality if scope.modality in MODALITIES else modality):
                 return method(*args, **kwargs)
 
@@ -576,15 +596,15 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 def _depends_on_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     """
-    Returns whether inputs depend on trained weights. `requires_grad` doesn't show this, as hooks for checkpointing set
-    it on other inputs, too.
+    Returns whether inputs depend on trained weights. `requires_grad` isn't enough, as hooks of checkpointing set it on
+    other inputs, too.
     """
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(tensors))
 
 
 def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
-    """Returns the leaves of the graph of tensors, such as weights, and `None` if some leaves are hidden."""
+    """Returns the leaves of the graph of tensors, such as weights. `None` stands for leaves that are hidden."""
     leaves: set[torch.Tensor | None] = {tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     nodes, seen = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
@@ -609,7 +629,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
 def media_inputs(
     prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the joined media of prompts on a device. Encoders can read copies of integer tensors on the host."""
+    """Returns the joined media of prompts on a device, and remembers integer tensors on the host for encoders."""
     prompts = list(prompts)
     moved = join_tensors([_upload(prompt, model.dtype, device) for prompt in prompts])
     if device.type == "cpu":

@@ -26,7 +26,8 @@ from trl.trainer.utils import (
 from ..models.wrapped import replaced
 
 
-# Probes, exact in half precision: states that a norm would change, the largest logit, and a logit that no cap changes
+# Probes of `head_rule`, exact in half precision: states that a norm would change, the largest logit, and a logit that
+# no soft cap changes
 _STATES, _LOGIT_RANGE, _SMALL_LOGIT = (1.0, 2.0), 125, 2.0**-20
 
 _RTOL = 1e-5
@@ -37,7 +38,7 @@ _CHUNK_SIZE = 32768
 
 @dataclass(frozen=True)
 class HeadRule:
-    """The scale, and then the soft cap, that a model applies to the logits of its LM head."""
+    """The scale that a model applies to the logits of its LM head, and the soft cap of the scaled logits."""
 
     scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # largest logit, by `softcap * tanh(logit / softcap)`
@@ -47,15 +48,15 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
     Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
-    The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
-    weights may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way, for
-    example by leaving some out.
+    The forward of the model's class runs on two tokens, while backbone and head return fixed values. Weights aren't
+    read, so they may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way,
+    for example by leaving some out.
     """
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
         return None
-    # TRL multiplies by the head's weight instead of calling the head, so it would skip an adapter of the head. PEFT's
-    # wrapper for `modules_to_save` is no obstacle, as its weight is the weight of the active copy.
+    # TRL multiplies by the head's weight instead of calling the head, which would skip an adapter of the head. PEFT's
+    # wrapper for `modules_to_save` is no obstacle: its `weight` is the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         is_plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
     else:
@@ -64,6 +65,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
+    # States `(1, 2, H)`, and logits `(1, 2, V)`: from -125 to 125 at the first token, small ones at the second
     states = torch.stack([states, 2 * states])[None]
     logits = torch.arange(head.out_features, device=device, dtype=torch.double) % (2 * _LOGIT_RANGE + 1) - _LOGIT_RANGE
     logits = torch.stack([logits, torch.full_like(logits, _SMALL_LOGIT)])[None]
@@ -80,6 +82,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     if [hidden.shape for hidden in inputs] != [states.shape] or result.shape != logits.shape:
         return None
+    # Factors on the head's inputs, and on its small logits, which show the scale alone
     scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
     is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
     if (
@@ -106,9 +109,9 @@ def add_fused_head(
     """
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
-    The model then takes the arguments of TRL's `add_fused_lm_head`, but scale and soft cap are measured, not read from
-    the text model's config. It also takes `label_index`, the indices `(N,)` of labels in flattened `shift_labels`,
-    which saves a host sync. Without labels, it returns the hidden states before the head.
+    The model's forward then takes the arguments that TRL's `add_fused_lm_head` adds. Scale and soft cap are measured,
+    not read from the config. The forward also takes `label_index`, the indices `(N,)` of labels in flattened
+    `shift_labels`, which saves a host sync. Without labels, it returns the hidden states before the head.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -129,10 +132,11 @@ def add_fused_head(
     if rule is None:
         return False
     rule_of_head = rule
-    # An attribute, so that a copy of the model runs its own weights. TRL's head would run the first model's weights.
+    # An attribute of the model, so that a copy of the model runs its own weights. With TRL's closure, the copy would
+    # run the weights of the first model.
     vars(model).setdefault("_plain_forward", _without_fused_head(model.forward))
 
-    # `generate` validates its arguments by the signature
+    # `wraps` keeps the signature, by which `generate` validates its arguments
     @functools.wraps(type(model).forward)
     def fused_forward(
         self: PreTrainedModel,
@@ -180,7 +184,10 @@ def _fused_scores(
     in_fp32: bool,
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
-    """Computes scores of labels `(B, S)`, 0 where labels are -100, from states `(B, S, H)`."""
+    """
+    Computes scores of labels `(B, S)`, 0 where labels are -100, from states `(B, S, H)`. `index` `(N,)` holds the
+    flat indices of labels other than -100, if they are known.
+    """
     dtype = torch.float32 if in_fp32 else states.dtype
     weight, bias = _gather_weight(head.weight, dtype), None if head.bias is None else _gather_weight(head.bias, dtype)
     states, labels = states.to(weight.device), labels.to(weight.device)  # `device_map` may have put them elsewhere
@@ -206,7 +213,7 @@ def _fused_scores(
     def scatter(values: torch.Tensor) -> torch.Tensor:
         if label_index is None:
             return values.view(mask.shape).masked_fill(~mask, 0)
-        # The result depends on the model even without labels, so that the backward pass runs on all ranks
+        # Even without labels, the result depends on the model, so that all ranks run the backward pass
         return values.new_zeros(mask.numel()).index_copy(0, label_index, values).view(mask.shape)
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -235,7 +242,8 @@ def scores_of_logits(
     """Computes log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
     logits = logits.float()
     if temperature < 1:
-        # Masked tokens have the lowest finite logit. The division would make it infinite, and entropies NaN.
+        # Some models give masked tokens the lowest finite logit. Divided by the temperature, the logit would be
+        # infinite, and entropies NaN.
         logits = logits.clamp(min=0.5 * temperature * torch.finfo(logits.dtype).min)
     return selective_log_softmax_and_entropy(
         logits, ids, entropy_requires_grad=entropy_requires_grad, temperature=temperature
@@ -243,7 +251,7 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module before the head. Without a `base_model`, this is a sibling of the head and the encoders."""
+    """Returns the module before the head. In a model without a `base_model`, it is a child beside the head."""
     if model.base_model is not model:
         return model.base_model
     head, decoder = model.get_output_embeddings(), model.get_decoder()
@@ -267,7 +275,7 @@ def run_backbone(
 
 
 class _BackboneOutput:
-    """Output of a backbone: the states, and `None` for anything else."""
+    """Output of a backbone: the states `(B, S, H)`, and `None` for any other field."""
 
     def __init__(self, last_hidden_state: torch.Tensor):
         self.last_hidden_state = last_hidden_state

@@ -28,7 +28,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
-    """Returns whether a variable-length kernel supports the device and dtype: from Ampere on, in half precision."""
+    """Returns whether a variable-length kernel supports device and dtype: GPUs from Ampere on, in half precision."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -46,10 +46,11 @@ def varlen_attention(
     uses_library: bool = False,
 ) -> torch.Tensor:
     """
-    Computes attention within sequences of a row, by the kernel of torch, or of flash-attn if `uses_library`.
+    Computes attention within sequences of a row, by torch's kernel, or by flash-attn if `uses_library`.
 
-    `window_size` is the number of keys that a query attends to before and after its own position, -1 for all. Shapes:
-    states `(T, heads, head_dim)`; returns `(T, heads, head_dim)`.
+    `window_size` is the number of keys that a query attends to before and after its own position, -1 for all. With
+    `(-1, 0)`, attention is causal. Shapes: query `(Q, heads, head_dim)`, key and value `(K, key heads, head_dim)`;
+    returns `(Q, heads, head_dim)`.
     """
     scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
     query, key, value = _pad_heads(query, key, value)
@@ -69,7 +70,10 @@ def varlen_attention(
 
 
 def _pad_heads(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Pads heads to one size, a multiple of 8, as kernels require. Latent attention has heads of 192 and of 128."""
+    """
+    Pads heads to one size, a multiple of 8, as kernels require. In latent attention, queries and keys have heads of
+    192, and values of 128.
+    """
     width = -(-max(tensor.size(-1) for tensor in states) // 8) * 8
     return [tensor if tensor.size(-1) == width else F.pad(tensor, (0, width - tensor.size(-1))) for tensor in states]
 
@@ -87,9 +91,11 @@ def merged_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
-    Computes causal attention within sequences of a row. Queries at `index` (`None`: all) also attend to all keys of a
-    shared sequence. The outputs of the two calls of torch's kernel are merged by log-sum-exp as in
-    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are those of [`varlen_attention`].
+    Computes causal attention within sequences of a row, in which queries also attend to all keys of a shared sequence.
+
+    The first call of torch's kernel is causal attention within `sequences`. In the second call, the queries at `index`
+    (`None`: all) attend to shared keys, by `shared_sequences`. Both outputs are merged by log-sum-exp as in
+    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are as in [`varlen_attention`].
     """
     scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
     states = _pad_heads(query, key, value, shared_key, shared_value)
@@ -117,7 +123,7 @@ class _MergedAttention(torch.autograd.Function):
             rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
         causal_output, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
-        weight = (shared_lse - total_lse).exp().T[..., None]
+        weight = (shared_lse - total_lse).exp().T[..., None]  # of shared keys in the softmax, `(R, heads, 1)`
         merged = torch.lerp(causal_output.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
         if index is None:
             output, lse = merged, total_lse
@@ -133,7 +139,7 @@ class _MergedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
         sequences, shared_sequences, scaling = ctx.settings
-        # From the merged output and log-sum-exp, each call computes its share of the gradient
+        # With the merged output and log-sum-exp, the kernel computes the share of a call in the gradient
         query_gradient, *gradients = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
         gradient, query, output = (rows_at(tensor, index) for tensor in (gradient, query, output))
         lse = rows_at(lse.T, index).T.contiguous()
@@ -178,7 +184,7 @@ def flash_backward(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of queries, keys and values. `output` and `lse` may also include attention to other keys."""
-    # The random state of dropout, which isn't used
+    # The kernel takes a random state, although dropout is 0
     random_state = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
     return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random_state, scale=scaling)
@@ -211,8 +217,10 @@ def attention_with_lse(
     visible_key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes attention of states `(B, heads, T, head_dim)` to all keys, and the log-sum-exp of scores `(B, heads, Q)`.
-    The additive `mask` must not mask the key at index `visible_key`. Queries may have more heads than keys.
+    Computes attention to all keys, and the log-sum-exp of the scores, which is read at the key `visible_key`.
+
+    The additive `mask` must not mask this key in any row. Shapes: query `(B, heads, Q, head_dim)`, key and value
+    `(B, key heads, K, head_dim)`; returns `(B, heads, Q, head_dim)` and `(B, heads, Q)`.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":

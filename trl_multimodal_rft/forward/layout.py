@@ -3,7 +3,15 @@
 Packed rows, and left-padded batches.
 
 A packed row holds each prompt once, followed by one branch per completion. A branch is a copy of the prompt's last
-token and the completion without its last token: exactly the positions that predict the completion. If prompts start
+token and the completion without its last token: exactly the positions that predict the completion. For example, a
+prompt `p0 p1 p2` with the completions `a0 a1` and `b0` is packed as
+
+    row position   0   1   2  |  3   4  |  5
+    token          p0  p1  p2 |  p2  a0 |  p2
+    label          -   -   -  |  a0  a1 |  b0
+    position       0   1   2  |  2   3  |  2
+
+The branch at 3 attends to itself and to the row positions 0 and 1, which it shares with its prompt. If prompts start
 alike, the row holds their common start once, and the remainders of these prompts are branches, too.
 """
 
@@ -30,24 +38,24 @@ States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
 # A prompt or a branch in a row: (start, length, start of the parent, number of shared tokens). A branch continues its
-# parent, and shares all tokens before the parent's last token. A prompt is its own parent and shares no tokens.
+# parent, and shares all tokens before the parent's last token. A prompt is its own parent and shares no tokens. The
+# segments of the example above are (0, 3, 0, 0), (3, 2, 0, 2) and (5, 1, 0, 2).
 Segment = tuple[int, int, int, int]
 
-# Prompts share an attention call only if the longest is at most this many times as long as the shortest, since the
-# shorter prompts are padded
+# Prompts in one attention call are padded to the longest. So they share a call only if the longest is at most this
+# many times as long as the shortest.
 _LENGTH_TOLERANCE = 1.25
 
 # Prompts of unequal length in one call need a mask per branch. If these masks would have more entries than this (1 MiB
-# in float32), each prompt gets a separate call, in which branches share a mask. With masks of this size,
-# additional calls cost little.
+# in float32), each prompt gets a separate call, in which its branches share a mask. At such sizes, further calls cost
+# little.
 MASK_ENTRIES = 2**18
 
-# Two kernel calls replace one if they save at least this many copies of keys. Completions attend to themselves in the
-# first call, and to their prompt in the second. With 2 heads of size 128 in half precision, a key and its value take
-# 1 KiB, and their gradients take as much.
+# Two kernel calls replace one if they save at least this many copies of keys, see `PrefixLayout.shared_sequences`.
+# With 2 heads of size 128 in half precision, a copy of a key and a value takes 1 KiB, and the gradients take as much.
 _COPIED_KEYS = 2**14
 
-# Kernels require the row stride of a mask, and the first column of a view of it, to be multiples of this
+# Kernels require multiples of this for the row stride of a mask, and for the first column of a view of a mask
 MASK_ALIGNMENT = 16
 
 
@@ -58,7 +66,8 @@ class PrefixBlock:
 
     A common start of prompts counts as a prompt, and the remainders as its branches. The completions after a remainder
     are in another block, which doesn't compute the remainder again. Indices are positions in the packed row, padded on
-    the right.
+    the right by repeats of the last position. The row in the module's example has one block: `prompt_index`
+    `[[0, 1, 2]]`, `branch_index` `[[3, 4], [5, 5]]`, `key_index` `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if this block computes branches alone
@@ -70,7 +79,7 @@ class PrefixBlock:
     layer_masks: list[Mapping[str | None, LayerMask]]  # by layer type, masks of each prompt and of text after it
 
     def unseen_keys(self, layer_type: str | None) -> int:
-        """Returns the number of keys before the windows of all branches, in layers of type `layer_type`."""
+        """Returns the number of first keys that no branch sees because of windows, in layers of type `layer_type`."""
         masks = [by_type[layer_type] for by_type in self.layer_masks]
         windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
         return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
@@ -80,12 +89,15 @@ class PrefixBlock:
 class StateLayout:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches. A branch starts from the state after its prompt. Indices are positions in the packed row.
+    token, and `M` branches. A branch starts from the state at the end of its prompt's row in the first batch.
+
+    Indices are positions in the packed row. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index`
+    `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of its copy.
     """
 
     prompt_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
     prompt_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
-    # Of the branches, padded on the right, `(M, L)`. The last token of a prompt without branches is a branch, too.
+    # Of the branches, padded on the right, `(M, L)`. The last token of a prompt without completions is a branch, too.
     branch_index: torch.Tensor
     prompt_of_branch: torch.Tensor  # prompt of each branch, `(M,)`
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of both batches, `(T,)`
@@ -98,10 +110,10 @@ class PrefixLayout:
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # By layer type: the window of causal attention after all prompts (`None`: all tokens), and whether prompts are
-    # causal, too. Layer types with other masks have no entry, as variable-length kernels don't support the masks.
+    # By layer type: the window of the text after prompts, which is causal (`None`: all tokens), and whether all
+    # prompts are causal, too. Variable-length kernels support no other masks, so layer types with them have no entry.
     windows: dict[str | None, tuple[int | None, bool]]
-    # A forward of a prompt without completions fills this dictionary. A forward of completions alone reads it.
+    # A forward of a prompt without completions fills this dictionary. A later forward of completions alone reads it.
     states: States | None = None
     n_cached: int = 0  # number of prompt tokens that the row leaves out, as `states` has their keys and values
 
@@ -121,8 +133,10 @@ class PrefixLayout:
         Returns row positions of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the other arguments of a
         variable-length kernel. Each branch is a sequence. If `with_prompts`, each prompt is a sequence, too.
 
-        The kernel aligns the causal mask to the last key. So the keys of a sequence start with the first key that its
-        first token sees in the `window`. The result is cached for all layers.
+        Keys of a sequence are the shared tokens, then the branch. The kernel aligns the causal mask to the last key,
+        so shared tokens before the `window` of the branch's first token are left out. The module's example without a
+        window and without prompts: queries `[3, 4, 5]`, keys `[0, 1, 3, 4, 0, 1, 5]`, cumulative lengths `[0, 2, 3]`
+        and `[0, 4, 7]`. The result is cached for all layers.
         """
         key = ("sequences", window, with_prompts)
         if key not in self._cache:
@@ -150,7 +164,8 @@ class PrefixLayout:
         two calls would save few copies of keys.
 
         In the first call, each sequence attends to its own tokens. In the second call, all sequences with the same
-        parent are joined to one sequence of queries, and attend to the parent's shared tokens.
+        parent are joined to one sequence of queries, and attend to the tokens that they share. In the module's
+        example, the second call has one sequence of the queries `[3, 4, 5]` and one of the keys `[0, 1]`.
 
         The result has five entries. For the first call: row positions `(Q,)` of queries and keys (`None`: all), and
         the kernel's other arguments. For the second call: indices `(R,)` of its queries among the first call's queries
@@ -168,14 +183,15 @@ class PrefixLayout:
             for start, _, parent, _ in segments
             if len(self.shared_positions[start])
         }
+        # By parent, the indices of its sequences' queries among the first call's queries
         query_index: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
         offset = 0
         for _, length, parent, n in segments:
             if n:
                 query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
-        # One call copies shared keys for each sequence, and cached keys once more, to join them with the row's keys.
-        # Two calls copy shared keys once.
+        # A single call copies shared keys for each sequence. If they are cached, it also copies them to join them with
+        # the row's keys. Two calls copy shared keys once.
         n_needed = 0 if self.n_cached else 1
         n_saved = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
         if not n_saved or n_saved < _COPIED_KEYS:
@@ -200,7 +216,7 @@ class PrefixLayout:
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
-        """Index of each row position, `(T,)`, in joined outputs of the prompts of all blocks and then all branches."""
+        """Index of each row position, `(T,)`, in the outputs of all blocks' prompts (padded) and then all branches."""
         spans, offset = [], 0
         for block in self.blocks:
             n, width = block.prompt_index.shape
@@ -218,8 +234,8 @@ class PrefixLayout:
         prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
         prompt_of_segment = {start: i for i, (start, _) in enumerate(prompts)}  # index of a segment's prompt, by start
         parents = {parent for start, _, parent, _ in self.segments if start != parent}
-        # A path leads from the last token of a prompt to the end of a completion. If several completions share a
-        # remainder, each path computes the remainder's states again.
+        # A path leads from the last token of a prompt, or of a common start, to the end of a completion. Completions
+        # after the same remainder have paths of their own, which compute the remainder's states again.
         paths, prompt_of_branch = [], []
         for start, length, parent, _ in self.segments:
             index = prompt_of_segment[start] = prompt_of_segment[parent]
@@ -234,7 +250,7 @@ class PrefixLayout:
         prompt_index = starts + prompt_steps.clamp(min=0)
 
         lengths = torch.tensor([[len(path)] for path in paths])
-        # At least two steps, as mixers would treat a single token as a decoding step, which has no gradient
+        # At least two steps, since mixers take a single token for a decoding step, which has no gradient
         steps = torch.arange(max(2, int(lengths.max())))
         branch_index = torch.stack([path[steps.clamp(max=len(path) - 1)] for path in paths])
 
@@ -270,9 +286,10 @@ class PrefixLayout:
         """
         Returns the queries, keys and mask of a block's prompts in layers of a type; cached, on the row's device.
 
-        Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Else, `C`
-        is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
-        `(1 or N * C, 1, L, K)`, or `None` if attention is plain causal and the kernel `is_causal` without a mask.
+        Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Otherwise,
+        `C` is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
+        `(1 or N * C, 1, L, K)`. It is `None` if prompts are plain causal, and so is the kernel without a mask
+        (`is_causal`).
         """
         plain = all(by_type[layer_type] is None for by_type in block.layer_masks)
         if plain and is_causal:
@@ -284,7 +301,7 @@ class PrefixLayout:
             )
         if self._cache[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one mask for all prompts, as no token sees later padding
+            if plain:  # one mask for all prompts, as padding is on the right, where no token sees it
                 masks = self._full_masks(1, width, width, dtype).triu_(1)
             else:
                 masks = self._full_masks(n, width, width, dtype)
@@ -300,10 +317,10 @@ class PrefixLayout:
         """
         Returns the queries, keys and mask of a block's branches in layers of a type; cached, on the row's device.
 
-        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. The `G`
-        query heads that share a key head (`heads_per_key`) become one longer sequence of queries. The mask is
-        additive, `(1 or M, 1, L * G, K)`. All branches share one mask if their prompts are equally long and plain
-        causal, or if the block has a single prompt.
+        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. The mask is
+        additive, `(1 or M, 1, L * G, K)`. `heads_per_key` is `G`, the number of query heads that share a key head. Row
+        `l * G + g` of the mask is for query `l` of head `g`. All branches share one mask if their prompts are equally
+        long and plain causal, or if the block has a single prompt.
         """
         n_skipped = block.unseen_keys(layer_type)
         positions = block.branch_index, block.key_index[:, n_skipped:]
@@ -312,6 +329,7 @@ class PrefixLayout:
         key = ("branches", block, layer_type, dtype, heads_per_key)
         if key not in self._cache:
             n, longest, n_shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - n_skipped
+            # One mask per prompt: columns of the shared tokens, padded to `n_shared`, then columns of the branch
             masks = self._full_masks(n, longest, n_shared + longest, dtype)
             masks[:, :, n_shared:].diagonal(dim1=1, dim2=2).zero_()
             for mask, by_type, size in zip(masks, block.layer_masks, block.sizes, strict=True):
@@ -339,7 +357,8 @@ class PrefixLayout:
             ).triu_(most_before + 1)
             self._cache[key] = self._repeat_rows(masks, heads_per_key)
         n_before, n_queries = count_keys_and_queries(block)
-        # The block's mask is a part of the common mask, moved along the diagonal so that its first column is aligned
+        # Entry `(i, j)` of the block's mask is entry `(down + i, right + j)` of the common mask, and both are visible
+        # if `j <= n_before + i`. A move of the view along the diagonal changes nothing, and aligns its first column.
         down = (n_before - most_before) % MASK_ALIGNMENT
         right = most_before - n_before + down
         return self._cache[key][
@@ -347,7 +366,12 @@ class PrefixLayout:
         ]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
-        """Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks."""
+        """
+        Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks.
+
+        With a window of 4 and a lookahead of 0, queries 0 to 3 of a chunk attend to keys -3 to 3 relative to the
+        chunk.
+        """
         causal_masks = [
             (m.window, m.lookahead, m.prompt)
             for m in masks
@@ -360,6 +384,7 @@ class PrefixLayout:
         n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:
             return None
+        # Positions in prompts, `(C, L)` and `(C, K)`; keys before the start and after the end are hidden below
         chunk_starts = torch.arange(0, width, size)[:, None]
         queries, keys = chunk_starts + torch.arange(size), chunk_starts + torch.arange(n_keys) - window + 1
         distance = queries[:, :, None] - keys[:, None]
@@ -378,7 +403,7 @@ class PrefixLayout:
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), additive
 
     def _boolean_mask(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
-        """Returns the boolean mask `(end - start, end)` for the queries of a sequence from `start` to before `end`."""
+        """Returns the boolean mask `(end - start, end)` of the queries from `start` to before `end` of a sequence."""
         device = self.restore_index.device
         if isinstance(mask, torch.Tensor):
             return span_mask(mask[start:end].to(device), end)
@@ -397,7 +422,7 @@ class PrefixLayout:
         return repeated
 
     def _full_masks(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns additive masks with aligned rows, in which all keys are hidden."""
+        """Returns additive masks `(n, rows, columns)` with aligned row strides, in which all keys are hidden."""
         shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
         return masks[:, :, :columns]
@@ -415,11 +440,12 @@ class PackedRow:
     parts: list[EncodedPrompt]  # prompts and later turns that hold the row's media, in row order
     layout: PrefixLayout
     label_index: torch.Tensor  # positions with a label, `(N,)`
-    score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
+    score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`; in the
+    # module's example `[[3, 4], [5, 0]]`
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """Returns the batch indices of each prompt's completions."""
+    """Returns the batch indices of each prompt's completions, with prompts in order of first appearance."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -427,7 +453,7 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 
 def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-    """Returns the number of tokens of the packed row that holds these completions."""
+    """Returns the number of tokens of the packed row of completions, if different prompts share no tokens."""
     return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
 
 
@@ -437,9 +463,9 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
 
     With `isolate="media"`, prompts share a forward if their media join exactly: the same modalities, no padding, and
     images of the same sizes. Some encoders have no mask for padding, so that their output for a clip depends on the
-    longest clip in the batch. Other models take one modality per call. A group stays in one part unless its
-    completions hold media of different shapes. With `isolate="prompt"`, only completions of one prompt share a
-    forward.
+    longest clip in the batch. Other models take one modality per call. A group stays in one part unless the media of
+    its completions' later turns differ in shape. With `isolate="prompt"`, only completions of one prompt share a
+    forward. Without `isolate`, there is one part.
     """
     if isolate is None:
         return [list(range(len(prompts)))]
@@ -519,12 +545,13 @@ def pack(
     device: torch.device | None = None,
 ) -> PackedRow:
     """
-    Lays out prompts and completions as one row, which holds each prompt, or each node of the prompts' `trees`, once.
+    Lays out prompts and completions as one row, see the module's example.
 
-    `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance. `field_fill`
-    has the values of token fields on completion tokens, by default 0. A completion without tokens isn't in the row.
-    With `with_last`, the row also holds the last token of each completion, which predicts nothing.
-    The row is on the `device`, by default the device of the completions.
+    The row holds each prompt, or each node of the prompts' `trees`, once. `masks` are the
+    [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance. `field_fill` has the values of
+    token fields on completion tokens, by default 0. A completion without tokens isn't in the row. With `with_last`,
+    the row also holds the last token of each completion, which predicts nothing. The row is on the `device`, by
+    default the device of the completions.
 
     Shapes: `completion_ids`, `completion_mask` `(B, C)`, padded on the right.
     """
@@ -542,6 +569,7 @@ def pack(
     starts: dict[Node, int] = {}  # of nodes in the row
     offset = 0
     for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
+        # A node starts with a copy of its parent's last token
         prompt, first_token = node.prompt, 0 if parent is None else parent.stop - 1
         span = slice(first_token, node.stop)
         start, size = offset, node.stop - first_token
@@ -555,14 +583,14 @@ def pack(
         for name in fields:
             field_pieces[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
         offset += size
-        for member in [] if node.children else groups[prompt]:
+        for member in [] if node.children else groups[prompt]:  # completions follow leaves
             if (length := lengths[member]) == 0:
                 continue
             completion = completions[member, :length]
             n_tokens = length if with_last else length - 1
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:n_tokens]]))
             labels.append(F.pad(completion, (0, n_tokens + 1 - length), value=-100))
-            sequence = prompts[member]  # with the media of the completion's later turns, which the shared prompt lacks
+            sequence = prompts[member]  # unlike the shared `prompt`, has media of the completion's later turns
             positions.append(torch.cat([sequence.position_ids[..., -1:], sequence.positions_after(n_tokens)], dim=-1))
             parts += sequence.parts[1:]
             for name in fields:
@@ -598,7 +626,7 @@ def with_equal_dims(positions: list[torch.Tensor]) -> list[torch.Tensor]:
 def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
-    """Returns the layout of segments. `masks` holds masks of prompts and of common starts, by row position."""
+    """Returns the layout of segments. `masks` holds the masks of prompts and of trees' nodes, by start in the row."""
     shared_positions, branches_of = _shared_positions(segments), {start: [] for start in masks}
     for start, length, parent, _ in segments:
         if start != parent:
@@ -613,7 +641,7 @@ def _layout(
         for start, length, parent, _ in segments
         if start in masks and (start == parent or branches_of[start])
     ]
-    # Clusters of prompts of similar length, so that many short prompts need few attention calls
+    # Prompts of similar length share a block, so that many short prompts need few attention calls
     clusters: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: (not unit.is_root, len(unit.tokens))):
         if clusters and _should_share_call([*clusters[-1], unit]):
@@ -640,9 +668,9 @@ def _layout(
 
 @dataclass
 class _Unit:
-    """A prompt, or the common start of several prompts, and the branches after it."""
+    """A prompt, or another node of a prompt's tree, and the branches after it."""
 
-    tokens: torch.Tensor  # row positions of the tokens, including tokens that parents share, `(P,)`
+    tokens: torch.Tensor  # row positions of the tokens from the tree's root to the end of the unit, `(P,)`
     branches: list[tuple[int, int]]  # (start, length) in the row
     masks: Mapping[str | None, LayerMask]
     is_root: bool  # whether the unit is the root of its tree
@@ -650,7 +678,7 @@ class _Unit:
 
 def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
     """Returns the row positions of the tokens that a segment shares with its parents, by the start of the segment."""
-    shared_positions, child_positions = {}, {}
+    shared_positions, child_positions = {}, {}  # of a segment itself, and of its children
     parents = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
         shared_positions[start] = torch.arange(0) if start == parent else child_positions[parent]
@@ -665,7 +693,7 @@ def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | N
     `None` for other masks, and for different windows.
 
     transformers creates no mask for a sequence that fits into the window. So a mask without a window agrees with the
-    window of other masks if the window is at least as long as its sequence. `lengths` are the sequences' lengths.
+    window of other masks if its sequence fits into this window. `lengths` are the lengths of the masks' sequences.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):
@@ -683,7 +711,7 @@ def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
-    """Returns rows of a tensor without waiting for the device: a view if they are consecutive, else a copy."""
+    """Returns rows of a tensor without waiting for the device: a view if the rows are consecutive, else a copy."""
     if not isinstance(rows, slice):
         stop = rows[0] + len(rows) if rows else 0
         if list(rows) != list(range(stop - len(rows), stop)):
@@ -705,7 +733,7 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _should_share_call(units: Sequence[_Unit]) -> bool:
-    """Returns whether prompts, sorted from the shortest to the longest, should share an attention call."""
+    """Returns whether units, sorted from the shortest to the longest, should share an attention call."""
     shortest, longest = len(units[0].tokens), len(units[-1].tokens)
     if units[0].is_root != units[-1].is_root or longest > _LENGTH_TOLERANCE * shortest:
         return False
@@ -717,8 +745,8 @@ def _should_share_call(units: Sequence[_Unit]) -> bool:
 
 def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
     sizes = [len(unit.tokens) for unit in units]
-    # Padding repeats the position of the last token. Outputs of padding are dropped, causal queries don't see padding,
-    # and other masks hide padding.
+    # Padding repeats the last position. Causal attention and masks hide padding from tokens, and outputs of padding
+    # are dropped.
     steps = torch.arange(max(sizes))
     prompt_index = torch.stack([unit.tokens[steps.clamp(max=len(unit.tokens) - 1)] for unit in units])
 

@@ -42,9 +42,9 @@ def _prepare_forward(
     """
     Prepares an unwrapped model for the forward of a batch. Yields a list that collects the text decoder's outputs.
 
-    The batch and `kwargs` override arguments of the decoder. The outer model gets ordinary inputs and merges media as
-    usual, so that this code doesn't depend on the family. If `encodes_media`, outputs of frozen encoders are cached
-    first.
+    The batch and `kwargs` override arguments of the decoder alone. The outer model gets ordinary inputs and merges
+    media as usual, so this code doesn't depend on the family. If `encodes_media`, outputs of frozen encoders are
+    cached first.
     """
     if encodes_media:
         encode_once(model, batch.parts, batch.labels.device)
@@ -54,8 +54,7 @@ def _prepare_forward(
         outputs.append(output)
         if not kwargs:
             return None
-        # Some outer models, such as LLaVA since transformers 5.24, accept no router logits from their decoder, so the
-        # outer model gets the output without them
+        # Some outer models, such as LLaVA since transformers 5.24, accept no router logits from their decoder
         return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
 
     with (
@@ -86,8 +85,8 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         `ValueError`: If a model has no router logits to return.
     """
     config = unwrapped_model.get_decoder().config
-    # Only the decoder returns router logits. If the outer model or TRL's head got them, it would compute a loss in
-    # which a shared prompt counts once.
+    # Only the decoder is asked for router logits. With them, the outer model or TRL's head would compute a loss in
+    # which a shared prompt counts once, not once per completion.
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def score(part: ScoreRequest) -> Scores:
@@ -132,10 +131,10 @@ def completion_values(
     critic: Callable[..., torch.Tensor], unwrapped_model: PreTrainedModel, request: ScoreRequest
 ) -> torch.Tensor:
     """
-    Computes values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
+    Computes the critic's value of the state before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], or a function with the same arguments and result, and `unwrapped_model` is its
-    model. Other scores of the request aren't computed.
+    `critic` is a [`~models.Critic`], or a function with the arguments and result of its forward. `unwrapped_model` is
+    the critic's model. No other scores of the request are computed.
     """
 
     def score(part: ScoreRequest) -> Scores:
@@ -155,10 +154,11 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
     `model` is the model to call, with its wrappers, and `unwrapped_model` the reward model in it, as
     [`~models.reward_model.as_reward_model`] returns it. Other scores of the request aren't computed.
     """
+    # `ends` `(B, 1)`: the index after the last scored token, 0 without one
     is_scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
     next_index = torch.arange(1, is_scored.size(1) + 1, device=is_scored.device)
     ends = (is_scored * next_index).amax(1, keepdim=True) if is_scored.size(1) else is_scored.sum(1, keepdim=True)
-    # `completion_values` returns values before each token, so one more token adds the value after the last token
+    # `completion_values` returns values before tokens. One more token adds the value after the last token.
     mask = F.pad(request.mask, (0, 1)).scatter(1, request.mask.sum(1, keepdim=True), 1)
 
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
 
 
 def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput, batch: "_Batch") -> torch.Tensor:
-    """Returns router statistics of a forward, from the output of its decoder."""
+    """Returns router statistics `(2, E)` of a forward, from the output of the decoder."""
     router_logits = decoder_output.get("router_logits")
     if not router_logits:
         raise ValueError(
@@ -198,14 +198,14 @@ def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
-    """Computes scores in one forward, or with `isolate` in separate forwards, of which at least `min_forwards` run."""
+    """Computes scores in one forward, or with `isolate` in separate forwards, at least `min_forwards` of them."""
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
     n_surplus = max(request.min_forwards - len(parts), 0)
     results = [score(request.select(part)) for part in parts + parts[-1:] * n_surplus]
     joined = Scores.join(results[: len(parts)], parts)
-    # Surplus forwards have weight 0, but take part in the backward pass
+    # Surplus forwards have weight 0, but take part in the backward pass, so that all ranks run equal collectives
     name, tensor = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, tensor + zero)
@@ -221,7 +221,7 @@ def _scores_from_logits(
     bias: dict[int, float],
     extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
-    """Computes the same output as TRL's fused head with `shift_labels`, from the model's logits of scored tokens."""
+    """Computes the output of TRL's fused head with `shift_labels`, from the model's logits at scored positions."""
     skips_logits, positions = takes_logits_to_keep(unwrapped_model), batch.scored_positions()
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": positions} if skips_logits else {}))["logits"]
     logits = (logits if skips_logits else logits[:, positions]).float()
@@ -258,7 +258,7 @@ class _Batch:
     decoder_arguments: Mapping[str, torch.Tensor | PrefixLayout]  # arguments that override the text decoder's inputs
     labels: torch.Tensor  # the next token at scored positions, else -100
     scored_positions: Callable[[], torch.Tensor]  # returns the positions with a label in any row
-    # Returns the number of padded rows that would hold each token, without dummy prompts
+    # Returns how many padded rows would hold each token, `(B, S)` or `(1, T)`; rows of dummy prompts don't count
     row_counts: Callable[[], torch.Tensor]
     select_completions: Callable[[torch.Tensor], torch.Tensor]  # selects `(B, C, ...)` from values at all positions
     label_index: torch.Tensor | None = None  # positions of labels in a packed row, known without a host sync
@@ -287,9 +287,10 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
 
 
 def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
-    """Returns a batch of whole sequences with labels, which are the next tokens at scored positions."""
+    """Returns a batch of whole sequences (`ScoreRequest.whole`) with the next tokens at scored positions as labels."""
     prompts, next_ids, mask = request.prompts, request.ids, request.mask
     is_scored, device = mask.bool(), mask.device
+    # Position of each sequence's first token: a packed row joins sequences, and padded rows are padded on the left
     if request.packed:
         unique = list(group_by_prompt(prompts))
         ends = dict(zip(unique, accumulate(map(len, unique)), strict=True))
@@ -317,8 +318,8 @@ def _packed_batch(
     states: States | None = None,
 ) -> _Batch:
     """
-    Returns a batch of one packed row. It holds each prompt, its media, and each common start of prompts once. Every
-    token attends to the same tokens as in a padded row. Sharing prompts in RL is an idea of
+    Returns a batch of one packed row. The row holds each prompt with its media once, and each common start of prompts
+    once. Every token attends to the same tokens as in a padded row. Sharing prompts in RL is an idea of
     [Prefix Grouper](https://huggingface.co/papers/2506.05433).
     """
     # One copy of both tensors, so that the host waits once
@@ -327,7 +328,7 @@ def _packed_batch(
     groups = group_by_prompt(prompts)
     masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
-    # Whole sequences, which have no completions, have labels on prompts, so common starts of prompts aren't merged
+    # Whole sequences have no completions, but labels on their prompts. So their common starts aren't merged.
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     device = completion_ids.device
     row = pack(prompts, ids, mask, masks, fill, with_last=with_last, trees=trees, device=device)
@@ -381,6 +382,7 @@ def _padded_batch(
         batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first_ids)
     completion_positions = with_equal_dims([prompt.positions_after(n_new) for prompt in prompts])
     fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
+    # The part of a later turn starts at the first completion token
     for index, prompt in enumerate(prompts):
         for part in prompt.parts[1:]:
             for name, value in part.token_fields.items():
@@ -393,7 +395,7 @@ def _padded_batch(
         **media_inputs(parts, model, device),
         **{name: value.to(device) for name, value in fields.items()},
     }
-    # Each position predicts the next token; prompts aren't scored
+    # A position predicts the next token. The span starts at the prompt's last token, and ends before the row's last.
     predicting_span = slice(-n_new - 1, -1)
     labels = torch.full_like(inputs["input_ids"], -100)
     labels[:, predicting_span] = completion_ids.masked_fill(completion_mask == 0, -100)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention masks of a model, created by the functions of the model's family."""
+"""Attention masks of a model in compressed form, from the functions by which the model creates its masks."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +45,9 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     Returns the masks that the model itself would create for one sequence without branches: a prompt, then `n_new`
     tokens of text. The keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
 
-    Masks include all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask would
-    silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least all tokens of the
-    sequence, see [`~forward.layer_masks.LayerMask`].
+    Masks follow all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask instead
+    would silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least all tokens
+    of the sequence, see [`~forward.layer_masks.LayerMask`].
     """
     n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
@@ -59,9 +59,9 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         text_fields = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
         return {name: torch.cat([value[:size], text_fields[name]])[None] for name, value in fields_of_prompt}
 
-    # Token fields have one value per token. If all are 0, masks depend on distances between tokens alone.
+    # If all token fields are 0, masks depend on distances between tokens alone. Then a short prompt, twice as long as
+    # the longest window, shows whether masks are causal. Causal masks hold for any length.
     if not any(value.any() for value in prompt.token_fields.values()):
-        # So if a short prompt, twice as long as the longest window, has causal masks, they are the long prompt's, too
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
@@ -80,8 +80,8 @@ def _model_masks(
     total = size + n_new
     default_create: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default_create)
-    # For sdpa, transformers creates a boolean mask, or `None` if attention is plain causal. `_masks_by_rows` replaces
-    # the boolean mask by the first token that each token sees and the index after the last one, if there are no gaps.
+    # For SDPA, transformers creates a boolean mask, or `None` if attention is plain causal. `_masks_by_rows` replaces
+    # a boolean mask without gaps by spans `(T, 2)`.
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
@@ -106,8 +106,9 @@ def _model_masks(
 
 def _spans(mask: torch.Tensor) -> torch.Tensor | None:
     """
-    Returns the spans of visible tokens in the rows of a boolean mask, `(R, 2)`: the index of the first visible token,
-    and the index after the last one. Returns `None` if a row has gaps.
+    Returns the spans of visible tokens in the rows of a boolean mask `(R, K)`, as `(R, 2)`: the index of the first
+    visible token, and the index after the last one. Returns `None` if a row has gaps: `[0, 1, 1, 0]` becomes `[1, 3]`,
+    and `[1, 0, 1, 0]` has a gap.
     """
     starts, ends = (values.to(torch.uint8).argmax(1) for values in (mask, mask.flip(1)))
     spans = torch.stack([starts, mask.size(1) - ends], dim=1)
@@ -117,8 +118,8 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
-    Makes transformers create masks for sdpa as spans `(T, 2)`, see [`_spans`], within the context. A mask with gaps in
-    its rows stays a boolean mask. Large masks are created a few rows at a time.
+    Makes transformers create masks for SDPA as spans `(T, 2)`, see [`_spans`], within the context. A mask with gaps
+    stays a boolean mask. Rows of large masks are created a few at a time.
     """
     create_mask = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -154,12 +155,14 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     Compresses the mask of a prompt of `size` tokens and of text after it. Returns [`Causal`] if the text is causal in
     a window, else the mask as spans `(T, 2)` or as a boolean mask `(T, T)`.
     """
-    full_mask = mask[0, 0] if mask.dim() == 4 else None
+    full_mask = mask[0, 0] if mask.dim() == 4 else None  # `None` if the mask is spans
+    # Spans of all tokens, or, from a full mask, of the prompt's last token and of the text
     spans = mask if full_mask is None else _spans(full_mask[size - 1 :])
     if spans is None:
         return full_mask
     (starts, ends), total = spans.unbind(1), int(spans[-1, 1])
     positions = torch.arange(total - len(spans), total)
+    # The last token shows the window
     window = None if starts[-1] == 0 else total - int(starts[-1])
     is_causal = (ends == positions + 1) & (starts == (positions - (window or total) + 1).clamp(min=0))
     if not is_causal[size - 1 - total :].all():
@@ -174,7 +177,7 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
-    """Returns the prefix trees of the prompts in a packed row. `lengths` are the lengths of the completions."""
+    """Returns the prefix trees of completions' prompts in a packed row. `lengths` are the completions' lengths."""
     groups = group_by_prompt(prompts)
     n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
@@ -190,12 +193,13 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
     Returns a model's config, or a copy of its text config without the attention windows if the forward ignores them.
 
-    A forward that creates a plain causal mask for all layers ignores the windows of the config. But transformers makes
-    masks and caches by the config alone.
+    The forward ignores the windows of the config if it creates a plain causal mask for all layers. Functions of
+    transformers that create masks and caches read the config alone, so they would apply the windows.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]
     modules = (model, model.base_model, model.get_decoder())
+    # Names in the code of the forwards show which masks they create
     names = set().union(*(names_in_code(type(module))[0] for module in modules))
     if not windows or "create_causal_mask" not in names or names & _MASKS_WITH_WINDOWS:
         return model.config

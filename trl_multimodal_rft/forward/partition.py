@@ -18,16 +18,18 @@ def micro_batch_order(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, generator: torch.Generator | None = None
 ) -> list[int]:
     """
-    Returns the batch indices of completions in the order of micro-batches, which hold equally many completions and
-    have balanced packed lengths. The order of the micro-batches is random.
+    Returns the batch indices of completions in the order of `n_batches` micro-batches of equal size. The micro-batches
+    have balanced packed lengths, and a random order. For example, the completions of prompts A, B, A, B in 2
+    micro-batches have the order `[0, 2, 1, 3]` or `[1, 3, 0, 2]`.
 
     Groups, and prompts that start alike, stay together. A group that fits into no micro-batch is split over as few
-    micro-batches as possible. The order depends on the data alone, so that updates are the same with packed and with
-    padded rows. With equal generators, the longest micro-batches of several ranks have the same position.
+    micro-batches as possible. The order doesn't depend on whether rows are packed, so updates are the same for packed
+    and padded rows. With equal generators, ranks run their longest micro-batches at the same position.
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
     n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    # Completions that should stay together: their tokens in a packed row, and their batch indices
     bundles: list[tuple[int, list[int]]] = []
     for tree in prompt_trees(n_completion_tokens, groups):
         n_shared = tree.stop if tree.children else 0
@@ -37,7 +39,7 @@ def micro_batch_order(
                 bundles.append((load, members))
                 load, members = n_shared, []
             load += len(prompt) - n_shared + sum(lengths[i] for i in groups[prompt])
-            members = members + groups[prompt]
+            members = members + groups[prompt]  # not in place, as `bundles` may hold the list
         bundles.append((load, members))
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
@@ -45,7 +47,7 @@ def micro_batch_order(
         while members:
             n_free = [size - len(batch) for batch in batches]
             fitting = [b for b in range(n_batches) if n_free[b] >= len(members)]
-            # The lightest micro-batch with room for the whole bundle, or else the micro-batch with the most room
+            # The lightest micro-batch with room for all members, or else the micro-batch with the most room
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: n_free[b])
             chosen, members = members[: n_free[b]], members[n_free[b] :]
             batches[b] += chosen
@@ -59,14 +61,16 @@ def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
     """
-    Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
+    Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing. Returns batch indices.
 
-    Groups of at most `max_tokens` stay together. Larger groups are split into chunks. Chunks come after the other
-    parts, one group after the other. The prompt's tokens count in each chunk. A packed chunk has at least one
-    completion with tokens.
+    Groups of at most `max_tokens` tokens stay together. Larger groups are split into chunks, and the prompt's tokens
+    count in each chunk. For example, with 10 `max_tokens`, a prompt of 4 tokens with completions of 3, 3 and 2 tokens
+    is split into `[[0, 1], [2]]`. The result holds parts with whole groups first, then the chunks, group by group. A
+    packed chunk has at least one completion with tokens.
     """
 
     def size(part: list[list[int]]) -> int:
+        """Returns the number of tokens of a row, or of padded rows with their padding."""
         members = sum(part, [])
         if packed:
             return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
@@ -84,7 +88,10 @@ def split_by_tokens(
 
 
 def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
-    """Fills bins of a `capacity` with items, by first-fit decreasing."""
+    """
+    Fills bins of a `capacity` with items, from the largest to the smallest. An item goes to the first bin with room,
+    or to a new bin, even if the item alone is larger than the capacity.
+    """
     bins: list[list[T]] = []
     for item in sorted(items, key=lambda item: -size([item])):
         fitting = next((candidate for candidate in bins if size([*candidate, item]) <= capacity), None)

@@ -23,8 +23,8 @@ from .layout import split_samples
 
 class Processes:
     """
-    Keeps the collectives of all ranks alike. It says how many forwards a rank must run, and which dummy prompts a rank
-    must add so that its encoders run, too.
+    Returns what a rank must run so that collectives are alike on all ranks: a number of forwards, and dummy prompts,
+    which make encoders run on ranks whose prompts don't need the encoders.
 
     Without an `accelerator`, there is one process. The model's `processor` encodes the dummy prompts.
     """
@@ -34,7 +34,7 @@ class Processes:
     ):
         self.accelerator = accelerator
         self.processor = processor
-        self._dummies: dict[str | None, EncodedPrompt] = {}
+        self._dummies: dict[str | None, EncodedPrompt] = {}  # by modality, `None` for text
         # A wrapped model, its trained encoders, and whether its language model or critic is trained
         self._trained: tuple[nn.Module, set[str], bool] | None = None
         self._used_encoders: set[str] = set()  # modalities whose encoders got a gradient on any rank
@@ -43,13 +43,13 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_other_batch: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of modalities that this rank's prompts lack and that collectives need.
+        Returns dummy prompts of the modalities that collectives need and this rank's prompts lack.
 
-        All ranks must gather sharded weights, and reduce gradients, of the same encoders. If the language model is
-        frozen, a batch of text alone gets dummy prompts, too, since it would have no gradient.
+        All ranks must gather the sharded weights, and reduce the gradients, of the same encoders. If the language
+        model is frozen, a batch of text alone gets dummy prompts, too, since it would have no gradient.
 
-        With `with_other_batch`, this rank runs a second batch before the same backward pass, and that batch, with its
-        dummy prompts, already reaches all trained encoders. DDP and a frozen language model then need no dummy
+        With `with_other_batch`, this rank runs another batch before the same backward pass. The other batch, with its
+        dummy prompts, already reaches all trained encoders. So DDP and a frozen language model need no further dummy
         prompts, but sharded weights do.
         """
         if self.accelerator is None:
@@ -62,13 +62,13 @@ class Processes:
             on_any_rank = self.accelerator.gather(presence).any(0).tolist()
             needed = {modality for modality, is_present in zip(MODALITIES, on_any_rank, strict=True) if is_present}
             if torch.is_grad_enabled() and is_deepspeed_zero3_enabled():
-                # ZeRO-3 reuses a stale gradient where an encoder gets none
+                # If an encoder gets no gradient, ZeRO-3 uses the gradient of an earlier step again
                 encoders = _encoders(needed)
                 self._used_encoders |= encoders
                 needed |= (self._used_encoders - encoders) & self._encoders_to_train(model)
         elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_other_batch:
-            # With `find_unused_parameters`, DDP needs no dummy prompts. Weights may be unused in its last forward, and
-            # the gradients of weights that only an earlier forward has used are reduced, too.
+            # With `find_unused_parameters`, DDP needs no dummy prompts. It accepts weights that the last forward
+            # doesn't use, and also reduces gradients of weights that only an earlier forward has used.
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
         if (
@@ -102,7 +102,7 @@ class Processes:
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
             return len(parts)
-        if is_unsharded(self.accelerator) and not torch.is_grad_enabled():  # no collectives
+        if is_unsharded(self.accelerator) and not torch.is_grad_enabled():  # such forwards run no collectives
             return len(parts)
         device = self.accelerator.device
         count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
@@ -127,7 +127,7 @@ class Processes:
         return self._dummies[modality]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """Returns the [`trained_encoders`] as of the first call with a wrapped model, as wrappers ignore changes."""
+        """Returns the [`trained_encoders`] at the first call with a wrapped model: wrappers ignore later changes."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
@@ -164,7 +164,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
             continue
         encoders = {modality: model.get_submodule(name) for modality, name in find_towers(model).items()}
         inner_parameters = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
-        # Trained weights between encoders and decoder may belong to any modality, so all modalities count
+        # Trained weights outside encoders and decoder, such as a projector's, may belong to any modality
         if any(p.requires_grad and p not in inner_parameters for p in model.base_model.parameters()):
             return modalities
         trained |= {

@@ -24,7 +24,8 @@ from .masks import linear_masks
 class ContextRows:
     """
     `N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context. A completion
-    has several contexts if its prompt was rewritten between turns.
+    has several contexts if its prompt was rewritten between turns. For example, completion 0 has 3 tokens after its
+    first context and 2 after its second, completion 1 has 4 tokens: `lengths` is `[[3, 2], [4]]`, `M` 3 and `L` 4.
     """
 
     prompts: list[EncodedPrompt]  # the context of each row
@@ -60,8 +61,8 @@ def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | 
 
 def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
     """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
-    behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
-    return [context for prompt in prompts for context in prompt.contexts], [n for counts in behind for n in counts]
+    counts = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
+    return [context for prompt in prompts for context in prompt.contexts], [n for row in counts for n in row]
 
 
 def with_media(
@@ -70,7 +71,7 @@ def with_media(
     """Returns the prompt for scoring a completion with media in `media_turns`, from the `whole` sequence."""
     if not media_turns:
         return prompt
-    # Media after the prompt may change its positions and masks
+    # Media after the prompt may change the prompt's positions and masks
     positions = whole.position_ids[..., : len(prompt)]
     is_same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     is_causal = is_same and all(mask is None for mask in linear_masks(model, whole, 0).values())
@@ -215,10 +216,10 @@ def _per_completion() -> torch.Tensor:
 
 @dataclass
 class Scores:
-    """Scores of completions. Scores that weren't requested are `None`."""
+    """Scores of `B` completions of at most `C` tokens. Scores that weren't requested are `None`."""
 
     logps: torch.Tensor = _per_completion()  # log-probabilities of the tokens, `(B, C)`
-    divergences: torch.Tensor = _per_completion()  # of the tokens' distributions from a target, `(B, C)`
+    divergences: torch.Tensor = _per_completion()  # of the tokens' distributions from the target, `(B, C)`
     entropies: torch.Tensor = _per_completion()  # of the tokens' distributions, `(B, C)`
     values: torch.Tensor = _per_completion()  # of the states before each token, `(B, C)`
     top1: torch.Tensor = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
@@ -237,7 +238,7 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
-        """Returns tensors by field: all, with `True` those that have a row per completion, with `False` the others."""
+        """Returns tensors by field: all, with `True` tensors with a row per completion, with `False` other tensors."""
         names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
         rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
         if per_completion is not None:
@@ -245,7 +246,7 @@ class Scores:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def map(self, function: Callable) -> "Scores":
-        """Returns scores with a function applied to each tensor."""
+        """Returns scores with a function applied to each tensor, without `deferred` and `view`."""
         return Scores(**{name: function(value) for name, value in self.tensors().items()})
 
     def rows(self, index: slice | Sequence[int]) -> "Scores":
@@ -272,8 +273,8 @@ class Scores:
     @classmethod
     def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
-        Joins scores of parts of a batch in the order of the batch; `indices` holds the batch indices of each part.
-        Router statistics are summed, and `supervised` comes from the part that has it.
+        Joins scores of parts of a batch in the order of the batch. `indices` holds the batch indices of each part.
+        Router statistics are summed. `supervised` is that of the first part with supervised completions.
         """
         of_parts = [part.tensors(per_completion=True) for part in parts]
         order = [index for rows in indices for index in rows]
@@ -316,19 +317,19 @@ def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
 
 class DeferredParts:
     """
-    Scores of parts of a micro-batch, without the activations that produced them.
+    Scores of the parts of a micro-batch, without the activations of the forwards.
 
     A loss is computed from [`joined`] as from scores of the whole micro-batch. [`backward_by_parts`] then recomputes
-    each part for its gradient. `score` takes the index and the rows of a part, and returns the part's
-    [`~forward.scores.Scores`]. All ranks run `n_parts` forwards. Surplus forwards repeat the last part. Recomputation
-    restores the random states of the CPU and the `device`.
+    each part for its gradient, with the same random numbers on the CPU and on the `device`. `score` takes the index of
+    a part and its batch indices, and returns the part's [`~forward.scores.Scores`]. All ranks run `n_parts` forwards.
+    Surplus forwards repeat the last part.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
         start = time.perf_counter()
         self.score = score
         self.parts = parts + parts[-1:] * (n_parts - len(parts))
-        self.n_local = len(parts)
+        self.n_local = len(parts)  # without surplus forwards
         self._device_random = None if device.type == "cpu" else torch.get_device_module(device)
         self._random_states = []
         self.outputs: list[Scores] = []
@@ -342,7 +343,7 @@ class DeferredParts:
         self.seconds = time.perf_counter() - start  # duration of these additional forwards
 
     def joined(self) -> Scores:
-        """Returns scores in the order of the rows, as one call for all rows would return them."""
+        """Returns scores in the order of the batch, as one forward of the whole micro-batch would return them."""
         scores = Scores.join(self.outputs[: self.n_local], self.parts[: self.n_local])
         scores.deferred = self
         return scores
@@ -357,7 +358,7 @@ class DeferredParts:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """Detaches a score for the loss. A `backward()` that reaches it raises an error, instead of silently ending."""
+    """Detaches a score for the loss. A `backward()` that reaches the score raises an error, or it would do nothing."""
 
     def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient_error("a score")

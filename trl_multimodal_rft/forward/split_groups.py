@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Forwards of a group that exceeds the token budget: the prompt once, then the completions in chunks."""
+"""Forwards of a group with more tokens than the token budget: the prompt once, then the completions in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +17,10 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    In training, all chunks but the last attend to detached keys and values. The gradients of these keys and values are
-    summed in float32. The last chunk attends to the keys and values with their graph. Its backward pass adds the sums
-    and continues through the prompt.
+    In training, all chunks but the last attend to detached keys and values. A hook sums the gradients of these keys
+    and values over chunks, in float32. The last chunk attends to the keys and values with their graph. Its backward
+    pass adds the sums to the gradients, and continues through the prompt. So the prompt has one forward and one
+    backward.
 
     Args:
         forward (`Callable`):
@@ -32,7 +33,7 @@ class KeptPrompt:
         self._sums: dict[tuple, torch.Tensor] = {}
 
     def states(self, is_first: bool, is_last: bool) -> States:
-        """Returns keys and values for a chunk. The first chunk of a pass computes them. The last chunk frees them."""
+        """Returns keys and values for a chunk. The first chunk computes them, and the last chunk frees them."""
         if is_first:
             self._states, self._sums = self._forward(), {}
         states, sums = self._states, self._sums
@@ -80,7 +81,7 @@ def without_prompt(row: PackedRow, states: States) -> PackedRow:
             replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
         ],
         restore_index=row.layout.restore_index[size:] - size,
-        # False, as the row has no prompt that kernels could compute
+        # False: the row has no prompt, which kernels would compute
         windows={layer_type: (window, False) for layer_type, (window, _) in row.layout.windows.items()},
         states=states,
         n_cached=size,
@@ -102,9 +103,10 @@ def without_prompt(row: PackedRow, states: States) -> PackedRow:
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
     """
     Returns whether a chunk of a split group is the group's first and last, `(is_first, is_last)`, by its index in
-    `parts`. `parts` holds the batch indices of the completions of each forward pass. Other parts have no entry.
+    `parts`. `parts` holds the batch indices of each forward's completions. If completions 0 to 2 belong to one group,
+    and 3 and 4 to another, `[[0, 1], [2], [3, 4]]` gives `{0: (True, False), 1: (False, True)}`.
     """
-    # `shared` is equal for the completions of one prompt
+    # Completions of one prompt have the same object as `shared`
     prompts_of_parts = [{prompts[i].shared for i in part} for part in parts]
     n_chunks, n_seen = Counter(prompt for part_prompts in prompts_of_parts for prompt in part_prompts), Counter()
     ends = {}
@@ -119,9 +121,9 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """
-    Returns whether completions can be forwarded after a [`KeptPrompt`]. They can't if layers carry a recurrent or
-    convolutional state from token to token, as only keys and values are kept. They can't if reentrant checkpointing
-    hides the prompt's graph, either.
+    Returns whether completions can be forwarded after a [`KeptPrompt`]. Two features of a model prevent this: layers
+    with a recurrent or convolutional state, as only keys and values are kept, and reentrant checkpointing, as it hides
+    the prompt's graph.
     """
     if has_states(model):
         return False

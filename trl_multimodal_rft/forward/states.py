@@ -24,8 +24,8 @@ _STATE_METHODS = {"get_conv_state", "get_recurrent_state"}
 # Names under which mixers take the cache
 _CACHE_ARGUMENTS = {*CACHE_NAMES, "cache_params"}
 
-# Names under which kernels take the initial state. A mixer that passes no initial state to its kernel, such as Mamba
-# 1's, silently ignores the state of the cache if it gets more than one token.
+# Names under which kernels take the initial state. Some mixers, such as Mamba 1's, pass none. They silently ignore the
+# state of the cache if they get more than one token.
 _INITIAL_STATE_ARGUMENTS = {"initial_state", "initial_states"}
 
 
@@ -55,7 +55,7 @@ def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> to
 
 
 class _GraphCache:
-    """A mixer's cache that keeps the autograd graph. Caches of transformers copy states into buffers without it."""
+    """A mixer's cache that keeps the autograd graph, which transformers' caches lose by copies into buffers."""
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
@@ -95,7 +95,7 @@ class _GraphCache:
 
 
 def install_prefix_states(model: PreTrainedModel) -> None:
-    """Enables mixers with a state to run packed rows. Without a [`PrefixLayout`], they compute the same as before."""
+    """Enables mixers with a state to run packed rows. Without a [`PrefixLayout`], results are the same as before."""
     for mixer in _mixers(model):
         # A bound method, so that a copy of the module runs its own weights
         mixer.forward = types.MethodType(_prefix_forward, mixer)
@@ -131,8 +131,10 @@ def _prefix_forward(
     **kwargs: torch.Tensor | Cache | None,
 ) -> torch.Tensor:
     """
-    Runs the forward of a mixer. With a layout, `hidden_states` is a packed row `(1, T, hidden)`, for which the mixer
-    always runs twice, so that ranks gather sharded weights equally often.
+    Runs the forward of a mixer. With a layout, `hidden_states` is a packed row `(1, T, hidden)`.
+
+    The mixer first runs on the prompts, then on the branches, from the prompts' states. It always runs twice, so that
+    ranks gather sharded weights equally often.
     """
     forward = type(mixer).forward
     if not isinstance(prefix_layout, PrefixLayout):

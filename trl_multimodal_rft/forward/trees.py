@@ -1,5 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prefix trees of prompts that share a system prompt or media. Shared tokens are forwarded once."""
+"""
+Prefix trees of prompts that share a system prompt or media. Shared tokens are forwarded once.
+
+For example, the prompts `s1 ... s20 a` and `s1 ... s20 b c`, with short completions, become a node with `stop=20` and
+two leaves, with `stop=21` and `stop=22`. The packed row is `s1 ... s20 | s20 a | s20 b c`, with completions after the
+leaves.
+"""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,8 +16,8 @@ import torch
 from ..encoding.prompts import EncodedPrompt
 
 
-# A common start becomes a node only if sharing it saves at least this fraction of the tokens after the parent node.
-# Smaller savings make no measurable difference.
+# A common start becomes a node only if this saves at least this fraction of the tokens after the parent node, with
+# completions. Smaller savings make no measurable difference.
 _WORTH_SHARING = 0.1
 
 
@@ -20,7 +26,7 @@ class Node:
     """Tokens that several prompts share after the parent node, or, in a leaf, the last tokens of one prompt."""
 
     prompt: EncodedPrompt  # the longest prompt with these tokens; its masks hold for all such prompts
-    stop: int  # number of the prompt's tokens up to the end of the node
+    stop: int  # number of the prompt's tokens from the root to the end of the node
     children: list["Node"] = field(default_factory=list)
 
     @property
@@ -51,7 +57,7 @@ def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal_prompts: Collectio
     Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens after it.
 
     Only `causal_prompts` share tokens. Shared tokens have equal ids, token fields and positions. Media are shared if
-    they are equal and lie wholly within the shared tokens.
+    they are equal and all their placeholders are among the shared tokens.
     """
     shareable = [prompt for prompt in prompts if prompt in causal_prompts]
     trees = _nodes_after(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
@@ -71,10 +77,11 @@ def _nodes_after(
         return [leaf(prompts[0])]
     first = prompts[0]
     n_equal = n_common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
-    # The last token of a node must not belong to media, as children repeat this token
+    # Children repeat the last token of a node, so it must not belong to media
     starts, ends = zip(*(prompt.media_span or (n_equal, 0) for prompt in prompts), strict=True)
     if min(starts) < n_equal <= max(ends):
         n_common = min(starts)
+    # Each prompt after the first saves the node's tokens, and each child repeats one token
     n_saved = (n_common - depth) * (len(prompts) - 1) - len(prompts)
     is_worthwhile = n_saved >= _WORTH_SHARING * sum(
         len(prompt) - depth + n_completion_tokens[prompt] for prompt in prompts
@@ -91,6 +98,7 @@ def _nodes_after(
 
 
 def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Returns the number of equal rows at the start of two tensors `(P, K)`."""
     n = min(len(a), len(b))
     differs = (a[:n] != b[:n]).any(1)
     return int(differs.int().argmax()) if differs.any() else n
@@ -108,7 +116,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
         if prompt.media_span is not None:
             media[prompt.media_span[0]] = media_numbers.setdefault(id(prompt.on_device), len(media_numbers) + 1)
         elif prompt.media:
-            media[0] = -1 - i  # differs for each prompt, as media without a span can't be shared
+            media[0] = -1 - i  # another number for each prompt, as media without a span can't be shared
         fields = [prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)) for name in names]
         positions = prompt.position_ids.flatten(0, -2).expand(axes, -1)
         symbols[prompt] = torch.stack([prompt.input_ids, media, *fields, *positions], dim=1)
