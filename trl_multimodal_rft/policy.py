@@ -35,8 +35,8 @@ from .models.wrapped import is_unsharded, unwrapped
 # on a CPU, see `benchmarks/`.
 _WORTH_PACKING = 0.9
 
-# Type of layers whose sliding window covers only the completion. `generate` applies the window. `forward` can't, as it
-# doesn't know where the completion starts.
+# Type of layers whose sliding window counts only completion tokens. `generate` applies the window, but `forward`
+# doesn't, as it doesn't know where the completion starts.
 _COMPLETION_WINDOW = "reference_sliding_attention"
 
 
@@ -49,7 +49,10 @@ def training_obstacle(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     max_completion_length: int | None = None,
 ) -> str | None:
-    """Returns why a model can't be trained on completions of up to `max_completion_length` tokens, else `None`."""
+    """
+    Returns the reason why a model can't be trained on completions of up to `max_completion_length` tokens (`None`: any
+    number), or `None` if it can be trained.
+    """
     if (obstacle := family_of(model).training_obstacle) is not None:
         return obstacle
     if getattr(model.config, "is_encoder_decoder", False):
@@ -76,8 +79,8 @@ def training_obstacle(
 @dataclass
 class Fallbacks:
     """
-    Choices between fast paths and slower fallbacks, for scoring and sampling. The defaults are the fast paths. The
-    self-check selects the fallback of a fast path that isn't exact.
+    Choices between fast paths and slower fallbacks, for scoring and sampling. The defaults are the fast paths. If a
+    fast path isn't exact for a model, the self-check selects the fallback.
     """
 
     packing: bool = True  # whether prompts are forwarded once for all their completions
@@ -98,7 +101,7 @@ class Live:
     report_to: list[str] = field(default_factory=list)  # trackers that log the durations of profiled blocks
     model: nn.Module = field(init=False)  # the policy, as prepared for training
     model_wrapped: nn.Module = field(init=False)  # the policy with the wrappers of DDP, FSDP or DeepSpeed
-    # `None` without a reference, or if the policy without its adapter is the reference
+    # `None` if there is no reference, or if the reference is the policy with its adapter disabled
     ref_model: nn.Module | None = None
     critic: Critic | ValueHead | None = None
     state: TrainerState = field(default_factory=TrainerState)
@@ -139,8 +142,8 @@ class PolicyForward:
         self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int, model: PreTrainedModel | None = None
     ) -> bool:
         """
-        Returns whether packing is enabled, and packed rows save enough tokens over padded rows at `size` completions
-        per forward. If the `model` is given, common prefixes of different prompts count once.
+        Returns whether packing is enabled, and packed rows of `size` completions save enough tokens over padded rows.
+        With a `model`, common starts of different prompts count once.
         """
         if not self.fallbacks.packing:
             return False
@@ -178,8 +181,8 @@ class PolicyForward:
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
         `self.fallbacks` by default. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
-        if the request has a `logit_bias`, they come from the model's logits instead. This method sets the request's
-        fields `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states`.
+        with a `logit_bias` of the request, they come from the model's logits. This method sets the request's fields
+        `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states`.
 
         A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
         [`~forward.token_budget.backward_by_parts`] with the scores' `deferred`. A group with more tokens than
@@ -187,15 +190,14 @@ class PolicyForward:
         it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
 
         Completions outside the request's `rows` aren't forwarded. With `max_tokens`, padded rows of completions
-        without tokens aren't forwarded, either. Dummy prompts take the place of the media that are left out, so that
-        all ranks run the same encoders. If the context of a completion was rewritten, one row per context is
-        forwarded.
+        without tokens aren't forwarded, either. Dummy prompts replace the media of such completions, so that all ranks
+        run the same encoders. If the context of a completion was rewritten, one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
-        # Lengths are only needed to split a batch into parts, and reading them waits for the device
+        # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
             nonempty = [i for i, length in enumerate(lengths) if length]
@@ -242,7 +244,7 @@ class PolicyForward:
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
-        # For the parts that are chunks of a split group, by index: whether the part is the first, and the last chunk
+        # By index in `parts`, for chunks of split groups: whether the chunk is the group's first, and its last
         chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
@@ -337,7 +339,7 @@ class PolicyForward:
     def _reach_unused(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
     ) -> dict[str, torch.Tensor]:
-        """Adds 0 times the trained weights that no forward uses, since DDP would wait for their gradients."""
+        """Adds 0 times the trained weights that no forward uses to a score, as DDP would wait for their gradients."""
         # Only the last chunk of a split group reaches the encoders, and gradients are synchronized at that chunk
         reaches_encoders = states is None or self.accelerator is None or self.accelerator.sync_gradients
         is_ddp = isinstance(model, DistributedDataParallel)
@@ -372,9 +374,9 @@ class PolicyForward:
 
 def _gather_head(policy: PreTrainedModel) -> None:
     """
-    Gathers the weight of the LM head for TRL's fused head, which reads the weight without running the module. If the
-    fused head gathered the weight by itself, FSDP wouldn't reduce its gradient, and each rank would train its shard
-    only on its own completions.
+    Gathers the weight of the LM head for TRL's fused head, which reads the weight without a forward of the module. If
+    the fused head gathered the weight itself, FSDP wouldn't reduce the gradient, and each rank would train its shard
+    of the weight on its own completions alone.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

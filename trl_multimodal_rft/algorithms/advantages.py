@@ -3,8 +3,8 @@
 Advantage estimators: functions of a whole batch of rewards, group ids and masks.
 
 An estimator is a function decorated with [`estimator`]. Its docstring holds the formula and the paper. Masks may have
-padding on either side and gaps. Results are exactly 0 outside the mask. A reward of `NaN` means that the completion
-can't be scored. Such a completion enters no statistic and gets the advantage 0. Statistics are computed in float64.
+gaps, and padding on either side. Advantages are exactly 0 outside the mask. A reward of `NaN` means that the
+completion can't be scored: it enters no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
 import inspect
@@ -114,12 +114,13 @@ def group_statistics(
     rewards: torch.Tensor, group_ids: torch.Tensor, weights: torch.Tensor | float = 1.0
 ) -> GroupStatistics:
     """
-    Centres rewards `(N,)` within groups with ids `(N,)`, on the CPU. `weights` `(N,)` say how often each reward
-    counts.
+    Centres rewards `(N,)` within groups with ids `(N,)`, on the CPU. `weights` `(N,)` say how often a reward counts.
 
-    Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage.
+    Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage. Rewards `[1, 0,
+    2, 2]` in groups `[7, 7, 5, 5]` have `index` `[1, 1, 0, 0]`, `centred` `[0.5, -0.5, 0, 0]` and `has_signal`
+    `[False, True]`.
     """
-    # Not every device has float64
+    # On the CPU, as not every device has float64
     rewards = rewards.cpu()
     index = group_ids.cpu().unique(return_inverse=True)[1]
     n_groups = int(index.max()) + 1
@@ -257,8 +258,9 @@ def clip_filter_like_weights(
     has_signal: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. If no
-    group has signal, all weights are 1. Shape: `has_signal` `(G,)`.
+    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. For
+    example, if 2 of 4 groups have signal, their weight is 4 / 2, and other groups have the `weight_without_signal`.
+    Weights are at most `clip`. If no group has signal, all weights are 1. Shape: `has_signal` `(G,)`.
     """
     n_with_signal = has_signal.sum().double()
     if n_with_signal == 0:
@@ -319,6 +321,7 @@ def online_dpo(
     sorted_indices = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
     n_scorable = groups[sorted_indices].bincount()
     is_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
+    # Batch indices of the first and the last completion of each group
     worst, best = sorted_indices[(ends - n_scorable)[is_scorable]], sorted_indices[ends[is_scorable] - 1]
     is_pair = rewards[best] > rewards[worst]
     worst, best = worst[is_pair], best[is_pair]
@@ -359,11 +362,13 @@ def turn_norm(
     batch_indices, step_indices = steps.indices()
     returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, steps.returns(turn_discount))
     step_groups = group_ids.cpu()[batch_indices]
+    # A group of steps has a group id and a step index
     groups = group_statistics(returns, step_groups * (step_indices.amax() + 1) + step_indices)
     centred = groups.centred
     if norm == "trajectory":
         has_signal = groups.has_signal[groups.index].double()
         groups = group_statistics(returns, step_groups, 1 / batch_indices.bincount().double()[batch_indices])
+        # Whether a group of completions has different returns at some step index
         is_mixed = torch.zeros(len(groups.has_signal)).double().index_add(0, groups.index, has_signal) > 0
         centred = torch.where(is_mixed[groups.index], groups.centred, 0)
     return steps.on_tokens(centred / (groups.std(correction=1) + _EPS)[groups.index], mask).to(rewards)
@@ -434,6 +439,7 @@ def gigpo(
     turns, scale = steps.merge_turns(), "group" if norm == "std" else "none"
     batch_indices, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
     returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, turns.returns(turn_discount))
+    # A group of turns has a group id and a state
     turn_advantages = group_norm(returns, group_ids.cpu()[batch_indices] * (states.amax() + 1) + states, scale=scale)
     completion_advantages = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
     return turns.on_tokens(completion_advantages[batch_indices] + omega * turn_advantages, mask).to(rewards)
@@ -578,7 +584,7 @@ def _function_name(function: Callable) -> str:
 
 
 def _check_advantages(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns advantages of a user's function, 0 for unscorable completions and outside the mask."""
+    """Returns a user's advantages, 0 for unscorable completions and outside the mask, or raises a `ValueError`."""
     name = _function_name(function)
     if not isinstance(advantages, torch.Tensor) or advantages.shape not in (rewards.shape, mask.shape):
         got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__

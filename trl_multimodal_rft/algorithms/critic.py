@@ -15,8 +15,8 @@ def value_loss(
     clip: float | None = None,
 ) -> LossOutput:
     r"""
-    Computes half of the larger of two squared errors: that of the critic's values, and that of these values clipped
-    around the old values, as in [PPO](https://huggingface.co/papers/1707.06347):
+    Computes half of the larger of two squared errors of a critic: of its values, and of its values clipped around the
+    old values, as in [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
     Args:

@@ -10,11 +10,11 @@ import torch
 # Largest weight of a token in `relevance_weights`, before weights are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
-# Entropies that differ by less count as equal: in nats, or as a fraction of entropies above 1 nat. Forward passes of
-# padded and of packed rows round differently.
+# Entropies that differ by less count as equal, since forwards of padded and packed rows round differently. In nats, or
+# as a fraction of entropies above 1 nat.
 _ROUNDING = 1e-5
 
-# Largest minus smallest dependency, in nats, up to which all completions have the weight 1
+# Largest minus smallest dependency of a batch, in nats, up to which all completions have the weight 1
 _SMALLEST_SPREAD = 1e-6
 
 
@@ -54,7 +54,7 @@ def high_entropy_mask(
     valid = mask.reshape(shape)
     ranked = torch.where(valid, entropies.detach().float().reshape(shape), -torch.inf)
     n_valid = valid.sum(1).tolist()
-    # Without `round`, `ceil` would add a token where a whole product has a rounding error: 0.07 * 100 > 7
+    # Without `round`, `ceil` would add a token if a product should be whole, but has a rounding error: 0.07 * 100 > 7
     numbers_to_keep = [min(max(math.ceil(round(ratio * n, 6)), 1), n) for n in n_valid]
     n_kept = torch.tensor(numbers_to_keep, device=mask.device)[:, None]
     threshold = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))

@@ -9,7 +9,7 @@ import torch
 # Upper bound of log(reference / policy) in k3, in nats
 _LARGEST_LOG_RATIO = 20.0
 
-# Smallest factor by which an update multiplies the coefficient, and smallest coefficient after an update
+# Of `AdaptiveKLController`: smallest factor of an update, and smallest coefficient after an update
 _SMALLEST_FACTOR = 0.1
 _SMALLEST_COEF = 1e-8
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Policy losses, TRL's included: functions of tensors that return a loss, to be minimized, and its metrics.
+Policy losses, TRL's included: functions of tensors that return a loss to minimize, and the metrics of the loss.
 
 A policy loss is a function decorated with [`policy_loss`]. Its docstring holds the formula and the paper.
 """
@@ -92,8 +92,8 @@ class LossType:
     paper: Paper | None
     function: Callable[..., LossOutput]  # takes [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
-    # Denominator of the sum: completions of the optimizer step; the same times the length limit; tokens of the
-    # micro-batch, times the accumulation steps; or tokens of the optimizer step
+    # Denominator of the sum: completions of the optimizer step; these completions times the length limit; tokens of
+    # the micro-batch times the number of micro-batches; or tokens of the optimizer step
     denominator: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
     per_completion: bool = False  # whether the loss has one ratio and one advantage per completion
     sequence_level: bool = False  # whether the loss supports `importance_sampling_level="sequence"`
@@ -206,7 +206,7 @@ def grpo_loss(
         loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # TRL's metric is a mean over micro-batches, so it lacks the division by the number of micro-batches
+        # TRL's metric is a mean over micro-batches, so the loss isn't divided by their number
         metrics["policy_loss"] = rank_mean(loss * n_micro_batches if loss_type.is_mean else loss)
         entropy_sum, weight_sum = entropy_sums(inputs)
         loss = loss - entropy_coef * entropy_sum / weight_sum.clamp(min=1) / n_micro_batches
@@ -238,9 +238,9 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    Returns a mask, `(B, 1)` or `(B, T)`, that drops negative advantages of completions on which the policy diverges
-    from the policy that sampled, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556). Without a threshold,
-    returns 1.
+    Returns a mask, `(B, 1)` or `(B, T)`, that drops negative advantages of completions for which the policy diverges
+    from the policy that sampled, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556). Without the option
+    `off_policy_threshold`, returns 1.
     """
     if options.off_policy_threshold is None:
         return 1.0
@@ -251,6 +251,7 @@ def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | 
 
 
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:
+    """Returns advantages `(B,)` as `(B, 1)`, and advantages `(B, T)` as they are."""
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
@@ -261,7 +262,10 @@ def _off_policy_weights(inputs: LossInputs, options: LossOptions) -> torch.Tenso
 
 
 def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """Returns shares of tokens or completions that are clipped. Shapes: `low`, `high` `(B, T)` or `(B, 1)`."""
+    """
+    Returns shares of clipped tokens or completions, from booleans `low` and `high`, `(B, T)` or `(B, 1)`: whether the
+    ratio is clipped at the lower or at the upper bound.
+    """
     shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
     return {
         **{f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()},

@@ -20,7 +20,7 @@ class Metric:
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns the mean of values `(B, T)` over tokens that count, or of values `(B,)` or `(B, 1)` over completions."""
+    """Returns the mean of values `(B, T)` over the mask's tokens, or of values `(B,)` or `(B, 1)` over completions."""
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
@@ -28,7 +28,7 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
 
 
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns a mean over tokens `(B, T)`, which isn't logged if no token counts."""
+    """Returns the mean of values `(B, T)` over tokens of the mask, which isn't logged if the mask is empty."""
     metric = token_mean(values, mask)
     return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], skips_nan=True)
 
@@ -57,8 +57,8 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 class PendingMetrics:
     """
-    Metrics that stay on the device until they are logged. To read them between forward and backward pass would make
-    the host wait.
+    Metrics that stay on the device until they are logged, since the host would wait for the device to read them
+    between forward and backward pass.
     """
 
     def __init__(self):
@@ -117,6 +117,7 @@ class MicroBatchSums:
 
 
 def _ratio(numbers: torch.Tensor) -> torch.Tensor:
+    """Combines sums and counts of ranks, `(ranks, 2)`, to a mean, 0 without a count."""
     total, count = numbers.sum(0)
     return total / count.clamp(min=1)
 

@@ -26,6 +26,6 @@ def cite(paper: Paper | None, *names: str | None) -> str:
 
 
 def paper_of(function: Callable) -> Paper | None:
-    """Returns the first paper that a docstring links, `None` without one (`python -OO` strips docstrings)."""
+    """Returns the first paper that a function's docstring links, or `None` (`python -OO` strips docstrings)."""
     match = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")
     return None if match is None else Paper(*match.groups())

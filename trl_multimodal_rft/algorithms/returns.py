@@ -2,7 +2,7 @@
 """
 Per-token rewards, rewards along completions, returns, and whitening.
 
-Masks may have padding on either side and gaps. Results are exactly 0 outside the mask.
+Masks may have gaps, and padding on either side. Results are exactly 0 outside the mask.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ import torch
 from .kl import approx_kl
 
 
-# Numbers that differ by less count as equal: absolutely, or as a fraction of a mean above 1. Float32 sums of the same
-# rewards in another order differ by rounding.
+# Numbers that differ by less count as equal, since float32 sums of the same rewards in another order differ by
+# rounding. Absolute, or as a fraction of a mean above 1.
 TOLERANCE = 1e-6
 
 
 def terminal_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Puts each completion's reward `(N,)` on its last valid token `(N, T)`."""
+    """Returns token rewards `(N, T)`: each completion's reward `(N,)` on its last token of the mask, 0 elsewhere."""
     mask = mask.bool()
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last, rewards[:, None], 0)
@@ -66,7 +66,8 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
         `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
     """
     mask, width = mask.bool(), mask.size(1)
-    # Moves valid tokens to the front, and other tokens to a spare column
+    # Moves valid tokens to the front, and other tokens to a spare column, which is cut off: with the mask `[0, 1, 0,
+    # 1]`, columns are `[4, 0, 4, 1]`
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, column, torch.where(mask, rewards, 0))[:, :width]
     window = 1
@@ -104,7 +105,10 @@ class Steps:
         return Steps(merged, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
-        """Returns the discounted sum of rewards from each step on, `(S,)`. The last reward includes the outcome."""
+        """
+        Returns the discounted sum of rewards from each step on, `(S,)`. The last reward includes the outcome. Rewards
+        0 and 1 with the outcome 2 and a discount of 0.5 give 1.5 and 3.
+        """
         totals: list[float] = []
         for steps, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
             rewards = [step.reward or 0.0 for step in reversed(steps)]
@@ -113,7 +117,7 @@ class Steps:
         return torch.tensor(totals, dtype=torch.float64)
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Spreads values of steps `(S,)` over the tokens of each step, `(N, T)`; 0 outside the mask `(N, T)`."""
+        """Returns values of steps `(S,)` on all tokens of each step, `(N, T)`, 0 outside the mask `(N, T)`."""
         token_values, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
         for row, steps in zip(token_values, self.steps, strict=True):
             for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):

@@ -42,9 +42,9 @@ def contrast_bonus(
 
 class RunningScale:
     """
-    Computes the standard deviation of all rewards of the run so far. Rewards are divided by it, see
-    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The result doesn't
-    depend on how rewards are split over calls of [`update`].
+    The standard deviation of all rewards of the run so far, by which rewards are divided, see
+    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The split of rewards
+    over calls of [`update`] doesn't change the result.
     """
 
     def __init__(self):

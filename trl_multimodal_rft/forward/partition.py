@@ -64,7 +64,7 @@ def split_by_tokens(
     Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing. Returns batch indices.
 
     Groups of at most `max_tokens` tokens stay together. Larger groups are split into chunks, and the prompt's tokens
-    count in each chunk. For example, with 10 `max_tokens`, a prompt of 4 tokens with completions of 3, 3 and 2 tokens
+    count in each chunk. For example, with `max_tokens=10`, a prompt of 4 tokens with completions of 3, 3 and 2 tokens
     is split into `[[0, 1], [2]]`. The result holds parts with whole groups first, then the chunks, group by group. A
     packed chunk has at least one completion with tokens.
     """

@@ -358,7 +358,7 @@ class DeferredParts:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """Detaches a score for the loss. A `backward()` that reaches the score raises an error, or it would do nothing."""
+    """Detaches a score for the loss. A `backward()` that reaches the score raises an error, not to end silently."""
 
     def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient_error("a score")

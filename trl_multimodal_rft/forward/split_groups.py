@@ -19,8 +19,7 @@ class KeptPrompt:
 
     In training, all chunks but the last attend to detached keys and values. A hook sums the gradients of these keys
     and values over chunks, in float32. The last chunk attends to the keys and values with their graph. Its backward
-    pass adds the sums to the gradients, and continues through the prompt. So the prompt has one forward and one
-    backward.
+    pass adds the sums to the gradients, and continues through the prompt.
 
     Args:
         forward (`Callable`):

@@ -8,11 +8,11 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast as _MoeOutpu
 from .critic import Critic, ValueHead
 
 
-# Defects of transformers 5.24. Llama 4 reads this attribute, which the output of its decoder lacks, so that each
-# forward fails.
+# In transformers 5.24, Llama 4 reads this attribute of its decoder's output, which lacks the attribute, so that each
+# forward fails
 if not hasattr(_MoeOutput, "image_outputs"):
     _MoeOutput.image_outputs = None
 
-# To switch Granite Speech's adapter, transformers asks for an unreleased version of PEFT, although 0.21 works
+# To switch Granite Speech's adapter, transformers 5.24 requires an unreleased version of PEFT, although 0.21 works
 if hasattr(_peft, "MIN_PEFT_VERSION"):
     _peft.MIN_PEFT_VERSION = min(_peft.MIN_PEFT_VERSION, "0.21.0", key=_Version)  # pyrefly: ignore[bad-assignment]

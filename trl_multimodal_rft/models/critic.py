@@ -34,7 +34,7 @@ class ValueHead(nn.Linear):
         hidden_size (`int`):
             Size of the hidden states.
         device (`torch.device` or `str`, *optional*):
-            Device of its weights.
+            Device of the head's weights.
     """
 
     def __init__(self, hidden_size: int, device: torch.device | str | None = None):
@@ -92,8 +92,8 @@ class ValueHead(nn.Linear):
 
 class Critic(nn.Module):
     """
-    Multimodal backbone with a value head, which estimates the expected return of each state. Its forward is packed
-    like the policy's.
+    Multimodal backbone with a value head, which estimates the expected return of each state. Its inputs are packed or
+    padded rows, like the policy's.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -124,7 +124,7 @@ class Critic(nn.Module):
             `torch.Tensor`: Values, float32, shape `(B, S)`.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # Calls the backbone alone, as the model's forward may cap or scale the output of its head
+        # The model's forward isn't called, as it may cap or scale the output of its head
         with hidden_states(self.model) as states:
             self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
         return self.head(states[-1])
@@ -178,7 +178,7 @@ class Critic(nn.Module):
         # The config of a saved omni model contains the config of its thinker
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if getattr(model_class.config_class, "model_type", None) not in types:
-            # The policy's class would load another family's folder without an error, with random weights
+            # Without this error, the policy's class would load another family's folder with random weights
             raise other_family_error(f"{types[0]!r} model", model_class.__name__)
         is_reward = is_reward_model(config.get("architectures"))
         check_weights(str(Path(folder, kwargs.get("subfolder", ""))))
@@ -214,7 +214,7 @@ class Critic(nn.Module):
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
             raise other_family_error(type(model).__name__, model_class.__name__)
         with torch.device("meta"):
-            shell = model_class(model.config)  # the policy's class knows masks and positions
+            shell = model_class(model.config)  # methods of the policy's class create masks and positions
         if type(model.base_model) is not type(shell.base_model):
             raise other_family_error(type(model).__name__, model_class.__name__)
         setattr(shell, shell.base_model_prefix, model.base_model)
@@ -234,7 +234,7 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
     `save_pretrained` skips the critic.
     """
     policy.critic = critic
-    if isinstance(policy, PreTrainedModel):  # an adapter saves its own weights only
+    if isinstance(policy, PreTrainedModel):  # a `PeftModel` saves the weights of its adapter alone
         skipped = {f"critic.{name}" for name in critic.state_dict()}
         policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *skipped}
 
@@ -243,8 +243,8 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
     Returns the policy without its critic, to save, load or synchronize weights.
 
-    The result is a module of the policy's class that shares all modules but the critic, or the policy itself if it has
-    no critic. Expects a policy without wrappers such as DDP.
+    The result is a module of the policy's class that shares all modules but the critic. Without a critic, it is the
+    policy itself. The policy must have no wrapper such as DDP.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy

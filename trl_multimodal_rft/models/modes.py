@@ -78,7 +78,10 @@ def disable_unsupported_checkpointing(model: PreTrainedModel, args: TrainingArgu
 def measurement_mode(
     model: nn.Module, device: torch.device, is_evaluation: bool = True, keeps_checkpointing: bool = False
 ) -> Iterator[None]:
-    """Disables gradients, and by default training mode and checkpointing, in the context; restores random states."""
+    """
+    Disables gradients, and by default training mode and checkpointing, within the context. Restores the random states
+    of torch on exit.
+    """
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -90,10 +93,10 @@ def measurement_mode(
 
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Switches activation checkpointing off in the context, since it warns about forwards without a graph."""
+    """Switches activation checkpointing, which warns about forwards without a graph, off within the context."""
     with ExitStack() as stack:
         for submodule in module.modules():
-            # Not `getattr`, as wrappers forward attributes of inner modules
+            # Not `getattr`, as wrappers would return the attributes of the modules inside
             if vars(submodule).get("gradient_checkpointing"):
                 stack.enter_context(replaced(submodule, gradient_checkpointing=False))
         yield
@@ -103,17 +106,17 @@ def fix_encoders(model: PreTrainedModel) -> None:
     """
     Outside the language model, turns off dropout and keeps batch norms at their running statistics.
 
-    Encoders such as Granite Speech's would otherwise update statistics during sampling, and their outputs would differ
-    between forward passes, so that sampling and scoring would use different outputs. All modules but batch norms stay
-    in training mode, which gradient checkpointing needs.
+    Otherwise, encoders such as Granite Speech's would update statistics during sampling, and sampling and scoring
+    would use different outputs. All modules but batch norms stay in training mode, which gradient checkpointing needs.
+    LoRA's dropout stays on.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():
         if module in language_model or "lora_dropout" in name:
             continue
         fix_batch_norms([module])
-        for name in _dropout_rates(module):
-            setattr(module, name, 0.0)
+        for attribute in _dropout_rates(module):
+            setattr(module, attribute, 0.0)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 CRITIC = "critic"
 
-# Patterns of the last part of an encoder's name, for encoders that `get_encoder` doesn't return (DeepSeek-VL has two)
+# Patterns of the last part of an encoder's dotted name, for encoders that `get_encoder` doesn't return, such as the
+# second encoder of DeepSeek-VL
 _ENCODERS = {
     "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
     "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
@@ -46,7 +47,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     if (tower := family_of(model).towers.get(modality)) is not None:
         return tower
     encoder = model.get_encoder(modality=modality)
-    # If a modality has no encoder, `get_encoder` returns a model with the decoder
+    # If a modality has no encoder, `get_encoder` returns a model that contains the decoder
     name = next((name for name, module in model.named_modules() if module is encoder), "")
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
@@ -85,7 +86,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     Yields the name, the part and the parameter of every weight of a model, before DeepSpeed, FSDP or DDP wraps it. A
     tied weight comes once. The part is one of `PARTS`, or `CRITIC` in PPO.
 
-    Names lack the prefix that PEFT adds. An adapter's weights belong to the part that they change.
+    Names lack the prefix that PEFT adds. An adapter's weights belong to the part that the adapter changes.
     """
     base = unwrapped(None, model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
@@ -106,7 +107,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
     """Returns parts by dotted names of modules. A weight has the part of the innermost of these modules around it."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    parts_by_name = {"": "projector"}
+    parts_by_name = {"": "projector"}  # weights in neither the language model nor an encoder
     heads = model.get_output_embeddings(), getattr(model, "score", None)
     for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
@@ -130,10 +131,10 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
 
 def match_keys(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
     """
-    Maps each parameter to one of the `keys`: the first pattern that matches its name, or else its part.
+    Maps each parameter to one of the `keys`: the first pattern that matches the parameter's name, or else its part.
 
-    A pattern matches names of parameters, or names of modules with all their parameters. Parameters that no key
-    chooses aren't in the result.
+    A pattern matches names of parameters, or names of modules with all their parameters. The result lacks parameters
+    that no key chooses.
 
     Raises:
         `ValueError`: If a key chooses nothing.
@@ -167,7 +168,7 @@ def _match_keys(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str
 
 
 def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
-    """Raises a `ValueError` with the names of linear layers if `target_modules` of an adapter name no layer."""
+    """Raises a `ValueError` with the names of linear layers if an adapter's `target_modules` match no layer."""
     targets = getattr(peft_config, "target_modules", None)
     if isinstance(targets, str) or not targets:  # a pattern, `all-linear`, or the defaults of PEFT
         return

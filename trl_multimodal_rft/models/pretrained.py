@@ -28,7 +28,7 @@ from .wrapped import replaced
 
 
 if Version(transformers.__version__) < Version("5.23"):
-    # Decoders would otherwise be saved and sent to vLLM as `language_model.model.model`, unlike in released models
+    # Without this, decoders would be saved and sent to vLLM as `language_model.model.model`, unlike in released models
     for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
         _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(kind))
         decoder = WeightRenaming("^language_model", "model.language_model")
@@ -37,10 +37,10 @@ if Version(transformers.__version__) < Version("5.23"):
 
 class _TransposeBack(Transpose):
     """
-    Conversion for saving. It transposes weights back that loading transposed because of their shapes.
+    Conversion for saving that transposes weights which loading has transposed because of their shapes.
 
-    The reverse conversion in transformers never transposes. Experts of Qwen3-VL-MoE would then be saved, and sent to
-    vLLM, with shapes that vLLM can't load.
+    The reverse conversion in transformers never transposes these weights. Experts of Qwen3-VL-MoE would be saved, and
+    sent to vLLM, with shapes that vLLM can't load.
     """
 
     def convert(
@@ -64,7 +64,7 @@ def _reverse(self: Transpose) -> Transpose:
     return reverse_class(self.dim1, self.dim0)
 
 
-# Affects all models, as their `save_pretrained` may be called by other code
+# Set for all models, since other code may call their `save_pretrained`
 setattr(Transpose, "reverse_op", property(_reverse))  # noqa: B010
 
 # Arguments of `from_pretrained` that locate files
@@ -72,7 +72,7 @@ SOURCE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """Returns the class of the trained part of a released model, or `None` if the whole model is trained."""
+    """Returns the class of the trained part of a model, such as an omni model's thinker, or `None` for the whole."""
     config, _ = PreTrainedConfig.get_config_dict(
         name, **{key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
     )
@@ -94,9 +94,9 @@ def require_all_weights(
     get_new_weights: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: (),
 ) -> Iterator[None]:
     """
-    Raises a `ValueError` if a model that is loaded within the context lacks weights in its folder, or has weights of
-    other shapes there. Missing weights would be random. `get_new_weights` returns the parameters that needn't be in
-    the folder, such as a head that is removed later.
+    Raises a `ValueError` if the folder of a model that is loaded within the context lacks weights, which would be
+    random, or holds weights of other shapes. `get_new_weights` returns the parameters that the folder needn't hold,
+    such as a head that is removed later.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
@@ -118,7 +118,7 @@ def require_all_weights(
             )
         log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
 
-    # `integrations.peft` calls its copy of the function for an adapter in the folder of a model
+    # `integrations.peft` has imported the function by name, and calls it for an adapter in the folder of a model
     hook = {"log_state_dict_report": report}
     with replaced(transformers.modeling_utils, **hook), replaced(transformers.integrations.peft, **hook):
         yield
@@ -177,7 +177,7 @@ def load_trained(
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Returns whether a name belongs to an adapter without a model. A model's folder may hold an adapter, too."""
+    """Returns whether a folder or repository holds an adapter, but no model. A model's folder may hold both."""
     return not holds_model(name) and find_adapter_config_file(name, revision=revision or "main") is not None
 
 

@@ -28,7 +28,7 @@ class _ScoreMixin(GenericForSequenceClassification):
     """
     Mixin that replaces the LM head of a policy's class by a score.
 
-    In a subclass, the policy's class is the next base. It creates masks and positions.
+    In a subclass, the next base is the policy's class, whose methods create masks and positions.
     """
 
     num_labels = 1
@@ -113,9 +113,10 @@ def as_reward_model(model: _Model) -> _Model:
     policy = source
     if not source.can_generate():
         with torch.device("meta"):
-            policy = policy_class(source.config)(source.config)  # has attributes that methods of its class read
+            policy = policy_class(source.config)(source.config)  # for attributes that its class's methods read
         if type(policy.base_model) is not type(source.base_model):
             raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
+    # Without the constructor, which would create all weights again
     reward_model = object.__new__(reward_model_class(type(policy)))
     modules = {reward_model.base_model_prefix: source.base_model, "score": score}
     tied = {name: target for name, target in source.all_tied_weights_keys.items() if name.split(".")[0] in modules}
@@ -175,7 +176,7 @@ def load_trained_reward_model(
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
-    base.config._name_or_path = name  # otherwise, logs would name an adapter's base
+    base.config._name_or_path = name  # logs would name the model under an adapter
     return model, processor
 
 

@@ -29,14 +29,15 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT, which is imported where there is one."""
+    """Returns whether a model is a `PeftModel`. There is none before PEFT is imported."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Sets attributes or methods of one object within the context, not of its class."""
+    """Sets attributes or methods of one object within the context, without a change of its class."""
+    # A name that only the class defines isn't here, so that the end deletes the object's value
     previous_values = {
         name: getattr(owner, name)
         for name, class_value in {name: getattr(type(owner), name, None) for name in values}.items()
@@ -59,8 +60,9 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     """
     Collects the inputs of the LM head, `(B, S, hidden_size)`, of each forward within the context.
 
-    These inputs are the outputs of the backbone. In a model without a backbone, a hook on the head of its language
-    model collects them. With `instead_of_logits`, such a head projects only the last state.
+    These inputs are the outputs of the backbone. In a model without a backbone, a hook on the head of the language
+    model collects them. With `instead_of_logits`, such a head projects only the last state, and the model's output has
+    all states as `last_hidden_state`.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()

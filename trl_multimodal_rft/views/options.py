@@ -28,7 +28,7 @@ class ContrastView:
 
     view: View | None = None
     fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
-    # The bonus applies if the group's mean reward is at least this many times the mean reward under the view
+    # The bonus applies if the mean reward of the group is at least this many times the mean reward under the view
     reward_ratio: Annotated[float, "[0, inf)"] = 0.8
     bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
 
@@ -155,7 +155,8 @@ def as_schedule(text: str) -> Callable[[float], float]:
 def last_of_groups(share: float, n_completions: int, first_index: int, group_size: int) -> list[int]:
     """
     Returns the indices, among `n_completions` completions, of the last `share` of each group, rounded down.
-    `first_index` is the index of the first completion among the completions of all ranks.
+    `first_index` is the index of the first completion among the completions of all ranks. With a share of 0.5, a
+    `group_size` of 3 and a `first_index` of 0, the indices of 6 completions are `[2, 5]`.
     """
     first_in_group = group_size - int(share * group_size)
     return [i for i in range(n_completions) if (first_index + i) % group_size >= first_in_group]

@@ -79,7 +79,7 @@ class View:
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    modalities: tuple[str, ...] = MODALITIES  # modalities to replace, if the view applies to them
+    modalities: tuple[str, ...] = MODALITIES  # modalities to replace, of those that the type applies to
     others: Sequence[MediaRef] = ()  # media of another row, which replace the prompt's media in turn
     seed: tuple[int, ...] = (0,)  # seed of random numbers, together with the index of media in the prompt
 
@@ -97,11 +97,11 @@ class View:
         return replace(self, modalities=(modality,))
 
     def seeded(self, *numbers: int) -> "View":
-        """Returns the view with random numbers that depend on `numbers`."""
+        """Returns the view with the seed `numbers`."""
         return replace(self, seed=numbers)
 
     def with_others(self, others: Sequence[MediaRef]) -> "View":
-        """Returns the view with media of another row."""
+        """Returns the view with media of another row as replacements."""
         return replace(self, others=others)
 
     def scaled(self, factor: float) -> "View":
