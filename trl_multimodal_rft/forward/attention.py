@@ -165,7 +165,8 @@ def _prefix_attention(
     Causal layers run a variable-length kernel if there is one. All other attention runs block by block with masks, and
     `restore_index` puts the outputs into row order.
 
-    Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
+    Shapes: query `(1, heads, T, head_dim)`, key and value `(1, key heads, T, head_dim)`; returns `(1, T, heads,
+    head_dim)`.
     """
     layer_type = None  # key of a mask if all layers have one type
     if None not in layout.blocks[0].layer_masks[0]:

@@ -37,11 +37,12 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A KV cache layer with the last `n` tokens of `B` completions. Another layer, `prompts`, holds the prompts' tokens.
+    A KV cache layer of `B` completions with `n` tokens. Another layer, `prompts`, holds the tokens of the prompts.
 
     Buffers have the shape `(B, heads, size, head_dim)`. The next token is written at index `slot` `(1,)`, which wraps
-    around at the end of an attention window. By default, buffers grow as needed, and [`update`] returns the first `n`
-    entries. With a `room`, shapes are static: only [`grow`] enlarges the buffers, and [`update`] returns all entries.
+    around at the end of an attention window, so that the buffer holds the last tokens. By default, buffers grow as
+    needed, and [`update`] returns the first `n` entries. With a `room`, shapes are static: only [`grow`] enlarges the
+    buffers, and [`update`] returns all entries.
 
     If `n` is above 0 at the start, prompts have `n` tokens, and a completion's buffer starts with a copy of its
     prompt. `n` then counts the tokens of the prompt, too, and `prompts` keeps one row of length 0.

@@ -40,11 +40,10 @@ from .layout import to_device
 _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
-# Arguments of encoders with the sizes of media. transformers can precompute other arguments, such as positions, from
-# them.
+# Arguments of encoders with the sizes of media. transformers can precompute further arguments from sizes.
 _SIZE_ARGUMENTS = ("grid_thw", "feature_lens", "target_sizes")
 
-# Copies in host memory, by the tensor on a device that they are copies of
+# Copies in host memory, by the tensor on a device
 _host_copies = WeakTensorKeyDictionary()
 
 
@@ -504,7 +503,7 @@ def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:
         return function(*values)
     if isinstance(first_value, Mapping):
         results = cast(Sequence[Mapping[str, Output]], values)
-        # A copy, not a new object, as outputs of transformers may have keys beyond their fields
+        # A copy, as outputs of transformers may have keys that the constructor doesn't take
         result = cast(MutableMapping[str, Output], copy.copy(first_value))
         for name in first_value:
             result[name] = _map_tensors(function, [part[name] for part in results])

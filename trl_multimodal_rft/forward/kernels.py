@@ -217,10 +217,11 @@ def attention_with_lse(
     visible_key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes attention to all keys, and the log-sum-exp of the scores, which is read at the key `visible_key`.
+    Computes attention to all keys, and the log-sum-exp of the scores.
 
-    The additive `mask` must not mask this key in any row. Shapes: query `(B, heads, Q, head_dim)`, key and value
-    `(B, key heads, K, head_dim)`; returns `(B, heads, Q, head_dim)` and `(B, heads, Q)`.
+    The log-sum-exp is computed from the key at index `visible_key`, which `mask` (additive) must not mask. Shapes:
+    query `(B, heads, Q, head_dim)`, key and value `(B, key heads, K, head_dim)`; returns `(B, heads, Q, head_dim)` and
+    `(B, heads, Q)`.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":

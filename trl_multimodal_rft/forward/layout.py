@@ -92,7 +92,7 @@ class StateLayout:
     token, and `M` branches. A branch starts from the state at the end of its prompt's row in the first batch.
 
     Indices are positions in the packed row. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index`
-    `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of its copy.
+    `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of a copy.
     """
 
     prompt_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
@@ -201,6 +201,7 @@ class PrefixLayout:
         index, device = torch.cat(joined_index), self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
+            """Returns cumulative lengths of sequences, and the largest length."""
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
         sequence_bounds, longest = bounds(lengths)
@@ -222,8 +223,8 @@ class PrefixLayout:
             n, width = block.prompt_index.shape
             spans += [(block.starts[i], block.sizes[i], offset + i * width) for i in range(n)]
             offset += n * width
-        for start, length, prompt_start, _ in self.segments:
-            if start != prompt_start:
+        for start, length, parent, _ in self.segments:
+            if start != parent:
                 spans.append((start, length, offset))
                 offset += length
         return to_device(_restore_index(spans), self.restore_index.device)
