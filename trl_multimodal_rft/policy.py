@@ -304,7 +304,8 @@ class PolicyForward:
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of one part of a batch."""
         n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
-        # DDP and FSDP hook the outputs of their forward. Hidden states, values and divergences must pass these hooks.
+        # DDP and FSDP hook the outputs of the wrapper's forward. Hidden states, values and divergences must pass these
+        # hooks.
         in_one_forward = request.hidden or not request.logps or request.target is not None
         logits_from_model = fallbacks.logits_from_model or request.logit_bias is not None
         temperature = self.temperature if logits_from_model else None
@@ -330,7 +331,8 @@ class PolicyForward:
             return results
 
         with self.autocast():
-            # DDP looks for unused parameters in its last forward alone, so this one must contain all forwards
+            # DDP looks for unused parameters in its last forward alone, so one forward of DDP must contain all
+            # forwards
             splits_forward = fallbacks.isolate is not None and isinstance(model, DistributedDataParallel)
             in_one_forward |= isinstance(critic, Critic) or supervised is not None or splits_forward
             tensors = self._as_one_forward(model, score) if in_one_forward else score(model)

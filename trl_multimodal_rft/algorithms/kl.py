@@ -96,7 +96,7 @@ class FixedKLController:
 
 class AdaptiveKLController(FixedKLController):
     r"""
-    A KL coefficient that rises while the divergence is above its target and falls while it is below, see
+    A KL coefficient that rises while the divergence is above a target, and falls while it is below, see
     [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593):
     $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
     horizon $h$. The factor stays positive.

@@ -300,7 +300,7 @@ _TOKEN_SUM = {"mode": "seq-mean-token-sum", "denominator": "completions", "needs
 def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
-    of at most $\delta$. The loss types with this formula differ in how they average it.
+    of at most $\delta$. The loss types with this formula differ in the average over tokens and completions.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -491,7 +491,7 @@ def view_term(
         kl_coef (`float`, *optional*, defaults to `0.0`):
             $\gamma$.
         kl_clip (`float`, *optional*):
-            $c$, the divergence of a token, in nats, above which the loss doesn't raise it further.
+            $c$, the divergence of a token, in nats, above which the loss has no gradient that raises it.
         entropy_coefs (`tuple[float, float]`, *optional*, defaults to `(0.0, 0.0)`):
             $\eta_1$ and $\eta_2$.
 

@@ -34,8 +34,8 @@ _FLASH_LIBRARY = "flash_attention_2"  # the implementation of the flash-attn lib
 # Flash implementations whose wrapper is registered under the name of the original, without the prefix
 _WRAPPED: set[str] = set()
 
-# Config of the decoder while it runs a packed row, else `None`. transformers' mask functions get the config of the
-# decoder. For this config they create no mask `(T, T)`, as the layers take the layout instead.
+# Config of the decoder while the decoder runs a packed row, else `None`. For this config, mask functions of
+# transformers create no mask `(T, T)`, as the layers take the layout instead.
 _runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
 
 
@@ -305,8 +305,7 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # Two calls, one of them to whole prompts, need attention without a window, and torch's kernel, which returns the
-    # log-sum-exp to merge them
+    # Two merged calls need attention to whole prompts, and the log-sum-exp, which torch's kernel returns
     merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
     call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
     if call_arguments is None:

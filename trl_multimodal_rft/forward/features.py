@@ -3,8 +3,8 @@
 Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders.
 
 [`encode_frozen`] runs the frozen modules once per prompt, and caches their outputs on the prompt. In a forward of
-several prompts, [`frozen_features`] joins cached outputs instead of running these modules. Models differ in how they
-call a module for several prompts. The first such forward runs the module, and finds the way to join by comparison.
+several prompts, [`frozen_features`] joins cached outputs instead of running frozen modules. Models call a module once
+for several prompts, or once per prompt. The first forward of several prompts shows which, by comparison.
 """
 
 import copy
@@ -138,7 +138,7 @@ def _add_precomputed(
 
 @torch.no_grad()
 def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
-    """Computes, on the host, those arguments of an encoder's forward that depend on the sizes of media alone."""
+    """Computes, on the host, the arguments of an encoder's forward that depend on the sizes of media alone."""
     from transformers.exporters.utils import precompute_export_inputs
 
     sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZE_ARGUMENTS, "merge_sizes")}
@@ -219,7 +219,7 @@ Forward = Callable[..., Output]
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
 
-# Largest rounding error at which outputs count as equal, in machine epsilons, relative to their norm
+# Largest rounding error at which outputs count as equal, in machine epsilons, relative to the norm of an output
 _TOLERANCE = 32
 
 # Ways that matched in the first forward of several prompts, by model, tuple of frozen modules, modality and module
@@ -321,7 +321,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     for modality, ways_of_modality in new_ways.items():
         ways_of_modules = {module: way for module, way in ways_of_modality.items() if way is not None}
         # A module without a way must run, maybe on outputs of earlier modules that the cache has dropped. So if a
-        # modality has such a module, all its modules run.
+        # modality has such a module, all modules of the modality run.
         ways[modality] = ways_of_modules if len(ways_of_modules) == len(ways_of_modality) else {}
 
 
@@ -441,7 +441,7 @@ def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> 
 
 
 def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | None) -> torch.Tensor:
-    """Detaches a tensor of an output, and drops its memory unless it is in `read_tensors` (`None`: all tensors)."""
+    """Returns a tensor of an output, detached, and without memory unless `read_tensors` (`None`: all) has it."""
     if not _is_float(leaf) or read_tensors is None or leaf in read_tensors:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed

@@ -190,8 +190,8 @@ class PrefixLayout:
             if n:
                 query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
-        # A single call copies shared keys for each sequence. If they are cached, it also copies them to join them with
-        # the row's keys. Two calls copy shared keys once.
+        # A single call copies shared keys for each sequence, and cached keys once more, to join them with the row's
+        # keys. Two calls copy shared keys once.
         n_needed = 0 if self.n_cached else 1
         n_saved = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
         if not n_saved or n_saved < _COPIED_KEYS:
@@ -289,8 +289,7 @@ class PrefixLayout:
 
         Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Otherwise,
         `C` is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
-        `(1 or N * C, 1, L, K)`. It is `None` if prompts are plain causal, and so is the kernel without a mask
-        (`is_causal`).
+        `(1 or N * C, 1, L, K)`, or `None` if prompts are plain causal and the kernel `is_causal` without a mask.
         """
         plain = all(by_type[layer_type] is None for by_type in block.layer_masks)
         if plain and is_causal:
@@ -431,7 +430,7 @@ class PrefixLayout:
 
 @dataclass(eq=False)
 class PackedRow:
-    """`T` tokens of prompts and completions in one row without padding."""
+    """`T` tokens of prompts and completions in one row without padding, see the module's example."""
 
     input_ids: torch.Tensor  # `[prompt 1 | branch 1 | branch 2 | ... | prompt 2 | ...]`, `(1, T)`
     shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
@@ -484,7 +483,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         key = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
-        # The processor may pad images to one shape. Then only these sizes differ.
+        # If the processor pads images to one shape, only the `IMAGE_SIZES` differ
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())

@@ -185,7 +185,7 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
-    """Returns whether the prompt has causal attention, in the same window as the text after it."""
+    """Returns whether a prompt and the text after it have causal attention in one window."""
     return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 

@@ -21,8 +21,8 @@ def backward_by_parts(
     The scores of a part are computed again. A surrogate loss, the sum of these scores times the gradient of the loss
     with respect to them, then has the part's share of the gradient. Returns a scalar with the value of the loss, whose
     `backward()` runs the last part. `divisor` is the number by which the caller divides the loss, such as the number
-    of accumulation steps. Raises a `RuntimeError` if the loss also depends on tensors other than the scores, as their
-    gradients would be lost.
+    of accumulation steps. Raises a `RuntimeError` if the loss also depends on other tensors than the scores, as the
+    gradients of these tensors would be lost.
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     if other_leaves := leaves_of_graph([loss]) - {*leaves}:

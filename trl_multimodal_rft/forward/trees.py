@@ -25,7 +25,7 @@ _WORTH_SHARING = 0.1
 class Node:
     """Tokens that several prompts share after the parent node, or, in a leaf, the last tokens of one prompt."""
 
-    prompt: EncodedPrompt  # the longest prompt with these tokens; its masks hold for all such prompts
+    prompt: EncodedPrompt  # the longest prompt below the node; its masks hold for all prompts below
     stop: int  # number of the prompt's tokens from the root to the end of the node
     children: list["Node"] = field(default_factory=list)
 
