@@ -61,7 +61,7 @@ class MovingAverage(TrainerCallback):
     def follow(self, model: nn.Module) -> None:
         """
         Makes later updates average the weights of `model`. They are looked up by name, because FSDP, for example,
-        moves, replaces or shards weights. All processes have to call this.
+        moves, replaces or shards weights. All ranks must call this.
         """
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -100,7 +100,7 @@ class MovingAverage(TrainerCallback):
         return self._average
 
     def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
-        """Writes the average into a checkpoint. All processes have to call this."""
+        """Writes the average into a checkpoint. All ranks must call this."""
         if writes_shards(accelerator):
             dcp.save(self._average, checkpoint_id=checkpoint / _NAME)
             return

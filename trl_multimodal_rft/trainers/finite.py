@@ -17,7 +17,7 @@ from ..rollout.ranks import any_rank
 
 @torch.no_grad()
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
-    """Raises `FloatingPointError` if trained weights aren't finite. All processes have to call this."""
+    """Raises `FloatingPointError` if trained weights aren't finite. All ranks must call this."""
     trained_weights = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
     trained_weights = {name: value for name, value in trained_weights.items() if value.numel() > 0}
     # The largest absolute weight isn't finite if any weight isn't
