@@ -110,7 +110,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
         self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
-            # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of the training
+            # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
             self._precompute_reference(args.per_device_train_batch_size)
         self._finish_setup()
 
@@ -138,7 +138,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
-            # first call scores both, and the second call returns the rest
+            # first call scores both. The second call returns the scores of the latter
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 

@@ -172,7 +172,8 @@ class SupervisedCollator:
         """
         Returns a dataset, or a dictionary of datasets, that the collator can encode.
 
-        Drops rows whose labels `max_length` cuts off, as TRL does, and converts `conversations` to `messages`.
+        As in TRL, drops tokenized rows that lose all labels to `max_length`, and converts `conversations` to
+        `messages`. `name` is the split, for error messages.
         """
         if isinstance(dataset, dict):
             return {key: self.prepare(part, key) for key, part in dataset.items()}
