@@ -126,7 +126,8 @@ class AsynchronousSampling:
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
         needs_probes = check is not None and check.engine_updated is None
-        # A key is (batch index, row index, seed, number of completions). `starts` has each request's first completion
+        # A key is (batch index, row index, seed, number of completions). `starts` maps keys to the index of the first
+        # completion of their request
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if needs_probes else []
         # Requests that start at `n` or later are under the contrast view, and aren't rewarded early

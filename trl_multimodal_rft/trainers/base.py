@@ -212,6 +212,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.beta, self.ref_model = args.beta, reference
             if args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(reference, self.accelerator))
+        # TRL's constructor has loaded the reward models by their names
         for i, source in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             options = self.accelerator, args, self.chat_template_kwargs
             self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *source, *options)
@@ -335,9 +336,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """
-        Returns the rollout of a batch of rows. Dynamic sampling and replay replace its groups without signal.
-        """
+        """Returns the rollout of a batch of rows. Dynamic sampling and replay replace groups without signal."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
@@ -361,7 +360,7 @@ class MultimodalTrainer(CheckpointMixin):
         return rollout
 
     def _check_policy(self) -> None:
-        """Raises an error before sampling if weights aren't finite, once per update. All ranks must call this."""
+        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
@@ -435,7 +434,7 @@ class MultimodalTrainer(CheckpointMixin):
     ) -> Estimates:
         """
         Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping. All
-        tensors are `(N,)`.
+        arguments except `rollout` are `(N,)`.
         """
         raise NotImplementedError
 
@@ -504,8 +503,8 @@ class MultimodalTrainer(CheckpointMixin):
             for part in self._buffered_inputs or ():
                 part.release_media()
             rollout: Any = self._generate_and_score_completions(inputs)
-            # The update skips completions without a gradient, unless that could change its result. With dropout, a
-            # smaller forward would draw other random numbers
+            # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
+            # forward would draw other random numbers
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
             self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles_completions)

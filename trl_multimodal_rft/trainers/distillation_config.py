@@ -91,7 +91,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
-    # Fixed values of options that other trainers with a sampler have. `beta` interpolates between divergences here, and
+    # Fixed values of options that other trainers with samplers have. `beta` interpolates between divergences here, and
     # is no coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
     needs_rewards = beta_is_kl = False
     teacher_columns = TEACHER_COLUMNS

@@ -136,7 +136,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         n_completions, view_logps = 2 * len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
-            # TRL calls its model once, for the chosen and the rejected completions. It doesn't know the further ones
+            # TRL calls its model once, for the chosen and the rejected completions, without those under the view
             logps = self._score(model, inputs).logps
             view_logps.append(logps[n_completions:].sum(1))
             return SimpleNamespace(log_probs=logps[:n_completions])
@@ -213,7 +213,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 def _as_trl_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
-    loss doesn't score the first token. The mask marks learned tokens.
+    loss doesn't score the first token. The mask marks learned tokens. A completion of the learned tokens 7 and 8
+    becomes the row 0, 7, 8 with the mask 0, 1, 1.
     """
     n_completions = 2 * len(inputs["sequences"])
     return {

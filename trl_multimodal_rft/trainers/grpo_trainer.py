@@ -323,7 +323,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """Weighs the tokens of an optimizer step by the current policy's entropies, if they compete in the batch."""
+        """Weighs the tokens of an optimizer step by the current policy's entropies, if all tokens compete."""
         if self.args.top_entropy_quantile == 1:
             return
         args, window = self.args, self._token_filter.window

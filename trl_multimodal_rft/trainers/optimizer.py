@@ -164,7 +164,7 @@ def freeze_parts(
     Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
     calls the optimizer's step, even with one group at a time.
 
-    A part outside of `trainable()` keeps its weights and states. A trainable part for which `is_updated(part)` is false
+    A part outside of `trainable()` keeps its weights and states. A trainable part with `is_updated(part)` false
     keeps its weights in this update, but gets states, which checkpoints need.
     """
 

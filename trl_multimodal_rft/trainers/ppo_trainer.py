@@ -228,7 +228,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         elif value_model is not None:
             critic = Critic.from_model(value_model, type(policy))
         elif is_deepspeed_zero3_enabled():
-            # Sharded weights can't be copied, so the critic is loaded from the policy's folder
+            # Sharded weights can't be copied, so the critic is loaded by the policy's name
             critic = Critic.from_pretrained(get_config_model_id(policy.config), type(policy), dtype=policy.dtype)
         elif getattr(policy, "is_quantized", False):
             raise ValueError(

@@ -28,10 +28,10 @@ from .signatures import Processor, Rows
 
 class PreferenceTrainer(CompletionTrainer):
     """
-    Base of trainers with a loss that compares log-probabilities of completions under policy and reference model.
+    Base of trainers with a loss that compares log-probabilities of completions under policy and reference.
 
-    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`. They
-    come from columns of the dataset, or are computed for the micro-batch.
+    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`. The
+    dataset has these columns, or the log-probabilities are computed for the micro-batch.
     """
 
     compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]

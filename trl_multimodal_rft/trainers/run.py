@@ -200,8 +200,8 @@ class Run:
 
     def score_reference(self, rollout: Rollout) -> Scores:
         """
-        Returns a rollout's scores under the reference: a separate model, or the policy with the adapter `ref`, or
-        without an adapter.
+        Returns a rollout's scores under the reference: a separate model, or else the policy with the adapter `ref`
+        or without an adapter.
         """
         if self.live.ref_model is not None:
             return self.score(self.live.ref_model, rollout)
@@ -221,12 +221,13 @@ class Run:
         if is_first_batch:
             for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
                 logger.warning(warning)
-        n_used = 1 if only_first else None
-        functions = rewards.names[:n_used], rewards.functions[:n_used], rewards.processors[:n_used]
+        n_functions = 1 if only_first else None
+        functions = rewards.names[:n_functions], rewards.functions[:n_functions], rewards.processors[:n_functions]
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.live.state, **arguments}
         by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
+        # A function that compares a list of messages with a text rewards all completions alike
         is_conversational = is_first_batch and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):

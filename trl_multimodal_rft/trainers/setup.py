@@ -153,7 +153,7 @@ def warn_of_unread(
     """
     for argument, value in datasets.items():
         reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
-        ignored, needs = (
+        ignored, modalities_by_option = (
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},
         )
@@ -166,7 +166,7 @@ def warn_of_unread(
                     "needs_prompt": not supervised,
                     "dataset_part": extent,
                     "model_modalities": takes,
-                    "option_modalities": needs,
+                    "option_modalities": modalities_by_option,
                 }
                 warning = check_columns(dataset, name, ignored, message_columns=("prompt", *reads), **options)
                 if warning is not None:
@@ -217,7 +217,8 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # `accelerate launch` sets no `WORLD_SIZE` if it starts one process, and `MASTER_ADDR` if several were asked for
+    # `accelerate launch` leaves `WORLD_SIZE` unset if it starts one process, but sets `MASTER_ADDR` if several were
+    # asked for
     is_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if is_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(

@@ -128,6 +128,7 @@ class SupervisedCollator:
         return sequence
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
+        """Returns the encoder with the chat template of the run, and with the tools and variables of a row."""
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
         return replace(self.encoder, template_kwargs=template_kwargs)
 

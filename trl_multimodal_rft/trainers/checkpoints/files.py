@@ -62,7 +62,7 @@ def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path
     """
     if limit is None or limit <= 0:
         return []
-    # Sorted by step, because copying a folder changes its time
+    # `checkpoints` sorts by step, because copying changes a folder's time. This stable sort puts later steps first
     paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
     surplus = max(0, len(paths) - max(limit, len(needed)))
     return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]

@@ -193,7 +193,7 @@ class CheckpointMixin(Trainer):
                 raise ValueError(obstacle)
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
-            # The stack calls these in reverse order when the run ends, also after an error
+            # The stack calls the following functions when the run ends, also after an error, the last one first
             stack.push(self._draw_curves_after_error)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
@@ -390,8 +390,8 @@ class CheckpointMixin(Trainer):
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        # `from_pretrained` can't read shards, so weights are whole where the model alone is saved, or is published.
-        # Otherwise `Trainer` saves their shards with the optimizer's
+        # `from_pretrained` can't read shards, so a checkpoint that holds the model alone, or is published, has whole
+        # weights. Other checkpoints get their shards from `Trainer`, with those of the optimizer
         is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
         if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
