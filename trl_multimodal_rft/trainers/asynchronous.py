@@ -59,6 +59,9 @@ class AsynchronousSampling:
         """
         Returns the samples of the batch with this index in the run. First sends the current weights to the servers,
         and requests all batches up to `max_staleness` ahead. All ranks must call this.
+
+        With `max_staleness=2`, the call for batch 0 requests the batches 0, 1 and 2, and the call for batch 1 requests
+        batch 3, which the servers sample during the updates on the batches 1 and 2.
         """
         run, flight, n = self.run, self.flight, len(rollout)
         accelerator = run.accelerator
@@ -75,13 +78,14 @@ class AsynchronousSampling:
         completions = [item for response in responses for item in response.completions]
         ids, logps = ([*item] for item in zip(*completions, strict=True))
         versions = [[item.first_version, item.last_version] for item in responses for _ in item.completions]
+        # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:
             rewards = on_all_ranks(accelerator, lambda: [item.result() for item in pending.rewards.values()])
             rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
         flight.probes = pending.probes
         ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
-        waits = accelerator.gather(torch.tensor([seconds], device=ages.device))
+        waits = accelerator.gather(torch.tensor([seconds], device=ages.device))  # (ranks, 2)
         run.metrics.add(
             {
                 "staleness/mean": ages.mean().item(),
@@ -93,7 +97,12 @@ class AsynchronousSampling:
         return record_views(run, rollout, pending.views, ids, logps)
 
     def _request_batch(self, batch_index: int) -> None:
-        """Requests the completions of this rank's part of a batch from the servers. All ranks must call this."""
+        """
+        Requests the completions of this rank's part of a batch from the servers. All ranks must call this.
+
+        With 2 ranks of 2 completions, the completions of rank 1 have the global indices 2 and 3. An extra completion
+        for the prompt of index 3 under `contrast_view` has the global index 7.
+        """
         run, accelerator = self.run, self.run.accelerator
         batch, step = run.stream.batch(batch_index)
         rows = list(batch)
@@ -104,7 +113,7 @@ class AsynchronousSampling:
         views = prompts_under_views(run, rollout, step)
         n, offset = len(rollout), accelerator.process_index * len(rollout)
         batch_indices, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Seeds depend on the indices over all ranks. Completions under the contrast view come after all other ones
+        # Seeds depend on the indices over all ranks. Completions under the contrast view come after those of all ranks
         global_indices = [
             offset + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(batch_indices)
         ]
@@ -117,10 +126,11 @@ class AsynchronousSampling:
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
         needs_probes = check is not None and check.engine_updated is None
-        # Index of the first completion of each request
+        # A key is (batch index, row index, seed, number of completions). `starts` maps keys to the index of the first
+        # completion of their request
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if needs_probes else []
-        # Requests whose completions start at `n` or later are under the contrast view, and aren't rewarded early
+        # Requests that start at `n` or later are under the contrast view, and aren't rewarded early
         rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(rollouts)
         self.flight.ask(
@@ -160,8 +170,8 @@ class AsynchronousSampling:
 
 def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
-    Samples a few tokens after at most `n` prompts of the last batch with the engine's current weights, and returns
-    their rollout. All ranks must call this.
+    Samples a few tokens after some prompts of the last batch with the engine's current weights. Returns the rollout of
+    these completions, at most `n` of them. All ranks must call this.
     """
     size, accelerator = min(n, _N_PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)

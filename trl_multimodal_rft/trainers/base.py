@@ -90,12 +90,16 @@ logger = get_logger(__name__)
 class MultimodalTrainer(CheckpointMixin):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
-    are TRL's. The stages of a rollout fill a [`~rollout.rollout.Rollout`], and the loss gets its micro-batches.
+    are TRL's.
+
+    `_draw` runs the stages of a rollout: rows are collected, completions are sampled, scored and rewarded, and
+    advantages are estimated. Each stage fills fields of a [`~rollout.rollout.Rollout`]. `_prepare_inputs` splits the
+    rollout into micro-batches, and `compute_loss` gets one of them at a time.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
     _scores: Scores | None = None  # scores of `_micro_batch`
-    _idle_critic: nn.Module | None = None  # critic that sampling doesn't use, so that it can be offloaded
+    _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
     _checked_step: int | None = None  # step at which the weights were last checked before sampling
     _trains_on_reference = True  # `False` if only rewards depend on the reference
@@ -185,7 +189,9 @@ class MultimodalTrainer(CheckpointMixin):
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
             feature_dtype=self._live.feature_dtype,
         )
-        renders_early = args.max_staleness > 0 and not self.tools  # with tools, later turns need the decoded media
+        # For asynchronous sampling, the process that reads a row also renders its media for servers. With tools, the
+        # media stay decoded for later turns
+        renders_early = args.max_staleness > 0 and not self.tools
         encode = (
             row_encoder(self.prompts, lambda: self.vllm_generation.prompts)
             if renders_early
@@ -206,6 +212,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.beta, self.ref_model = args.beta, reference
             if args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(reference, self.accelerator))
+        # TRL's constructor has loaded the reward models by their names
         for i, source in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             options = self.accelerator, args, self.chat_template_kwargs
             self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *source, *options)
@@ -214,7 +221,7 @@ class MultimodalTrainer(CheckpointMixin):
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
             self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
-        # 5. Samplers, which read the run, then changes of the models, then callbacks, which read samplers
+        # 5. Samplers, which read the run, then packing and compilation, which change the models, then callbacks
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
@@ -329,13 +336,13 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows. Dynamic sampling and replay exchange its groups without signal."""
+        """Returns the rollout of a batch of rows. Dynamic sampling and replay replace groups without signal."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
             if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
-                # `sync_ref_model` could have moved the reference since it scored the older groups
+                # The reference scored older groups at an earlier step, and `sync_ref_model` may have moved it since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
@@ -353,12 +360,13 @@ class MultimodalTrainer(CheckpointMixin):
         return rollout
 
     def _check_policy(self) -> None:
-        """Raises if weights aren't finite, before sampling. Checks once per update. All processes must call this."""
+        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
 
     def _roll_out_extra(self, n: int) -> Rollout:
+        """Returns the rollout of `n` further prompts, for dynamic sampling."""
         return self._draw(self._stream.draw(n))
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
@@ -375,11 +383,11 @@ class MultimodalTrainer(CheckpointMixin):
         run, tool_mask = self._run, None
         if self.rollout_func is not None:
             self.sampler.load_weights(run.step)
-            # As in TRL, the prompts that the function gets hold their media
+            # As in TRL, the function gets prompts that hold their media
             output = self.rollout_func(restore_media(rollout.source.messages), self)
             placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
             ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
-        elif self.in_flight is None or rollout.source.batch_index is None:
+        elif self.in_flight is None or rollout.source.batch_index is None:  # no index: evaluation, or extra prompts
             sample_completions = sample_with_views if run.samples_views else sample_prompts
             ids, logps = sample_completions(run, self.sampler, rollout, branches)
         else:
@@ -392,14 +400,14 @@ class MultimodalTrainer(CheckpointMixin):
         else:
             rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
-                prompt.decoded = ()  # the engine has processed the media
+                prompt.decoded = ()  # the sampler has read the decoded media
 
         multiple, mask_truncated = self.pad_to_multiple_of, self.mask_truncated_completions
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
         run.metrics.add(self.sampler.metrics())
 
     def tool_loop(self, **options) -> ToolLoop:
-        """Returns a loop of tool calls with the limits of training, unless `options` has others."""
+        """Returns a loop of tool calls with the limits of training, unless `options` sets other limits."""
         limits = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
         return self._run.tool_loop(self.sampler, **{**limits, **options})
 
@@ -408,7 +416,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Sets a rollout's advantages, and marks its groups with signal, by the two methods below in their order."""
+        """Sets advantages and marks groups with signal, by `_shape_rewards` and then `_compare_rewards`."""
         group_ids = self.accelerator.gather(rollout.group_ids)
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
@@ -424,7 +432,10 @@ class MultimodalTrainer(CheckpointMixin):
     def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
-        """Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping."""
+        """
+        Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping. All
+        arguments except `rollout` are `(N,)`.
+        """
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
@@ -478,7 +489,12 @@ class MultimodalTrainer(CheckpointMixin):
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns the next micro-batch, from a new rollout if the last is used up. In evaluation, a whole rollout."""
+        """
+        Returns the next micro-batch, from a new rollout if the last one is used up. In evaluation, returns a rollout.
+
+        With `steps_per_generation=4` and `num_iterations=2`, eight calls return the micro-batches 0, 1, 2, 3, 0, 1, 2
+        and 3 of one rollout, and the ninth call makes a new rollout.
+        """
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
@@ -487,6 +503,8 @@ class MultimodalTrainer(CheckpointMixin):
             for part in self._buffered_inputs or ():
                 part.release_media()
             rollout: Any = self._generate_and_score_completions(inputs)
+            # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
+            # forward would draw other random numbers
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
             self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles_completions)
@@ -500,7 +518,7 @@ class MultimodalTrainer(CheckpointMixin):
         return True
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """Scores the micro-batches of a new rollout that will be off-policy when they are trained on."""
+        """Scores the micro-batches of a new rollout that come after its first update, and so are off-policy."""
         for part in micro_batches[self._n_on_policy_batches :]:
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._run.score(self.model, part).logps
@@ -513,7 +531,10 @@ class MultimodalTrainer(CheckpointMixin):
         return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """Prepares the micro-batch at `index`, counted over all iterations. By default, does nothing."""
+        """
+        Prepares a micro-batch for its update. By default, does nothing. `index` counts the calls for a rollout, over
+        all iterations.
+        """
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
@@ -535,7 +556,7 @@ class MultimodalTrainer(CheckpointMixin):
         """
         Computes the loss of a micro-batch from its scores, and records the metrics of the trainer's algorithm.
 
-        A subclass may override it as in TRL, since `_get_per_token_logps_and_entropies` scores with media here.
+        A subclass may override this method as in TRL, since `_get_per_token_logps_and_entropies` scores with media.
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
@@ -547,7 +568,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores with gradients. On-policy, these are also the old log-probabilities."""
+        """Computes a micro-batch's scores with gradients. If on-policy, they also set the old log-probabilities."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
@@ -562,6 +583,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _corrects_for_engine(self, rollout: Rollout) -> bool:
         """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
+        # Log-probabilities of a `rollout_func` count only if an engine samples, as in TRL
         uses_logps = self.rollout_func is None or not self.sampler.samples_policy
         has_logps = rollout.sampling_per_token_logps is not None
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
@@ -578,7 +600,7 @@ class MultimodalTrainer(CheckpointMixin):
 
 
 def _overrides_loss(trainer_class: type) -> bool:
-    """Returns whether a subclass outside this package has its own loss, which may have a gradient on every token."""
+    """Returns whether a subclass outside this package defines a loss, which may have a gradient on any token."""
     package = __name__.partition(".")[0]
     subclasses = itertools.takewhile(lambda cls: cls.__module__.partition(".")[0] != package, trainer_class.__mro__)
     return any(name in vars(cls) for cls in subclasses for name in ("_loss", "_compute_loss"))

@@ -73,6 +73,9 @@ def _product(config, names: list[str], n_processes: int) -> str:
 
 
 def _multiple(value: int, divisor: int, factor: int) -> int:
-    """Returns the smallest number, at least `value`, whose product with `factor` is a multiple of `divisor`."""
+    """
+    Returns the smallest number, at least `value`, that makes a multiple of `divisor` when multiplied by `factor`. For
+    example, `_multiple(3, 8, 2)` is 4, because 3 * 2 isn't a multiple of 8, and 4 * 2 is.
+    """
     step = divisor // math.gcd(divisor, factor)
     return -(-value // step) * step

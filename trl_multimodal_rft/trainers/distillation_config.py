@@ -91,8 +91,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
-    # Fixed values of options that other sampling trainers have. `beta` is the divergence's parameter here, and no
-    # coefficient of a KL penalty. Completions are trained on once, without importance weights for an engine
+    # Fixed values of options that other trainers with samplers have. `beta` interpolates between divergences here, and
+    # is no coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
     needs_rewards = beta_is_kl = False
     teacher_columns = TEACHER_COLUMNS
     num_generations_eval = num_iterations = 1

@@ -97,6 +97,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         collator = PreferenceCollator(
             unwrapped(None, loaded.model), loaded.processing_class, args, view=self._view_settings.view
         )
+        # Only checks the datasets, which the collator encodes as they are
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
         stand_in_columns = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
         self._call_trl_constructor(super().__init__, arguments | {"data_collator": collator}, loaded, stand_in_columns)
@@ -135,6 +136,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         n_completions, view_logps = 2 * len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
+            # TRL calls its model once, for the chosen and the rejected completions, without those under the view
             logps = self._score(model, inputs).logps
             view_logps.append(logps[n_completions:].sum(1))
             return SimpleNamespace(log_probs=logps[:n_completions])
@@ -211,7 +213,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 def _as_trl_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
-    loss doesn't score the first token. The mask marks learned tokens.
+    loss doesn't score the first token. The mask marks learned tokens. A completion of the learned tokens 7 and 8
+    becomes the row 0, 7, 8 with the mask 0, 1, 1.
     """
     n_completions = 2 * len(inputs["sequences"])
     return {

@@ -60,8 +60,8 @@ class MovingAverage(TrainerCallback):
 
     def follow(self, model: nn.Module) -> None:
         """
-        Makes later updates average the weights of `model`. They are looked up by name, because FSDP, for example,
-        moves, replaces or shards weights. All processes have to call this.
+        Makes later updates average the weights of `model`. The weights are looked up by name, because wrappers such as
+        FSDP move, replace or shard weights. All ranks must call this.
         """
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -86,7 +86,7 @@ class MovingAverage(TrainerCallback):
             self._set_weights(saved)
 
     def _reshard(self) -> None:
-        """Makes the next forward gather all weights again. FSDP2 keeps some gathered, which would be outdated."""
+        """Makes the next forward gather all weights again, because FSDP2 keeps outdated weights of some modules."""
         for module in self._fsdp_modules:
             module.reshard()
 
@@ -100,7 +100,7 @@ class MovingAverage(TrainerCallback):
         return self._average
 
     def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
-        """Writes the average into a checkpoint. All processes have to call this."""
+        """Writes the average into a checkpoint. All ranks must call this."""
         if writes_shards(accelerator):
             dcp.save(self._average, checkpoint_id=checkpoint / _NAME)
             return

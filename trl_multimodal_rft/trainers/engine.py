@@ -73,7 +73,8 @@ def make_engine(
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
         stops.pop("ignore_eos", None)  # a grammar ends with the model folder's end of text, which vLLM must heed
-    # vLLM would detokenize the token of each log-probability, which is slow, and fails for ids beyond the vocabulary
+    # Only stop strings need texts. vLLM would detokenize the token of each log-probability, which is slow, and fails
+    # for ids beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in options,
         **options,
@@ -82,7 +83,7 @@ def make_engine(
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
-    # Without this adapter, TRL would merge weights and round them to 4 bits
+    # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
     adapter = None
     if adapter_only or in_4bit:
         adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
@@ -95,6 +96,7 @@ def make_engine(
             engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
     def without_weights() -> AbstractContextManager[None]:
+        """Returns a context that moves the policy's weights to the host, with `offload_during_generation`."""
         memory = host_memory()
         return nullcontext() if memory is None else memory.offloading(storages(weights(model)))
 
@@ -233,7 +235,8 @@ def check_sampler(
         if flight is not None and is_asynchronous and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        if not is_asynchronous or has_tools:  # the newest weights sample turns after results of tools
+        # Turns after results of tools are always sampled by the newest weights
+        if not is_asynchronous or has_tools:
             run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
 
 
@@ -245,7 +248,7 @@ def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     checks, sampling_logps, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampling_logps is None:
         return
-    if rollout.source.from_view is not None:  # these completions have no log-probabilities on purpose
+    if rollout.source.from_view is not None:  # completions sampled from a view have no log-probabilities on purpose
         mask = mask & ~rollout.source.from_view[:, None]
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
@@ -296,7 +299,8 @@ def continue_after_tools(
         if mode != run.notices.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
             run.notices.mode_after_tools = mode
-    if (flight := rollout.source.flight) is not None:  # the newest weights sample after results
+    # The newest weights, whose version is the batch index, sampled the last token after results
+    if (flight := rollout.source.flight) is not None:
         has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
         flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
@@ -329,6 +333,7 @@ def vllm_sampler(
     engine = make_engine(run, bias, revision, limits, host_memory)
 
     def explain() -> AbstractContextManager[None]:
+        """Returns a context that adds a note about resuming to errors of training, but not of evaluation."""
         return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
 
     return VLLMSampler(engine, run.live.profile, explain)
@@ -342,7 +347,8 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
         engine.ask,
         args.max_staleness,
         args.vllm_server_timeout,
-        # Servers keep each version of an adapter under its own name, so requests in flight keep their version
+        # New weights of the model also change requests in flight. New adapters don't, since servers keep each version
+        # of an adapter under its own name
         changes_weights=engine.adapter_alone is None,
         settings=engine.sampling,
     )

@@ -17,7 +17,7 @@ from ..rollout.ranks import any_rank
 
 @torch.no_grad()
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
-    """Raises `FloatingPointError` if trained weights aren't finite. All processes have to call this."""
+    """Raises `FloatingPointError` if trained weights aren't finite. All ranks must call this."""
     trained_weights = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
     trained_weights = {name: value for name, value in trained_weights.items() if value.numel() > 0}
     # The largest absolute weight isn't finite if any weight isn't
@@ -41,10 +41,10 @@ def skip_broken_update(
     """
     Skips an update whose gradient isn't finite.
 
-    Returns whether the update is skipped, and the number of skipped updates in a row, which before was `n_skipped`.
-    Raises `FloatingPointError` if that number exceeds `limit`, or if DeepSpeed has made the update already.
+    Returns whether the update is skipped, and the number of skipped updates in a row, which was `n_skipped` before the
+    update. Raises `FloatingPointError` if the number exceeds `limit`, or if DeepSpeed has made the update already.
     """
-    # All processes decide alike, because they hold the same gradient. DeepSpeed's norm can be `None` or -1
+    # All ranks decide alike, because they have the same norm. DeepSpeed's norm can be `None` or -1
     if norm is None or (math.isfinite(norm) and norm >= 0):
         return False, 0
     scaler = accelerator.scaler

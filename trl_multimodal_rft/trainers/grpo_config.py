@@ -186,6 +186,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return as_loss(self.loss_type)
 
     def _post_init_trl(self) -> None:
+        """Runs the checks of the base classes, which need groups, also for one completion per prompt."""
         group_size = self.num_generations or 0
         if group_size > 1:
             super().__post_init__()

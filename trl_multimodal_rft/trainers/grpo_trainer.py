@@ -182,6 +182,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts of a rollout under the sampling policy, and keeps entropies that select tokens."""
         args, needs_dependency = self.args, self._measures_dependency
+        # TRL scores, too, if updates are off-policy or corrected for an engine. Otherwise, this scoring is extra time
         trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects_for_engine, parts)
         )
@@ -274,6 +275,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if step_input is None:
             return None
         turns = rollout.source.sampled_turns
+        # The end of each turn, and for GiGPO the digest of its state
         turns = [
             [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
         ]
@@ -300,10 +302,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # High-entropy tokens
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        """
+        Weighs tokens, if entropies under the sampling policy choose them, and scores off-policy micro-batches.
+
+        Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
+        with each other, and so do tokens of the micro-batches 2 and 3.
+        """
         if self._filters_by_rollout_entropy:
             window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
-            # If tokens of several micro-batches compete, all must be scored now. Otherwise, the on-policy ones get
-            # their entropies from the forward of their update
+            # If tokens of several micro-batches compete, all micro-batches must be scored now. Otherwise, on-policy
+            # micro-batches get their entropies from the forward of their update
             first_to_score = 0 if window > 1 else self._n_on_policy_batches
             self._score_with_entropies(
                 [part for part in micro_batches[first_to_score:] if part.tokens.entropies is None]
@@ -315,11 +323,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        """Weighs the tokens of an optimizer step by the current policy's entropies, if all tokens compete."""
         if self.args.top_entropy_quantile == 1:
             return
         args, window = self.args, self._token_filter.window
-        source = args.entropy_settings
-        needs_window_entropies = (source.policy, source.scope) == ("current", "batch")
+        settings = args.entropy_settings
+        needs_window_entropies = (settings.policy, settings.scope) == ("current", "batch")
         if needs_window_entropies and self._step % window == 0:
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
@@ -384,7 +393,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
-        if self.model.training:  # these are tokens of a generation batch, which may hold several optimizer steps
+        # In training, `n_tokens` counts a generation batch, which may hold several optimizer steps
+        if self.model.training:
             n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
         return Normalizer(self._n_accumulation_steps(), self.max_completion_length, n_tokens)
 
@@ -418,6 +428,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
+        """Adds a micro-batch to the estimate of the KL divergence, and adapts its coefficient after the last one."""
         if self.args.kl_target is None:
             return
         if self._counts_for_kl():
@@ -433,7 +444,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether the KL controller counts this micro-batch, which it does in a rollout's first iteration."""
+        """Returns whether the KL controller counts this micro-batch: `True` in the first iteration of a rollout."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints

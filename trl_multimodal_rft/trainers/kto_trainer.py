@@ -110,7 +110,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
         self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
-            # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of the training
+            # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
             self._precompute_reference(args.per_device_train_batch_size)
         self._finish_setup()
 
@@ -138,7 +138,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
-            # first call scores both, and the second call returns the rest
+            # first call scores all. The second call returns the scores of the KL estimate
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 
@@ -178,7 +178,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 def _as_trl_batch(inputs: Batch) -> Batch:
     """
     Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
-    loss doesn't score the first token.
+    loss doesn't score the first token. A completion of the tokens 7 and 8 becomes the row 0, 7, 8 with the mask
+    0, 1, 1.
     """
     ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
     n = len(inputs["sequences"])

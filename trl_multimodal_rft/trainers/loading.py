@@ -186,11 +186,12 @@ CONSTRUCTOR_OPTIONS: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_co
 @contextmanager
 def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholders: set[int]):
     """Replaces options and config entries that TRL's constructor reads, within the context."""
-    # The trainer starts the engine itself. With a loaded reference, TRL mustn't load another or add a callback for it
+    # The trainer starts the engine itself. If a reference is loaded, TRL mustn't load another one, or sync it
     options = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
-    if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):  # TRL passes it, too, and twice is an error
+    # TRL passes `disable_compile` itself, and a second value would be an error
+    if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):
         options["generation_kwargs"] = {name: value for name, value in kwargs.items() if name != "disable_compile"}
     with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **options):
         yield
@@ -199,7 +200,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholde
 def first_fallbacks(
     accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
 ) -> Fallbacks:
-    """Adds fused heads to the policy and to TRL's reference, and returns the fallbacks until the self-check."""
+    """Adds fused heads to the policy and to TRL's reference. Returns the fallbacks that hold until the self-check."""
     model = unwrapped(accelerator, policy)
     options = {
         "temperature": args.temperature,
@@ -334,6 +335,7 @@ def reward_sources(
             reward_funcs[i], processor = load_trained_reward_model(
                 entry, trust_remote_code=trust_remote_code, **init_kwargs
             )
+            # A slice, because the list may be too short, for which TRL raises an error
             processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
         elif isinstance(entry, str):  # TRL loads the model
             register_reward_model(entry, revision, trust_remote_code)
@@ -350,7 +352,7 @@ def with_media_reader(
     args: Any,
     template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
-    """Wraps a model with a processor in a [`RewardModel`], which reads media. Returns other functions unchanged."""
+    """Wraps a reward model and its processor in a [`RewardModel`], which reads media. Returns functions unchanged."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
     if is_peft_model(reward_func):  # TRL doesn't move such a model to the accelerator's device
@@ -404,7 +406,7 @@ def load_by_name(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    """Loads a model as TRL does. Several processes get no `device_map`, because each one places its own copy."""
+    """Loads a model as TRL does. With several ranks, sets no `device_map`, because each rank places its own copy."""
     options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
@@ -415,8 +417,8 @@ def load_by_name(
 
 def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
     """
-    Loads the reference if the policy is only a part of the named model, such as the thinker of Qwen2.5-Omni, since TRL
-    would load the whole model.
+    Loads the reference if the policy is only a part of the model in its folder, such as the thinker of Qwen2.5-Omni.
+    TRL would load the whole model.
 
     Returns the reference, or `None` if TRL can load it, or if the policy without its adapter is the reference.
     """

@@ -37,7 +37,7 @@ def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
-    """Sets a rollout's prompts under `loss_view`, and the mask of completions with a prompt that the view changes."""
+    """Sets a rollout's prompts under `loss_view`, and marks the completions whose prompts the view changes."""
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
@@ -45,7 +45,7 @@ def add_view(run: Run, rollout: Rollout) -> None:
         [clean is not viewed for clean, viewed in pairs], device=run.accelerator.device
     )
     for prompt in rollout.view.prompts:
-        prompt.decoded = ()  # the engine never samples from this view
+        prompt.decoded = ()  # no sampler reads prompts under this view
 
 
 def measure_dependency(
@@ -79,7 +79,10 @@ def measure_dependency(
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
-    """Weighs advantages and tokens by their dependency on media. Weights are 1 if the view replaces no media."""
+    """
+    Weighs advantages by the mean dependency of a completion's tokens on media, and tokens by their own dependency, as
+    far as the settings ask for it. Weights are 1 where the view replaces no media.
+    """
     settings, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if settings.advantage_min is not None:
@@ -103,7 +106,7 @@ def with_view_term(
 ) -> LossOutput:
     """Adds the terms of the view, averaged like the policy loss, to the loss of a micro-batch, and their metrics."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    # Without scores under the view, the coefficients of its terms are 0, so that any scores will do
+    # Without scores under the view, all coefficients are 0, so the other scores can stand in
     view_scores = scores if scores.view is None else scores.view
     losses, kl = view_term(
         scores.logps,

@@ -178,6 +178,7 @@ class MediaArguments(CheckedKeywords, _Config):
         # The config is saved and published with the model, so it must not hold a token
         return {**self.__dict__, "hub_token": None}
 
+    # Copies in this process keep the token, which `__getstate__` hides
     def __copy__(self):
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)

@@ -21,8 +21,8 @@ Storages = dict[int, torch.UntypedStorage]
 
 class HostMemory:
     """
-    Host memory for the contents of storages while their device memory is freed. The host memory is allocated once, in
-    slabs of `slab_size` bytes.
+    Host memory for the contents of storages while their device memory is freed. Slabs of `slab_size` bytes are
+    allocated when they are first needed, and then reused.
 
     A storage is resized to 0 and back, as FSDP does with gathered weights. So all tensors on the storage stay valid,
     such as parameters, optimizer states, DDP's buckets and DeepSpeed's flat buffers.
@@ -60,7 +60,11 @@ class HostMemory:
             self._used = used_before
 
     def _host_copies(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Splits the bytes of a storage into parts, and yields each part with as many free bytes of a slab."""
+        """
+        Splits the bytes of a storage into parts, and yields each part with as many free bytes of a slab.
+
+        With slabs of 64 bytes, of which 40 bytes are used, a storage of 100 bytes has parts of 24, 64 and 12 bytes.
+        """
         remaining = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         while len(remaining):
             index, offset = divmod(self._used, self.slab_size)
@@ -119,12 +123,12 @@ def idle_storages(
     critic: nn.Module | None = None,
 ) -> Storages:
     """
-    Returns the storages that sampling doesn't read. They hold gradients, optimizer states, the reference, the average
-    of the weights and the critic.
+    Returns the storages that sampling doesn't read: of gradients, optimizer states, the reference, the average of the
+    weights, and the critic. Leaves out storages that also hold weights of the policy.
     """
     critic_weights = [] if critic is None else [*weights(critic)]
     critic_ids = set(map(id, critic_weights))
-    # Without the critic, which can be a submodule of the policy
+    # The critic can be a submodule of the policy, and is idle all the same
     policy_storages = storages(weight for weight in weights(model) if id(weight) not in critic_ids)
     reference_weights = [] if reference is None else [*weights(reference)]
     average_weights = [] if average is None else average.state_dict().values()

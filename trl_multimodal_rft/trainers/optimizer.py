@@ -68,7 +68,8 @@ def split_groups_by_rate(
     Splits the parameter groups of a new optimizer by `learning_rates` and by further `rates`. `keys` maps ids of
     parameters to the keys of `rates`.
 
-    Weights with and without decay stay in different groups. The schedule multiplies the rate of each group.
+    A new optimizer has a group with weight decay and a group without. With a rate for `vision_tower`, each of them
+    splits in two: the weights of the tower, and the rest. The schedule multiplies the rate of each group.
     """
     part_rates = mapping(args.learning_rates)
     chosen = match_keys(model, [*part_rates], "learning_rates")
@@ -163,8 +164,8 @@ def freeze_parts(
     Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
     calls the optimizer's step, even with one group at a time.
 
-    A part that isn't in `trainable()` keeps its weights and states. A part for which `is_updated(part)` is false keeps
-    its weights in this update, but gets states, which checkpoints need.
+    A part outside of `trainable()` keeps its weights and states. A trainable part with `is_updated(part)` false
+    keeps its weights in this update, but gets states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -197,7 +198,12 @@ def freeze_parts(
 def two_schedules(
     args: "MultimodalPPOConfig", optimizer: Optimizer, critic_groups: tuple[bool, ...], n_steps: int
 ) -> LambdaLR:
-    """Returns a scheduler of policy and critic. The policy's schedule starts after its frozen steps."""
+    """
+    Returns a scheduler of policy and critic.
+
+    With `freezing_actor_steps=10` in a run of 100 steps, the policy's rate is 0 for 10 steps, and then follows a
+    schedule of 90 steps. The critic's schedule has 100 steps.
+    """
     n_frozen = args.freezing_actor_steps
     policy_schedule = _schedule(
         args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate
@@ -216,7 +222,7 @@ def two_schedules(
 def _schedule(
     args: "MultimodalPPOConfig", name: str, warmup_steps: float, n_steps: int, rate: float
 ) -> Callable[[int], float]:
-    """Returns the function from a step to the factor of the initial learning rate."""
+    """Returns a function of the step that gives the factor of the initial learning rate."""
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
         name,

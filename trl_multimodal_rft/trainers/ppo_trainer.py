@@ -217,6 +217,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self.add_callback(self.ema)
 
     def _make_critic(self, value_model: str | PreTrainedModel | Critic | None) -> Any:
+        """Returns the critic: a head with `shared_trunk`, or `value_model`, or else a copy of the policy."""
         policy = self._unwrapped(self.model)
         if self.args.shared_trunk:
             return ValueHead(policy.config.get_text_config().hidden_size)
@@ -227,7 +228,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         elif value_model is not None:
             critic = Critic.from_model(value_model, type(policy))
         elif is_deepspeed_zero3_enabled():
-            # Sharded weights can't be copied
+            # Sharded weights can't be copied, so the critic is loaded by the policy's name
             critic = Critic.from_pretrained(get_config_model_id(policy.config), type(policy), dtype=policy.dtype)
         elif getattr(policy, "is_quantized", False):
             raise ValueError(
@@ -300,7 +301,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
         if index > 0 and index % self.args.steps_per_generation == 0:
-            # Another order in each epoch, the same on all ranks
+            # A later epoch trains on the micro-batches in another order, which is the same on all ranks
             generator = torch.Generator().manual_seed(self.args.seed + self._step)
             order = torch.randperm(len(micro_batches), generator=generator).tolist()
             micro_batches[:] = [micro_batches[i] for i in order]
@@ -353,6 +354,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Supervised rows
 
     def _supervised_batch(self) -> ScoreRequest | None:
+        """
+        Returns this rank's supervised rows for a micro-batch, or `None` without `ptx_dataset`.
+
+        On 2 ranks with a `batch_size` of 1, the micro-batch with index 3 in the run gets the rows at 6 and 7 of an
+        endless shuffled order.
+        """
         if self._supervised_rows is None:
             return None
         n = self.args.ptx.batch_size
@@ -408,8 +415,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _loss_if_updated(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
-        Returns the loss of a part if this update trains the part. Otherwise returns 0 with gradients of 0, since DDP
-        and DeepSpeed wait for the gradients of all weights.
+        Returns the loss of a part if this update trains the part. Otherwise returns 0 with gradients of 0 for the
+        part's `scores`, since DDP and DeepSpeed wait for the gradients of all weights.
         """
         return loss if self._is_updated(part) else (0 * scores.nan_to_num()).sum()
 

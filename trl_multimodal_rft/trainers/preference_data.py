@@ -60,6 +60,9 @@ class PreferenceCollator(SupervisedCollator):
             are included if rows have them; subclasses return other columns in their place. `plain` is described in
             [`~trainers.sft_data.SupervisedCollator`]. `encode_view(i, view)` encodes the prompt of row `i` under a
             view.
+
+            For the pairs 0 and 1, of which only pair 1 has a view, the completions are chosen 0, chosen 1, rejected 0,
+            rejected 1, and chosen 1 under the view.
         """
         pairs, stored = self._encoded_rows(rows), self._stored_rows(rows)
         if self.view is not None and self.view.type.needs_other:
@@ -97,6 +100,7 @@ class PreferenceCollator(SupervisedCollator):
         return {n: torch.tensor([math.nan if value is None else value for value in columns[n]]) for n in columns}
 
     def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
+        """Returns a row as a pair that isn't cut, with checked token ids."""
         pair = self._encoder_of(row).encode_preference(row, whole=whole)
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
@@ -108,7 +112,7 @@ class PreferenceCollator(SupervisedCollator):
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
         chosen, rejected = (self._cut_completion(pair, ids) for ids in (pair.chosen, pair.rejected))
         pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
-        # `__call__` adds the other views, which take media of another row
+        # `__call__` adds views that take media of another row of the micro-batch
         if self.view is not None and not self.view.type.needs_other:
             self._add_view(pair, [row], [None], 0)
         return pair

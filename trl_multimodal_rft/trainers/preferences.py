@@ -28,8 +28,10 @@ from .signatures import Processor, Rows
 
 class PreferenceTrainer(CompletionTrainer):
     """
-    Base of trainers whose loss compares log-probabilities of completions under the policy and under a reference model.
-    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`.
+    Base of trainers with a loss that compares log-probabilities of completions under policy and reference.
+
+    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`. The
+    dataset has these columns, or the log-probabilities are computed for the micro-batch.
     """
 
     compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
@@ -124,6 +126,7 @@ class PreferenceTrainer(CompletionTrainer):
         """Adds the reference's log-probabilities to a micro-batch, unless its rows have columns with them."""
         if all(name in inputs for name in self._reference_columns):
             return inputs
+        # Without its adapter, or before the first update, the policy can score as the reference
         policy_is_reference = is_peft_model(self.model) or (
             self._reference_is_initial_policy and self.state.global_step == 0
         )
@@ -150,7 +153,7 @@ class PreferenceTrainer(CompletionTrainer):
         sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
         rows = [row for side in sides for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
-        # TRL's `prediction_step` returns these as labels
+        # TRL's `prediction_step` returns `input_ids` as labels
         inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 

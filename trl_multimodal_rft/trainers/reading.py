@@ -107,6 +107,7 @@ class CompletionTrainer(CheckpointMixin):
             if not obstacle:  # also for padded rows, which need this attention's corrections
                 install_prefix_attention(model)
         compile_models(self.accelerator, self.args, self.model, self.ref_model)
+        # `outputs` begin with log-probabilities and entropies, which every request returns
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(has_heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
@@ -118,14 +119,15 @@ class CompletionTrainer(CheckpointMixin):
         return self._stream.train_loader(
             self.train_dataset,
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
-            # An update reads its micro-batches before it forwards the first one, to count their labels
+            # An update reads all its micro-batches before it forwards the first one, to count their labels. So the
+            # prefetch covers whole updates
             args.media_prefetch * args.gradient_accumulation_steps,
             order if args.train_sampling_strategy == "random" else None,
             collate_fn=partial(self._collate, split="train"),
         )
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
-        if is_argument:  # an argument of `evaluate`, which isn't prepared yet
+        if is_argument:  # a dataset that `evaluate` gets hasn't been prepared by the constructor
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
@@ -169,7 +171,7 @@ class CompletionTrainer(CheckpointMixin):
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        # Media in completions included
+        # `prompts` of preferences also have the media of their completions
         row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
         self.card_notes.add(set().union(*stored), filter(None, prompts), row_modalities)
         if split == "train":

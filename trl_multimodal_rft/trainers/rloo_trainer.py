@@ -102,7 +102,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def _score_rollout(self, rollout: Rollout) -> None:
         exchanges = self._groups is not None and self.model.training
-        if self.beta != 0 or exchanges:  # for the KL penalty in the reward, or for groups that are replayed later
+        # The KL penalty in the reward needs scores before the update, and so do groups that are replayed later
+        if self.beta != 0 or exchanges:
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
@@ -132,7 +133,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
         if self._corrects_for_engine(rollout) and not is_corrected:
-            # Weights the loss by the ratio, through advantages
+            # The loss is proportional to the advantages, so the ratio of a completion weights the loss, too
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 

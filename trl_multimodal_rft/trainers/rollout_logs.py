@@ -96,10 +96,10 @@ class RolloutLog:
         self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, has_signal: torch.Tensor
     ) -> None:
         """
-        Records groups with a mean reward outside of `dynamic_sampling_range`, groups without signal (for a hint), and
-        pass rates of rows (for difficulty sampling), as far as the config asks for them.
+        Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, groups without
+        signal (for a hint), and pass rates of rows (for difficulty sampling).
 
-        Shapes: `rewards`, `group_ids` and `has_signal` (of the completion's group) `(N,)`, of all ranks.
+        Shapes: `rewards`, `group_ids`, and `has_signal` of each completion's group, all `(N,)` of all ranks.
         """
         run, per_func, difficulty_sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range

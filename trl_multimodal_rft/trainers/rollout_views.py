@@ -60,7 +60,12 @@ def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Br
 def record_views(
     run: Run, rollout: Rollout, views: ViewPrompts, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
-    """Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast`."""
+    """
+    Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast`.
+
+    With 4 completions, `share` at index 3 and `contrast` at index 2, the samples have 5 entries. The first 4 are
+    returned, of which index 3 loses its log-probabilities. The last one goes into `contrast`, with the index 2.
+    """
     n, (share, contrast, strength) = len(rollout), views
     if strength is not None:
         rollout.source.from_view = torch.tensor([i in share for i in range(n)], device=run.accelerator.device)
@@ -73,14 +78,17 @@ def record_views(
         rollout.source.contrast = replace(part, source=source), indices
     if logps is None:
         return ids[:n], None
-    # Log-probabilities after a view don't show how the engine differs from the policy, which reads the clean media
+    # Log-probabilities from a view can't correct for the engine, because the policy is trained on the clean media
     return ids[:n], [[None] * len(row) if i in share else row for i, row in enumerate(logps[:n])]
 
 
 def _last_prompts_under(
     run: Run, rollout: Rollout, view: View, fraction: float, step: int
 ) -> dict[int, EncodedPrompt]:
-    """Returns, by batch index, the prompts of each group's last completions under a view that changes them."""
+    """
+    Returns the prompts under a view, by batch index, of the last completions of each group. Leaves out prompts that
+    the view doesn't change. With groups of 4 and a `fraction` of 0.5, these are the completions 2 and 3 of a group.
+    """
     offset = run.accelerator.process_index * len(rollout)
     indices = last_of_groups(fraction, len(rollout), offset, run.group_size)
     prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
@@ -97,7 +105,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         return None
     contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The reward function can wait for other ranks, so a rank without extra completions rewards another completion,
+        # The reward function may wait for all ranks. So a rank without extra completions rewards its first completion,
         # and drops the reward
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False

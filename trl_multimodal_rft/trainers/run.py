@@ -138,7 +138,7 @@ class Run:
         )
 
     def begin_rollout(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows, and notes its columns and modalities for the model card."""
+        """Returns the rollout of a batch of rows, and notes their columns and modalities for the model card."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
         rollout = self.collect(rows)
@@ -152,9 +152,10 @@ class Run:
 
     def _check_rows(self, rows: list[Row]) -> None:
         """Raises for rows without a prompt, and checks columns of datasets that couldn't be read before training."""
+        # Reward models get no columns, so no name of a column is wrong for them
         if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
             check_reward_columns(rows[0], 0)
-        if self.toolbox:
+        if self.toolbox:  # environments make prompts, and may read any column
             return
         for row in rows:
             check_has_prompt(row)
@@ -198,6 +199,10 @@ class Run:
             return score_in_batches(self.policy, model, rollout, size)
 
     def score_reference(self, rollout: Rollout) -> Scores:
+        """
+        Returns a rollout's scores under the reference: a separate model, or else the policy with the adapter `ref`
+        or without an adapter.
+        """
         if self.live.ref_model is not None:
             return self.score(self.live.ref_model, rollout)
         model: Any = self.accelerator.unwrap_model(self.model)
@@ -205,19 +210,24 @@ class Run:
             return self.score(self.model, rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
-        """Returns this rank's rewards by completion and function; with `only_first`, only by the first function."""
+        """
+        Returns this rank's rewards by completion and function. With `only_first`, only the first function is called.
+        With `logs=False`, values that functions log are discarded.
+        """
         flight, rewards = rollout.source.flight, self.rewards
+        # Some functions have already rewarded completions of asynchronous sampling, on their arrival
         early_rewards = None if flight is None or only_first else flight.early_rewards
         is_first_batch, rewards.were_called = not rewards.were_called, True
         if is_first_batch:
             for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
                 logger.warning(warning)
-        n = 1 if only_first else None
-        functions = rewards.names[:n], rewards.functions[:n], rewards.processors[:n]
+        n_functions = 1 if only_first else None
+        functions = rewards.names[:n_functions], rewards.functions[:n_functions], rewards.processors[:n_functions]
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.live.state, **arguments}
         by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
+        # A function that compares a list of messages with a text rewards all completions alike
         is_conversational = is_first_batch and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
@@ -234,6 +244,7 @@ class Run:
         """Sets and logs the rewards of the completions of all ranks. All ranks must call this."""
         rollout.rewards.by_function = rewards = self.reward(rollout)
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
+        # (N, F, 1 + turns), so that a single call gathers all rewards
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = self.accelerator.gather(stacked.to(self.accelerator.device))
         rollout.rewards.per_func = stacked[..., 0].contiguous()
@@ -269,8 +280,8 @@ class Run:
         if shuffles:
             rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
         else:
-            # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities, so each rank
-            # keeps its groups
+            # With separate forwards of prompts (`isolate`), ranks with sharded weights need micro-batches of the same
+            # modalities, so each rank keeps its groups
             may_move_groups = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
             rollout, metrics = arrange_rollout(rollout, self.args, self.accelerator, may_move_groups)
             self.metrics.add(metrics)
@@ -309,10 +320,11 @@ class Run:
 
     @property
     def group_size(self) -> int:
+        """Number of completions per prompt in the current mode, training or evaluation."""
         return self.completions.group_sizes[not self.is_training]
 
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
-        """Returns a loop that calls tools and continues completions; `options` replace or add its fields."""
+        """Returns a loop that calls tools and continues completions. `options` replace or add fields of the loop."""
         args = self.args
         fields: dict[str, Any] = {
             "encoder": self.prompts,
@@ -321,6 +333,7 @@ class Run:
             "ends": self.completions.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
+            # If all ranks must call the sampler equally often, a loop goes on while any rank has calls
             "any_rank": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
             "loop": self.rewards.loop,
         }

@@ -63,7 +63,10 @@ _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "t
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
-    """Returns `args`, or a default config with `output_dir` named by the model. Raises `TypeError` for other types."""
+    """
+    Returns `args`, or a default config whose `output_dir` is named after the model and the algorithm. Raises
+    `TypeError` for configs of other classes.
+    """
     ignore_deprecated_names()
     check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
@@ -150,7 +153,7 @@ def warn_of_unread(
     """
     for argument, value in datasets.items():
         reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
-        ignored, needs = (
+        ignored, modalities_by_option = (
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},
         )
@@ -163,7 +166,7 @@ def warn_of_unread(
                     "needs_prompt": not supervised,
                     "dataset_part": extent,
                     "model_modalities": takes,
-                    "option_modalities": needs,
+                    "option_modalities": modalities_by_option,
                 }
                 warning = check_columns(dataset, name, ignored, message_columns=("prompt", *reads), **options)
                 if warning is not None:
@@ -202,10 +205,11 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
 
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
-    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch: if several processes would train
-    separately, if one process runs in place of several, if a process has several GPUs, or if ranks share rows (tensor,
-    context or sequence parallelism). Also raises an error if the DeepSpeed config allows updates with gradients that
-    aren't finite.
+    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch.
+
+    This is the case if several processes would train separately, if one process runs in place of several, if a process
+    has several GPUs, or if ranks share rows (tensor, context or sequence parallelism). Also raises an error if the
+    DeepSpeed config allows updates with gradients that aren't finite.
     """
     check_one_run(
         args.world_size,
@@ -213,7 +217,8 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # Without `WORLD_SIZE`, `accelerate launch` started one process. It sets `MASTER_ADDR` if several were asked for
+    # `accelerate launch` leaves `WORLD_SIZE` unset if it starts one process, but sets `MASTER_ADDR` if several were
+    # asked for
     is_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if is_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(

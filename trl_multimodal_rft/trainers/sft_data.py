@@ -128,6 +128,7 @@ class SupervisedCollator:
         return sequence
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
+        """Returns the encoder with the chat template of the run, and with the tools and variables of a row."""
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
         return replace(self.encoder, template_kwargs=template_kwargs)
 
@@ -172,7 +173,8 @@ class SupervisedCollator:
         """
         Returns a dataset, or a dictionary of datasets, that the collator can encode.
 
-        Drops rows whose labels `max_length` cuts off, as TRL does, and converts `conversations` to `messages`.
+        As in TRL, drops tokenized rows that lose all labels to `max_length`, and converts `conversations` to
+        `messages`. `name` is the split, for error messages.
         """
         if isinstance(dataset, dict):
             return {key: self.prepare(part, key) for key, part in dataset.items()}

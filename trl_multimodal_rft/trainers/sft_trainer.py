@@ -170,9 +170,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:
-            # `num_items_in_batch` counts the tokens of all ranks, and DDP averages over ranks
+            # `num_items_in_batch` counts the tokens of all ranks, and DDP averages gradients over ranks. The factor
+            # turns the average into a sum
             loss = loss * self.accelerator.num_processes
-        if self.aux_loss_enabled:  # the auxiliary loss is a mean over the micro-batch
+        if self.aux_loss_enabled:  # a mean over the micro-batch, which an update averages over its micro-batches
             n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
         self._log_scores(scores, mask, sum(map(len, sequences)))

@@ -43,7 +43,7 @@ class EndOnSignal(TrainerCallback):
     Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT.
 
     The run ends after the optimizer step in which any process got the signal, since weights, optimizer and rollouts
-    match only between steps. A second SIGINT ends the run at once. Other signals don't when they come again, since
+    match only between steps. A second SIGINT ends the run at once. Repeats of other signals change nothing, since
     launchers repeat signals.
 
     Args:
@@ -81,7 +81,7 @@ class EndOnSignal(TrainerCallback):
 
         def handle(signum: int, frame: FrameType | None):
             self._has_signal = True
-            if signum == signal.SIGINT:
+            if signum == signal.SIGINT:  # so that a second one ends the run at once
                 signal.signal(signum, handlers[signum])
             for output in terminals:
                 if not os.isatty(output):  # closed, so that printing would raise an error
@@ -109,7 +109,8 @@ class EndOnSignal(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         if self._ends_run:
-            if state.epoch % 1 != 0:  # `Trainer` also calls this method when it stops within an epoch
+            # `Trainer` also calls this method when it stops within an epoch, where no log or evaluation is due
+            if state.epoch % 1 != 0:
                 control.should_log = control.should_evaluate = False
             control.should_save = control.should_evaluate or not self._has_saved
 

@@ -69,7 +69,7 @@ def load_teacher(
 def check_teacher(
     student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
 ) -> None:
-    """Raises `ValueError` for a teacher whose tokens, or whose features of media, differ from the student's."""
+    """Raises `ValueError` if the teacher's tokens, or its features of media, differ from the student's."""
     obstacle = _config_difference(student, teacher, isinstance(processor, ProcessorMixin))
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
@@ -139,9 +139,10 @@ def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
     Returns the teacher's prompt for each completion. Columns for the teacher, such as `teacher_prompt`, replace the
-    columns that the student reads, and `teacher_view` changes the media. Completions that share a prompt share the
-    teacher's prompt, too. A prompt that teacher and student both read is a single object. Raises `ValueError` if rows
-    have columns for the teacher and there are tools.
+    columns that the student reads, and `teacher_view` changes the media.
+
+    Completions that share a prompt share the teacher's prompt, too. If teacher and student read the same prompt, it is
+    a single object. Raises `ValueError` if rows have columns for the teacher and there are tools.
     """
     separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(separate):
@@ -217,7 +218,7 @@ def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_
 
 @dataclass
 class Teacher:
-    """The teacher, which is another model or the student, perhaps without its adapter or with averaged weights."""
+    """The teacher: another model, or the student with its current, base or averaged weights."""
 
     run: Run
     model: nn.Module | None  # `None` if the student teaches itself
@@ -256,7 +257,7 @@ class Teacher:
             request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
             hidden_states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
-            # The head is copied, because the student gets its own weights back before the target is used
+            # The head is copied, because the student gets its current weights back before the loss reads the target
             if self.average is not None and not args.loss_top_k:
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
             distributions: Any = {"hidden": hidden_states, "head": head}
@@ -268,7 +269,7 @@ class Teacher:
 def top_k_of(
     states: torch.Tensor, head: Head, mask: torch.Tensor, k: int, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens, and 0 where the mask `(B, C)` is 0."""
+    """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens, and 0 where `mask`, `(B, C)`, is 0."""
     indices = mask.flatten().nonzero()[:, 0]
     top_k = top_k_tokens(states.flatten(0, 1).index_select(0, indices), head, k, temperature)
     dense = (values.new_zeros(mask.numel(), k).index_copy(0, indices, values).view(*mask.shape, k) for values in top_k)

@@ -54,17 +54,22 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path]) -> list[Path]:
-    """Returns the checkpoints to delete: as many as exceed `limit`, first those after `newest`, then the oldest."""
+    """
+    Returns the checkpoints to delete so that `limit` checkpoints stay. Never returns `needed` checkpoints.
+
+    Checkpoints after `newest` are of an earlier run, and go first. Then the oldest ones go. With a limit of 2, saving
+    step 30 beside the steps 10, 20 and 40 deletes 40 and 10.
+    """
     if limit is None or limit <= 0:
         return []
-    # Sorted by step, as copying changes the times of folders. Those after `newest` are of an earlier run, and go first
+    # `checkpoints` sorts by step, because copying changes a folder's time. This stable sort puts later steps first
     paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
     surplus = max(0, len(paths) - max(limit, len(needed)))
     return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]
 
 
 def replace_folder(written: Path, target: Path) -> None:
-    """Moves `written` to `target`. An earlier `target` moves to the parent of `written`."""
+    """Moves `written` to `target`. An earlier `target` first moves to the parent of `written`, and back on errors."""
     replaced = written.parent / _REPLACED
     if target.exists():
         target.rename(replaced)
@@ -145,11 +150,11 @@ def whole_state_dict(
     accelerator: Accelerator, module: nn.Module, keeps: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    Gathers sharded weights on the CPU, one at a time. Skips a weight if `select(name)` is false. All processes have
-    to call this.
+    Gathers sharded weights on the CPU, one at a time. Skips a weight if `select(name)` is false. All ranks must call
+    this.
 
-    Returns the state dict, which is empty unless this process `keeps` it. Returns `None` if weights aren't sharded, as
-    the module's `state_dict` is then whole.
+    Returns the state dict, which is empty unless this process `keeps` it. Returns `None` if weights aren't sharded,
+    because the module's own `state_dict` is whole then.
     """
     if is_unsharded(accelerator):
         return None
@@ -169,7 +174,7 @@ def whole_state_dict(
 
 
 def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, writes: bool) -> None:
-    """Saves a model with whole weights for `from_pretrained`, if this process `writes`. All processes must call it."""
+    """Saves a model with whole weights for `from_pretrained`, if this process `writes`. All ranks must call this."""
     model = accelerator.unwrap_model(model)
     state = whole_state_dict(accelerator, model, writes)
     if writes:
@@ -185,7 +190,7 @@ def save_without_weights(
 ) -> None:
     """
     Saves the config and processor of a model whose weights are saved elsewhere. Adapters, which are small, are saved
-    whole. All processes have to call this.
+    whole. All ranks must call this.
     """
     policy = policy_alone(accelerator.unwrap_model(model))
     if is_peft_model(policy):
@@ -205,15 +210,14 @@ def save_without_weights(
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
     """
     Loads the weights in a folder into a model, which may be sharded. Raises `FileNotFoundError` if the folder has no
-    model. All processes have to call this.
+    model. All ranks must call this.
     """
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
-        # With `fsdp_cpu_ram_efficient_loading`, transformers loads weights on one process only, so the main process
-        # broadcasts them
+        # With `fsdp_cpu_ram_efficient_loading`, only the main process loads weights, and so has to broadcast them
         is_main = accelerator.is_main_process
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if is_main else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -21,7 +21,8 @@ _FILE = "_run.lock"
 @contextmanager
 def holding_lock(folder: str | Path) -> Iterator[str | None]:
     """
-    Locks a folder against other runs within the context. Yields the process that holds the lock already, or `None`.
+    Locks a folder against other runs within the context. Yields a text about the process that already holds the lock,
+    or `None` if this process gets it.
 
     The kernel releases the lock however this process ends. Logs a warning if the file system has no locks.
     """

@@ -32,7 +32,7 @@ def write_manifest(
 ) -> None:
     """
     Writes the sizes and checksums (CRC-32) of a checkpoint's files, the run's `algorithm`, and the `fingerprints` of
-    its datasets. Reads the files, unless `measurements` holds their sizes and checksums.
+    the run's datasets. Reads the files, unless `measurements` holds their sizes and checksums.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measurements is None else measurements
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
@@ -40,7 +40,7 @@ def write_manifest(
 
 
 def measure_folder(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
-    """Returns sizes and checksums of a folder's files, of which each process reads a share. All must call this."""
+    """Returns sizes and checksums of a folder's files. Each rank reads a share of them. All ranks must call this."""
     (names,) = broadcast_object_list([[*_files(folder)]])
     return dict(sorted(gather_object([*_measure_files(folder, names[process_index::num_processes]).items()])))
 
@@ -69,7 +69,10 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
 
 
 def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
-    """Returns an error message if a checkpoint is of another algorithm, or if only one of both runs has an adapter."""
+    """
+    Returns an error message if the run that saved a checkpoint had another algorithm, or if only one of both runs has
+    an adapter. Otherwise returns `None`.
+    """
     manifest, folder = _read_manifest(Path(checkpoint)), Path(checkpoint)
     saved_algorithm = (manifest and manifest.algorithm) or algorithm
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()

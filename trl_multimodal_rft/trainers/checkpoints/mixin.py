@@ -75,8 +75,8 @@ class CheckpointMixin(Trainer):
     """
     Saves, resumes and publishes a run of TRL's trainers.
 
-    A checkpoint exists whole or not at all, also when the run is killed. A resumed run equals the run without
-    interruption, bit for bit. Updates that aren't finite are skipped, and weights that aren't finite are not saved.
+    A checkpoint exists whole or not at all, even if the run is killed. A resumed run equals the run without
+    interruption, bit for bit. The run skips updates whose gradient isn't finite, and saves only finite weights.
     """
 
     # Before a trainer calls `_finish_setup`, it has to set the attributes that have no value here
@@ -96,7 +96,7 @@ class CheckpointMixin(Trainer):
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
-    _name: Any  # TRL's, as are `_paper` and `_tag_names`
+    _name: Any  # TRL's, as are `_paper` and `_tag_names`, whose second tag is the algorithm
     _paper: Any
     _tag_names: list[str]
     max_completion_length: Any
@@ -118,9 +118,10 @@ class CheckpointMixin(Trainer):
 
     def _finish_setup(self) -> None:
         """
-        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. The
-        callback for signals replaces transformers' one, which doesn't wait for the step to end. Raises a `TypeError`
-        if the trainer lacks an attribute that this class needs.
+        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals.
+
+        The callback for signals replaces that of transformers, which doesn't wait for the end of the step. Raises a
+        `TypeError` if the trainer lacks an attribute that this class needs.
         """
         if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
@@ -178,6 +179,7 @@ class CheckpointMixin(Trainer):
                     f"`output_dir` {self.args.output_dir!r} is in use by {holder}: two runs would delete each other's "
                     "checkpoints. Wait until it ends, or set another `output_dir`."
                 )
+            # The main process compares the checkpoint with this run, and all processes raise the same error
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
             obstacle = None
@@ -191,6 +193,7 @@ class CheckpointMixin(Trainer):
                 raise ValueError(obstacle)
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
+            # The stack calls the following functions when the run ends, also after an error, the last one first
             stack.push(self._draw_curves_after_error)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
@@ -199,6 +202,7 @@ class CheckpointMixin(Trainer):
             if console is not None:
                 console.begin(type(self).__name__)
                 stack.callback(console.end)
+                # One log on the console is enough
                 surplus = [log for log in self.callback_handler.callbacks if isinstance(log, CompactLogCallback)][1:]
                 for printer in (*PRINTERS, *surplus):
                     self.remove_callback(printer)
@@ -213,7 +217,7 @@ class CheckpointMixin(Trainer):
                 callback.on_train_end(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
-        """Makes the sampling engine load weights again. By default, does nothing, because there is no engine."""
+        """Makes an engine load the weights again before it samples. By default, does nothing: there is no engine."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """Returns the checkpoint to resume from, the same on all processes. Raises `ValueError` if none is whole."""
@@ -285,9 +289,11 @@ class CheckpointMixin(Trainer):
 
     def _reload_weights(self, folder: str | Path) -> bool:
         """
-        Loads unsharded weights by `from_pretrained`, and returns whether it did. `Trainer` would load a state dict
-        and, for many multimodal models, restore nothing and only warn, since `save_pretrained` has renamed the keys
-        (huggingface/transformers#43701). `from_pretrained` knows the new names.
+        Loads unsharded weights by `from_pretrained`. Returns whether the weights were loaded.
+
+        `save_pretrained` renames the keys of many multimodal models, and `from_pretrained` knows the new names.
+        `Trainer` would load a state dict by the old names, restore nothing, and only warn
+        (huggingface/transformers#43701).
         """
         if not is_unsharded(self.accelerator):
             return False
@@ -305,6 +311,7 @@ class CheckpointMixin(Trainer):
         """
 
     def _load_state(self, folder: Path) -> None:
+        """Loads the state that [`_save_state`] saved. All ranks must call this."""
         if self._reference_moves:
             if not (folder / _REFERENCE).is_dir():
                 raise ValueError(
@@ -316,7 +323,7 @@ class CheckpointMixin(Trainer):
         if self.ema is not None:
             self.ema.follow(self.model)
             self.ema.load(folder, self.accelerator)
-        # A rank that the previous run didn't have reads rank 0's file, for the state that all ranks share
+        # If this run has more ranks than the previous run, the further ranks read rank 0's file, for the shared state
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
         if state is None:
@@ -338,6 +345,7 @@ class CheckpointMixin(Trainer):
             "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
+            # Joins of media features that frozen modules learned in their first forwards, by model
             "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
@@ -368,8 +376,8 @@ class CheckpointMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the model and its processor, with whole weights even if FSDP or DeepSpeed shards them. In a checkpoint of
-        shards, the weights are saved with the optimizer's state instead. All processes have to call this.
+        Saves the model and its processor, with whole weights even if FSDP or DeepSpeed shards them. All ranks must
+        call this. In a checkpoint of shards, `Trainer` saves the weights later, together with the optimizer's state.
 
         Args:
             output_dir (`str`, *optional*):
@@ -382,8 +390,8 @@ class CheckpointMixin(Trainer):
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        # `from_pretrained` can't read shards, so weights are whole where the model alone is saved, or is published.
-        # Otherwise `Trainer` saves their shards with the optimizer's
+        # `from_pretrained` can't read shards, so a checkpoint that holds the model alone, or is published, has whole
+        # weights. Other checkpoints get their shards from `Trainer`, with those of the optimizer
         is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
         if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
@@ -393,13 +401,16 @@ class CheckpointMixin(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
-        """Saves files of the model in addition to the policy's, by default none. All ranks have to call this."""
+        """Saves files of the model in addition to the policy's, by default none. All ranks must call this."""
 
     def _save_checkpoint(self, model, trial):
         """
-        Writes a checkpoint to a temporary folder, and moves it to its place when it is whole. Then moves surplus
-        checkpoints to the temporary folder, and deletes them there. TRL's and transformers' methods would write in
-        place, and publish checkpoints that aren't whole yet.
+        Writes a checkpoint to a temporary folder, and moves the whole checkpoint to its place. Then moves surplus
+        checkpoints to the temporary folder, and deletes them there.
+
+        For example, `_partial_checkpoint/checkpoint-30` becomes `checkpoint-30`, then `checkpoint-10` becomes
+        `_partial_checkpoint/checkpoint-10`. TRL's and transformers' methods would write in place, and publish
+        checkpoints that aren't whole yet.
         """
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         target = Path(self._get_output_dir(trial), name)
@@ -457,7 +468,7 @@ class CheckpointMixin(Trainer):
             write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
     def _save_state(self, folder: Path) -> None:
-        """Saves the state of a run that transformers doesn't save. All processes have to call this."""
+        """Saves the state of a run that transformers doesn't save. All ranks must call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self._reference_moves:
             save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
@@ -467,14 +478,14 @@ class CheckpointMixin(Trainer):
     # Publishing
 
     def _publish_checkpoint(self, folder: Path) -> None:
-        """Makes transformers push a whole checkpoint. During another push, does so only with `hub_always_push`."""
+        """Pushes a whole checkpoint by transformers. During another push, does so only with `hub_always_push`."""
         args = self.args
         if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
         if is_running(self.push_in_progress):
             if not args.hub_always_push:
                 return
-            self._finish_current_push()  # waits, because that push uploads files that change now
+            self._finish_current_push()  # the current push uploads files that would change now
         for name in self._folders_of_model:
             if (folder / name).is_dir():
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
@@ -485,7 +496,7 @@ class CheckpointMixin(Trainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """
         Writes a model card with the data and the settings of the training, and with an example of inference on media.
-        A resumed run with no step left, which read no row, leaves the card as it is.
+        If a resumed run has no step left, it has read no row, and leaves the card as it is.
 
         Args:
             model_name (`str`, *optional*):

@@ -33,7 +33,7 @@ def saving_whole_weights(accelerator: Accelerator) -> AbstractContextManager[Non
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
-    """Saves a module's weights in shards or whole, as the run saves the policy's. All processes must call this."""
+    """Saves a module's weights in shards or whole, as the run saves the policy's. All ranks must call this."""
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
@@ -41,6 +41,7 @@ def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes
 
 
 def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    """Loads a module that [`save_module`] saved, in the layout of this run. All ranks must call this."""
     if writes_shards(accelerator):
         state = model.state_dict()
         dcp.load(state, checkpoint_id=folder)
@@ -63,9 +64,10 @@ def check_shards(checkpoint: Path) -> None:
 
 def layout_mismatch(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
-    Returns an error message if a run can't resume from the layout of a checkpoint, or `None`. Runs with FSDP read
-    weights and optimizer states only in the layout that they save, sharded or whole. Runs without FSDP can't read
-    either of these layouts, and runs without DeepSpeed can't read optimizer states of DeepSpeed.
+    Returns an error message if a run can't resume from the layout of a checkpoint, or `None`.
+
+    A run with FSDP reads weights and optimizer states only in the layout that it saves, sharded or whole. A run
+    without FSDP reads neither layout. A run without DeepSpeed can't read optimizer states of DeepSpeed.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
         return (
