@@ -33,7 +33,7 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory maps its names to those in the file, ms-swift the file's to its own
+    if "file_name" in entry:  # LLaMA-Factory maps its names to names in the file, and ms-swift maps in reverse
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
@@ -48,7 +48,7 @@ def conversation(
     index: int,
     columns: tuple[str, ...] = ("messages", "conversations", "conversation", "instruction", "query"),
 ) -> tuple[list[dict[str, str]], str]:
-    """Returns the messages of a row, and the column from which they come."""
+    """Returns the messages of a row, with `role` and `content`, and the column in `columns` that holds them."""
     column = next((name for name in columns if row.get(name)), columns[-1])
     if column in ("query", "instruction"):
         question = required(row, index, "messages", "conversations", column)
