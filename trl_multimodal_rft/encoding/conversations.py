@@ -24,7 +24,7 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt, and the tool results in one of its completions. It is used if a result has media.
+    A prompt, and the tool results in one of its completions, if a result has media.
 
     The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results. For a
     completion of 2 sampled tokens, a result of 4 tokens and 3 sampled tokens, `later` holds the first 6 tokens.
@@ -217,8 +217,9 @@ def encode_prefix(
     """
     Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
 
-    `completion_ids` end with the last result. `turns` holds results with their start in the completion. With a
-    `processor`, positions after media are those of [`engine_position_ids`].
+    `completion_ids` end with the last result. `turns` holds results with their start in the completion: for 2 sampled
+    tokens and a result of 4 tokens, `[(2, result)]`. With a `processor`, positions after media are those of
+    [`engine_position_ids`].
     """
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])

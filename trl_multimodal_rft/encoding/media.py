@@ -167,8 +167,8 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
             )
         }
     if (max_tokens := getattr(processor, "max_soft_tokens", None)) is not None:
-        area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
-        while max_tokens * area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
+        token_area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
+        while max_tokens * token_area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
             max_tokens //= 2  # the processor accepts only 70, 140, 280 and so on
         return {"max_soft_tokens": max_tokens}
     tile_edge = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
@@ -262,10 +262,10 @@ def check_hears_videos(processor: Processor) -> None:
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
     """
-    Returns the frame rate of a prompt's videos, the highest if they differ slightly, or `None` if no rate is known.
+    Returns the frame rate of a prompt's videos, the highest if rates differ slightly, or `None` if no rate is known.
     Raises a [`MediaError`] if rates differ by more than `_RATE_FACTOR`.
     """
-    rates = {}
+    rates = {}  # videos by the number of their sampled frames per second
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
             rates[
@@ -402,7 +402,7 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
 
 
 def frame_sampling(processor: Processor) -> dict[str, Any] | None:
-    """Returns arguments for a processor to sample a video file's frames, or `None` if it uses all frames."""
+    """Returns arguments by which a processor samples the frames of a video file, or `None` if it uses all frames."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):

@@ -109,7 +109,7 @@ def check_written(
             continue
         problems = [*_problems_of_thoughts(messages[: m + 1], render)]
         for path, problem, reduced in _parts_of(message):
-            # Renders the whole chat if the template doesn't allow it to end with this message
+            # If the template rejects a chat that ends with this message, the whole chat is rendered
             after = [] if render(messages[: m + 1]) is not None else messages[m + 1 :]
             # Without a change of the rendered text, the model would not get the part
             if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):

@@ -301,7 +301,10 @@ def encode_messages(
     row: int | None = None,
     **processor_options: bool,
 ) -> EncodedPrompt:
-    """Encodes messages. Leaves `position_ids` empty, because positions depend on the tokens before the messages."""
+    """
+    Encodes messages. Leaves `position_ids` empty, because positions depend on the tokens before the messages. See
+    [`encode_prompt`] for the arguments; `processor_options`, such as `add_special_tokens`, are the processor's.
+    """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
@@ -414,7 +417,7 @@ def processor_outputs(
         except Exception as error:  # templates and processors raise errors of any type
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
-            check_media(refs, decoded, processor, processor_kwargs)
+            check_media(refs, decoded, processor, processor_kwargs)  # raises for the medium at fault, if there is one
             n_frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
             if len({*n_frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
                 raise refs[0].error(

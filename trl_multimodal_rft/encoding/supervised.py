@@ -158,7 +158,7 @@ class SupervisedEncoder:
         try:
             messages = self._messages(row, chat, completion)
             check_text_only([message for message in messages if message["role"] == "assistant"])
-            if is_conversation:
+            if is_conversation:  # the whole conversation takes the place of the prompt
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
                 prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
@@ -244,6 +244,7 @@ class SupervisedEncoder:
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
         columns, label = self._with_answer_media(row), f"row {row.row_index}"
+        # By column: the row with its completion, all messages, and the number of messages in the prompt
         pairs = {column: self._select_completion(columns, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
@@ -598,6 +599,7 @@ def _no_prompt(label: str) -> ValueError:
 
 
 def _check_learned(sequence: SupervisedSequence, label: str) -> None:
+    """Raises a `ValueError` if no token after the first one is learned. The first token isn't predicted."""
     if not sequence.learned[1:].any():
         raise ValueError(f"{label} has nothing to learn: no token counts in the loss.")
 

@@ -202,7 +202,7 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 
 def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
     """Looks for incomplete and missing pages, and for pages that don't match their checksums."""
-    open_streams, last_page_numbers = set(), {}
+    open_streams, last_page_numbers = set(), {}  # serial numbers of streams whose last page is still to come
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
@@ -226,7 +226,8 @@ def _ogg_checksum(page: bytes) -> bytes:
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
     """
     Yields, for each page, its flags, the serial number of its stream, and its start and end in the file. Skips other
-    data. A page has 27 bytes, of which the last is the number of segments, a byte of length per segment, and segments.
+    data. A page has 27 bytes, of which the last counts segments, then one byte with the length of each segment, then
+    the segments.
     """
     offset = stream.tell()
     for _ in range(_MOST_PARTS):

@@ -225,7 +225,7 @@ def load_video(
         ImportError: If PyAV isn't installed.
     """
     with decoding(ref), open_video(ref) as (metadata, read_frames):
-        if metadata.frames_indices is None:
+        if metadata.frames_indices is None:  # a list or an array of frames has its indices already
             _check_video(ref, metadata)
             select_frames = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in select_frames(metadata=metadata)]
@@ -634,7 +634,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
             raise ref.error("the file has no video; remove the row")
         average_rate = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average_rate or video.codec_context.framerate or video.guessed_rate or 0)
-        # `count` is the number of packets; it is exact if every packet is a frame
+        # `count` is the number of packets, and if every packet is a frame, the number of frames, too
         count, first_pts, count_is_exact, suits_torchcodec = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:

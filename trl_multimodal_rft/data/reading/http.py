@@ -70,11 +70,11 @@ def ask(
     """
     Repeats a request until the server gives a usable answer, and returns the answer.
 
-    `seconds` limits the time of all `attempts` together, `attempt_seconds` the time of one attempt, and
-    `connect_seconds` the time to connect. After attempt `n`, the wait is `backoff * 2 ** (n - 1)` seconds, or longer
-    if the server asks for more, but at most 60 s. An answer that isn't `is_usable` leads to another attempt.
-    `check_url` raises an error for a URL that must not be requested, also after a redirect. Without `check_url`,
-    redirects aren't followed.
+    `seconds` limits the time of all `attempts` (`None` for any number) together, `attempt_seconds` the time of one
+    attempt, and `connect_seconds` the time to connect. After attempt `n`, the wait is `backoff * 2 ** (n - 1)`
+    seconds, or longer if the server asks for more, but at most 60 s. An answer that isn't `is_usable` leads to another
+    attempt. `check_url` raises an error for a URL that must not be requested, also after a redirect. Without
+    `check_url`, redirects aren't followed.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """

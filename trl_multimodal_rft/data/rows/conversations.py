@@ -28,7 +28,7 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
         return path, lambda row, index: row
     with one_line_errors(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(entries, list):
+    if isinstance(entries, list):  # of ms-swift, which names a dataset by the stem of its file
         entries = {Path(item.get("dataset_path", "")).stem: item for item in entries}
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
@@ -97,6 +97,7 @@ def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int)
         value = last_message if name == "chosen" and last_message is not None else required(row, index, name, *columns)
         value = {"role": "assistant", "content": value} if isinstance(value, str) else value
         *context, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
+        # The messages before the answer are absent, or repeat the prompt, with or without its first (system) message
         if answer["role"] != "assistant" or context not in ([], chat, chat[1:]):
             raise ValueError(f"row {index}: its {name} answer isn't the assistant's to the same prompt; correct it.")
         pair[name] = [answer]

@@ -24,7 +24,7 @@ class DifficultySampler:
     Random sampler of the rows of a batch, weighted by how often the policy solves them, after the curriculum sampling
     (RLCS) of [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
 
-    In its report, difficulty is measured by pass@k before training, and by the completions of each step during
+    In the report, difficulty is measured by pass@k before training, and by the completions of each step during
     training. Rows are grouped into tiers by difficulty. Each iteration lowers the share of tiers that are now too easy
     or too hard. The report gives no bounds of tiers and no shares. Here, a row of pass rate $p$ has the weight
     $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The weight is 1 for $p = 0.5$ or
@@ -60,7 +60,7 @@ class DifficultySampler:
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the row indices of a batch. Draws it and the batches to prefetch, without the rows in `left_out`."""
+        """Returns the row indices of a batch. Draws this batch and those to prefetch, without rows in `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn_rows:
                 self._drawn_rows[index] = self._draw(index, left_out)

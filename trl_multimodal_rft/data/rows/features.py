@@ -94,7 +94,10 @@ def undecoded(dataset: T) -> "T | StoredRows": ...
 
 
 def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
-    """Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media."""
+    """
+    Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media. A dataset with a
+    format, such as `"torch"`, or a transform is returned unchanged.
+    """
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):

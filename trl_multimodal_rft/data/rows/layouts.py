@@ -190,8 +190,8 @@ def load_deepeyes(
     Reads questions about details of images in the layout of [DeepEyes](https://huggingface.co/papers/2505.14362).
 
     The layout of https://huggingface.co/datasets/ChenShawn/DeepEyes-Datasets-47k is verl's, see [`load_verl`], with
-    the `question` in `extra_info`. Its prompts describe DeepEyes' own tool, so the loader replaces them: the chat
-    template describes the tools of a run. The Parquet files of a folder may have different columns.
+    the `question` in `extra_info`. The dataset's prompts describe DeepEyes' own tool, so the loader replaces the
+    prompts. The chat template describes the tools of a run. The Parquet files of a folder may differ in columns.
 
     See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for `template`.
 
@@ -454,7 +454,7 @@ def load_omni_preference(
 
     Args:
         path (`str` or `Path`):
-            One of these files, or the dataset's folder for all of them.
+            A file `final_rl_data.jsonl`, or the dataset's folder for the files of all modalities.
         media_dir (`str` or `Path`, *optional*):
             The dataset's folder, by default `path`.
 
@@ -593,6 +593,7 @@ def _plain_name(name: str) -> str:
 
 
 def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
+    """Reads the lines of a file of Charades-STA as rows. Skips spans that end before they start, with a warning."""
     rows, lines = [], file.read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
         span, separator, sentence = line.partition("##")
@@ -652,8 +653,8 @@ def _load_converted(
     blocks = [
         b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
     ]
-    options = sorted({key for block in blocks for key in block} - {"type", "text"})
-    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
+    option_names = sorted({key for block in blocks for key in block} - {"type", "text"})
+    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
     block = {"type": Value("string"), "text": Value("string"), **types}
     datasets = []
     for name, values in columns.items():
@@ -702,6 +703,7 @@ def _read_rows_and_media(
             files = [_pop_files(row, name, index, folder) for index, row in enumerate(rows)]
             if any(files):
                 media.append(Dataset.from_dict({f"{name}s": files}, Features({f"{name}s": List(feature)})))
+    # One text per stored medium, because marks are compared with the number of media
     for stored in media[:n_stored]:
         (name,) = stored.column_names
         cells = stored.data.column(name)
@@ -803,6 +805,7 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
     joined_text = " ".join(text for text in texts if isinstance(text, str))
     for modality in MODALITIES:
         if f"<{modality}>" in joined_text and not (row.get(modality) or row.get(f"{modality}s")):
+            # The medium may be in a column of another name
             first_values = {
                 key: value[0] if isinstance(value, list) and value else value for key, value in row.items()
             }

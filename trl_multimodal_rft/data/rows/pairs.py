@@ -44,7 +44,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     """
     Returns rows that ask a judge which completion of a pair is better, in both orders, for [`preference_reward`].
 
-    Rows `2 * i` and `2 * i + 1` belong to pair `i`, so that a judge that prefers a position earns nothing by it.
+    Rows `2 * i` and `2 * i + 1` belong to pair `i`, so that a judge gains nothing by a preference for a position.
 
     Args:
         dataset ([`~datasets.Dataset`]):

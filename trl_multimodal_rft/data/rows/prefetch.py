@@ -87,7 +87,7 @@ class PrefetchPool(Generic[T]):
             result_queue = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill_workers(result_queue)
-            if thread is not None:  # must end before the interpreter exits, which would write to a pipe that it closes
+            if thread is not None:  # must end first: it closes a pipe to which an exiting interpreter would write
                 thread.join(timeout=_END_SECONDS)
 
     def _kill_workers(self, result_queue: object) -> None:

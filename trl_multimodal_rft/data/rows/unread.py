@@ -101,7 +101,8 @@ def check_columns(
 ) -> str | None:
     """
     Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
-    to 16 rows, without decoding media. Doesn't look at rows of streams and of datasets with a transform.
+    to 16 rows, without decoding media; in a list, at all rows for the modalities of prompts. Doesn't look at rows of
+    streams and of datasets with a transform.
 
     Also raises an error for wrong names of columns, for lists in columns of one medium, and for empty media columns.
 
@@ -112,7 +113,7 @@ def check_columns(
     """
     features, rows, modalities = _inspect_dataset(dataset, message_columns, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
-    sample = features or (rows[0] if rows else {})
+    sample = features or (rows[0] if rows else {})  # features have the columns of a row, and nested keys
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
@@ -310,7 +311,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
     for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # its feature is checked with the features of its dataset
+            continue  # checked with the features of the dataset that the medium comes from
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
