@@ -44,6 +44,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
     `zip://a.png::https://example.com/b.zip` is the file `a.png` in an archive that is downloaded.
     """
+    # From here, `path` is bytes, a `data:` URI, a path or a URL
     path = source if isinstance(source, (bytes, bytearray, memoryview)) else os.fspath(source)
     if not isinstance(path, str) or path[:5].lower() == "data:":
         data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
@@ -56,6 +57,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
         member, _, link = path.removeprefix("zip://").partition("::")
+    # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
     protocol = link.partition("::")[0].partition("://")[0]
     if member is not None and "://" not in link:
         protocol, file = "file", _local_path(ref, link)
@@ -69,7 +71,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
             raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
         if protocol in _HOST_PROTOCOLS:
             _check_domain(ref, link)
-        file = None  # `fsspec` opens the URL
+        file = None
     if file is not None and member is None:
         return file
     deadline = time.monotonic() + ref.rules.media_timeout
