@@ -24,9 +24,10 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt, and the tool results in one of its completions. It is used if a result has media.
+    A prompt, and the tool results in one of its completions, if a result has media.
 
-    The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results.
+    The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results. For a
+    completion of 2 sampled tokens, a result of 4 tokens and 3 sampled tokens, `later` holds the first 6 tokens.
     """
 
     prompt: EncodedPrompt  # one object for all completions of the prompt
@@ -57,6 +58,8 @@ class Contexts(EncodedPrompt):
     """
     A prompt and the contexts that replaced it in the course of one completion, such as contexts with only the last few
     screenshots. The inherited fields are the first prompt's, except for `modalities`, which is the union of all.
+
+    With `ends=[3, 8]`, the first 3 tokens of the completion follow the first prompt, and the next 5 the second prompt.
     """
 
     prompts: list[EncodedPrompt]
@@ -108,7 +111,8 @@ def encode_turn(
     earlier_messages, messages = [*history, stand_in_turn(results)], list(results)
     earlier_text = _render(earlier_messages, processor, template_kwargs, False)
     whole_text = _render([*earlier_messages, *messages], processor, template_kwargs, True)
-    # Many templates write a line break after the end of a turn. The model doesn't sample it, so it begins the results
+    # Many templates write a line break after the end of a turn. The model doesn't sample the break, so the results
+    # begin with the break
     n_kept = max(
         (start + len(end) for end in ends if (start := earlier_text.rfind(end)) >= 0), default=len(earlier_text)
     )
@@ -161,7 +165,10 @@ def encode_continuation(
 def check_joins(
     parts: Sequence[EncodedPrompt], turn: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
 ) -> None:
-    """Raises a [`MediaError`] if media of tool results change the padding, and so the features, of earlier media."""
+    """
+    Raises a [`MediaError`] if media of tool results change the padding, and so the features, of earlier media. Checks
+    only families whose features depend on padding, or any family if `isolate` is set.
+    """
     if (isolate or family_of(model).isolate) is None or not turn.media:
         return
     for part in parts:
@@ -210,8 +217,9 @@ def encode_prefix(
     """
     Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
 
-    `completion_ids` end with the last result. `turns` holds results with their start in the completion. With a
-    `processor`, positions after media are those of [`engine_position_ids`].
+    `completion_ids` end with the last result. `turns` holds results with their start in the completion: for 2 sampled
+    tokens and a result of 4 tokens, `[(2, result)]`. With a `processor`, positions after media are those of
+    [`engine_position_ids`].
     """
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])

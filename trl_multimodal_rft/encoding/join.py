@@ -54,7 +54,7 @@ def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | by
 
 def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
     """
-    Splits sequences after their longest common prefix.
+    Splits sequences after their longest common prefix: `[1, 2, 3]` and `[1, 2, 4]` into `[1, 2]`, `[3]` and `[4]`.
 
     Args:
         first (`EncodedPrompt`):
@@ -73,6 +73,7 @@ def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[
         (i for i, column_ids in enumerate(zip(*token_ids, strict=False)) if len({*column_ids}) > 1),
         min(map(len, token_ids)),
     )
+    # `first` is longer than `token_ids[0]`, because placeholders are expanded
     end = len(first) - len(token_ids[0]) + n
     if n == 0 or first.input_ids[end:].tolist() != token_ids[0][n:]:
         raise ValueError("the sequences have no first token in common, or their media differ")
@@ -80,7 +81,10 @@ def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[
 
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
-    """Extends a field of prompt tokens, such as `token_type_ids`, by `n_new` text tokens, to `(B, P + n_new, ...)`."""
+    """
+    Extends a token field of prompts `(B, P, ...)` by `n_new` text tokens, to `(B, P + n_new, ...)`. A mask of
+    cross-attention repeats the last token's value, other fields continue with their value on text.
+    """
     family = family_of(model)
     new = values[:, -1:]
     if name not in family.token_masks:

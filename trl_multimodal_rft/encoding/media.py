@@ -80,7 +80,7 @@ def with_budgets(ref: MediaRef) -> MediaRef:
     block_options, rules = ref.options, ref.rules
     if ref.modality == "audio":
         return ref
-    # A maximum of the block also lowers the minimum of the run, and a minimum of the block raises the maximum
+    # A block's maximum also lowers the minimum of the run, and a block's minimum also raises the maximum of the run
     budgets: dict[str, Any] = {}
     if rules.min_pixels is not None:
         budgets["min_pixels"] = min(rules.min_pixels, block_options.get("max_pixels", math.inf))
@@ -99,7 +99,8 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
     Returns an image's size within `min_pixels` and `max_pixels`, with the same aspect ratio.
 
     If the size changes, its sides become multiples of `factor`, to which the processor rounds. If no such size is
-    within both limits, only `max_pixels` applies.
+    within both limits, only `max_pixels` applies. With the factor 10 and at most 5,000 pixels, 100 x 200 becomes
+    50 x 100.
     """
     min_pixels, max_pixels = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
     area, rounded_area = height * width, round(height / factor) * round(width / factor) * factor**2
@@ -154,7 +155,7 @@ def thinned_frames(select_frames: Callable[..., Any], max_frames: int, metadata:
 def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", max_pixels: float) -> dict[str, Any]:
     """
     Returns arguments that limit an image processor's tiles, longest edge or tokens, so that it uses at most
-    `max_pixels`. Returns no arguments for processors that don't enlarge images: these only need smaller images.
+    `max_pixels`. Returns no arguments for a processor that doesn't enlarge images, because a smaller image suffices.
     """
     if processor is None or max_pixels == math.inf:
         return {}
@@ -166,8 +167,8 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
             )
         }
     if (max_tokens := getattr(processor, "max_soft_tokens", None)) is not None:
-        area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
-        while max_tokens * area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
+        token_area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
+        while max_tokens * token_area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
             max_tokens //= 2  # the processor accepts only 70, 140, 280 and so on
         return {"max_soft_tokens": max_tokens}
     tile_edge = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
@@ -226,6 +227,7 @@ def decode_media(
             if sound is not None and view is not None and view.applies_to("audio"):
                 sound = view(sound, i, next(other_media["audio"]))
             sounds.append(sound)
+    # Arguments of the processor's call, which apply to all media of a modality
     videos = [ref for ref in budgeted_refs if ref.modality == "video"]
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
@@ -260,10 +262,10 @@ def check_hears_videos(processor: Processor) -> None:
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
     """
-    Returns the frame rate of a prompt's videos, the highest if they differ slightly, or `None` if no rate is known.
+    Returns the frame rate of a prompt's videos, the highest if rates differ slightly, or `None` if no rate is known.
     Raises a [`MediaError`] if rates differ by more than `_RATE_FACTOR`.
     """
-    rates = {}
+    rates = {}  # videos by the number of their sampled frames per second
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
             rates[
@@ -354,6 +356,7 @@ def _resized_frames(
 
 
 def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2VLVideoProcessor") -> None:
+    """Raises a [`MediaError`] if a limit on pixels or frames is smaller than one token of the model."""
     side, max_pixels = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
     if max_pixels is not None and max_pixels < side**2:
         raise ref.error(f"`max_pixels` of {max_pixels} is less than the {side} x {side} pixels of a token; raise it")
@@ -399,7 +402,7 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
 
 
 def frame_sampling(processor: Processor) -> dict[str, Any] | None:
-    """Returns arguments for a processor to sample a video file's frames, or `None` if it uses all frames."""
+    """Returns arguments by which a processor samples the frames of a video file, or `None` if it uses all frames."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
@@ -432,7 +435,8 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     Joins tensors of media by name, on any device.
 
     Tensors are concatenated on the first dimension, tensors with all patches in one row on the last dimension. Other
-    dimensions are right-padded. Indices into another tensor are shifted by that tensor's length in earlier media.
+    dimensions are right-padded. Indices into another tensor are shifted by the length of that tensor in earlier media:
+    after 3 patches of a first prompt, the index 1 of a second prompt becomes 4. Negative indices are padding.
     """
     tensors_by_name: dict[str, list[torch.Tensor]] = {}
     lengths: Counter[str] = Counter()  # product of all dimensions except the last, summed over earlier media, by name
@@ -457,6 +461,6 @@ def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.T
     for tensor in tensors:
         pad_sizes = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
         pad_sizes[dim] = 0
-        pairs = [p for m in reversed(pad_sizes) for p in (0, m)]
+        pairs = [p for m in reversed(pad_sizes) for p in (0, m)]  # `F.pad` begins with the last dimension
         padded.append(F.pad(tensor, pairs, value=value) if any(pad_sizes) else tensor)
     return torch.cat(padded, dim)

@@ -48,7 +48,7 @@ def check_media(
     refs: list[MediaRef], decoded: dict[int, Any], processor: Processor, processor_kwargs: dict[str, Any]
 ) -> None:
     """Raises an error for the first image or video that the processor rejects on its own, without the prompt."""
-    videos = 0
+    video_index = 0
     for ref in refs:
         medium, size = decoded[id(ref)], ""
         try:
@@ -58,8 +58,8 @@ def check_media(
             elif ref.modality == "video":
                 size = f"a video of shape {tuple(medium.shape)}"
                 options = processor_kwargs["videos_kwargs"]
-                metadata = [[options["video_metadata"][0][videos]]]
-                videos += 1
+                metadata = [[options["video_metadata"][0][video_index]]]
+                video_index += 1
                 processor.video_processor(videos=[[medium]], **{**options, "video_metadata": metadata})
         except Exception as error:
             raise ref.error(
@@ -68,7 +68,7 @@ def check_media(
 
 
 def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
-    """Raises a [`MediaError`] if the text of a prompt holds placeholder tokens."""
+    """Raises a [`MediaError`] if the text of a prompt holds one of the placeholder `tokens`."""
     contents = [messages] if isinstance(messages, str) else [message.get("content") or "" for message in messages]
     parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
     placeholder = next((token for part in parts for token in tokens if token in (part.get("text") or "")), None)
@@ -109,8 +109,9 @@ def check_written(
             continue
         problems = [*_problems_of_thoughts(messages[: m + 1], render)]
         for path, problem, reduced in _parts_of(message):
-            # Renders the whole chat if the template doesn't allow it to end with this message
+            # If the template rejects a chat that ends with this message, the whole chat is rendered
             after = [] if render(messages[: m + 1]) is not None else messages[m + 1 :]
+            # Without a change of the rendered text, the model would not get the part
             if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):
                 problems.append((path, problem))
         for path, problem in problems[:1]:
@@ -118,7 +119,7 @@ def check_written(
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields parts of a message that templates may ignore: path, problem if ignored, message without the part."""
+    """Yields the path of each part that templates may ignore, the problem if so, and the message without the part."""
     content = message.get("content") or ()
     for b, block in enumerate(content) if not isinstance(content, str) else ():
         if block["type"] != "text" and block_modality(block["type"]) is None:
@@ -133,7 +134,7 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
 
 
 def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
-    """Yields the path and problem of thoughts in the text of the last message, if the message is the assistant's."""
+    """Yields the path and the problem of thoughts that the last message, if the assistant's, has in its text."""
     content = messages[-1].get("content") or ()
     for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]

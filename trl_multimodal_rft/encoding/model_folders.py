@@ -18,6 +18,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokeni
 # Extras of this project that install packages, by package
 _EXTRAS = {"torchvision": "image", "bitsandbytes": "quantization", "peft": "peft", "flash_attn": "flash-attn"}
 SHARDS = "pytorch_model_fsdp_0"  # folder of weights in shards, as accelerate names it
+# Endings of files of weights
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
 
 

@@ -78,7 +78,7 @@ def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor 
         return False
     tails = (
         (stop_string, ids[-len(stop_string.encode()) - 1 :]) for stop_string in stop_strings
-    )  # a token has at least one byte, so the tail covers the string
+    )  # a token has at least one byte, so these tokens hold any stop string at the end
     return any(stop_string in str(tokenizer_of(processor).decode(tail)) for stop_string, tail in tails)
 
 
@@ -112,6 +112,7 @@ def checked_text(
     to_strip: set[str] = set()
     while candidates := sorted(token for token in tokens if token in text):
         ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Not every text that looks like a control token is encoded as one
         matches = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
         if not matches:
             break
@@ -128,12 +129,12 @@ def checked_text(
             )
             break
         to_strip.update(matches)
-        text = _without_tokens(text, to_strip)
+        text = _without_tokens(text, to_strip)  # may bring parts of other tokens together
     return text
 
 
 def _without_tokens(text: str, tokens: Collection[str]) -> str:
-    """Removes tokens from a text in linear time, also tokens that arise when other tokens are removed."""
+    """Removes tokens from a text in linear time, also new ones: of `<e<eos>os>`, no `<eos>` is left."""
     tokens_by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         tokens_by_end.setdefault(token[-1], []).append(token)

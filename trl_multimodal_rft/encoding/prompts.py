@@ -78,7 +78,8 @@ class EncodedPrompt:
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         media_span (`tuple[int, int]`, *optional*):
-            Index of the first placeholder, and the index after the last one, if known.
+            Index of the first placeholder, and the index after the last one, if known. For the ids 5, 9, 9, 9, 7 with
+            the placeholder 9, the span is `(1, 4)`.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
         on_device (`dict`, *optional*):
@@ -187,8 +188,9 @@ class EncodedPrompt:
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> dict[str, set]:
     """
-    Returns ids of placeholder tokens by modality: `<modality>_token_id`, `<modality>_token_index` and
-    `<modality>_pad_token_id` of the model's config, its sub-configs and the processor, as families differ.
+    Returns ids of placeholder tokens by modality. Families differ in names, so all ids count that the model's config,
+    its sub-configs or the processor have as `<modality>_token_id`, `<modality>_token_index` or
+    `<modality>_pad_token_id`.
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
@@ -299,7 +301,10 @@ def encode_messages(
     row: int | None = None,
     **processor_options: bool,
 ) -> EncodedPrompt:
-    """Encodes messages. Leaves positions empty, as they depend on the tokens before the messages."""
+    """
+    Encodes messages. Leaves `position_ids` empty, because positions depend on the tokens before the messages. See
+    [`encode_prompt`] for the arguments; `processor_options`, such as `add_special_tokens`, are the processor's.
+    """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
@@ -318,6 +323,7 @@ def encode_messages(
             processor_options,
         )
     processor_kwargs |= processor_options
+    # The outputs are split by name: ids, fields with a value per token, and media
     outputs = processor_outputs(messages, refs, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
     family = family_of(model)
@@ -387,7 +393,7 @@ def processor_outputs(
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Calls a processor on one prompt with decoded media, as transformers documents, and returns the outputs."""
+    """Calls a processor on one prompt with decoded media, as transformers documents, and returns tensors by name."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
         outputs = call(text=[messages], return_tensors="pt")
@@ -411,7 +417,7 @@ def processor_outputs(
         except Exception as error:  # templates and processors raise errors of any type
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
-            check_media(refs, decoded, processor, processor_kwargs)
+            check_media(refs, decoded, processor, processor_kwargs)  # raises for the medium at fault, if there is one
             n_frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
             if len({*n_frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
                 raise refs[0].error(
@@ -531,8 +537,8 @@ def plain_outputs(
     template_kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """
-    Returns a processor's outputs for messages with decoded media. If ids or shapes differ when the processor reads the
-    files of videos itself, returns its outputs for the files.
+    Returns a processor's outputs for messages with decoded media. If the processor reads the files of videos itself,
+    and ids or shapes differ, returns the outputs for the files.
     """
     refs = list(iter_refs(messages))
     decoded_and_kwargs = decode_media(refs, processor, audio_overlong)
@@ -566,7 +572,7 @@ def prompt_position_ids(
     model_kwargs: dict[str, Any] = {**media, **{name: value[None] for name, value in token_fields.items()}}
     if hears_videos(model, input_ids):
         model_kwargs["use_audio_in_video"] = True
-    # The rule stores its offset in the model, for the decoding steps of `generate`. This call must not change it
+    # The rule stores an offset in the model, for the decoding steps of `generate`, which this call must not change
     rope_holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
     rope_deltas = rope_holder.rope_deltas if rope_holder is not None else None
     positions = model._prepare_position_ids_for_generation(
@@ -604,6 +610,8 @@ def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torc
     Returns positions by the rule of vLLM, under which text after media continues one after the largest position.
 
     Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`. Keeps the shape.
+
+    After a video at the times 2, 3, 4 and the heights and widths 2, 2, 2, text begins at 5, even if at 3 in the model.
     """
     if positions.dim() < 3:
         return positions

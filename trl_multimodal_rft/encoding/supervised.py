@@ -158,7 +158,7 @@ class SupervisedEncoder:
         try:
             messages = self._messages(row, chat, completion)
             check_text_only([message for message in messages if message["role"] == "assistant"])
-            if is_conversation:
+            if is_conversation:  # the whole conversation takes the place of the prompt
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
                 prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
@@ -244,6 +244,7 @@ class SupervisedEncoder:
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
         columns, label = self._with_answer_media(row), f"row {row.row_index}"
+        # By column: the row with its completion, all messages, and the number of messages in the prompt
         pairs = {column: self._select_completion(columns, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
@@ -322,7 +323,7 @@ class SupervisedEncoder:
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
-        """Returns a row with one of its completions, all messages, and the number of messages in the prompt."""
+        """Returns a row whose `completion` is that of a column, its messages, and the number of prompt messages."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
@@ -459,6 +460,7 @@ class SupervisedEncoder:
             answer_text = self._render([*messages[:n], *text_messages], n, label)[1].removeprefix(prompt_text)
             text_ids = self._tokenizer(answer_text, add_special_tokens=False)["input_ids"]
             learned = torch.zeros_like(learned)
+            # Text is what both renderings have, in the same order. Only `ids` have placeholders.
             for start, _, size in SequenceMatcher(None, ids, text_ids, autojunk=False).get_matching_blocks():
                 learned[start : start + size] = True
         return SupervisedSequence(**vars(answer), learned=learned)
@@ -501,8 +503,9 @@ class SupervisedEncoder:
         """
         Returns the mask of the assistant's tokens, which are the tokens that its turns add to the rendered text.
 
-        In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. This
-        number is computed once for all turns after the same media.
+        In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. After an
+        image of 256 tokens, which has one placeholder in the text, the number is 255. The number is computed once for
+        all turns after the same media.
         """
         label, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
@@ -539,7 +542,10 @@ class SupervisedEncoder:
 
 
 def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """Returns the `labels` of a tokenized row. Without `labels`, returns its ids, with -100 where a mask is 0."""
+    """
+    Returns the `labels` of a tokenized row. Without `labels`, returns its ids, with -100 where a mask is 0: the ids
+    5, 6, 7 with the `assistant_masks` 0, 1, 1 give -100, 6, 7. `completion_mask` counts if `completion_only`.
+    """
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -549,7 +555,7 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
 
 
 def _with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """Returns a sequence of a prompt and text, in which the text is learned."""
+    """Returns a sequence of a prompt and the `ids` of text after it, in which the text is learned."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -593,6 +599,7 @@ def _no_prompt(label: str) -> ValueError:
 
 
 def _check_learned(sequence: SupervisedSequence, label: str) -> None:
+    """Raises a `ValueError` if no token after the first one is learned. The first token isn't predicted."""
     if not sequence.learned[1:].any():
         raise ValueError(f"{label} has nothing to learn: no token counts in the loss.")
 

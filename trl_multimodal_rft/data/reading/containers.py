@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 S = TypeVar("S", "AudioStream", "VideoStream")
 
 
-# First bytes of files that FFmpeg may open: media containers and streams, no playlists
+# First bytes of the files that FFmpeg may open: media containers and streams, but no playlists
 _MEDIA_STARTS = re.compile(
     rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC"
     rb"|\x30\x26\xb2\x75|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
@@ -30,7 +30,7 @@ _INDEXED_STARTS = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\
 _PLAYLIST_TEXTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _PROBE_BYTES = 2**20  # number of first bytes from which FFmpeg detects a format
 
-# Files that were written as streams state a length of 0, or of at least this value, because it was unknown
+# A file that was written as a stream states a length of 0 or of at least this value, because the length was unknown
 _UNKNOWN_LENGTH = 2**32 - 2**16
 
 _MOST_PARTS = 1_000_000  # limit on the number of chunks, boxes, pages or tags that are read from a file
@@ -41,7 +41,10 @@ _DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Raises a [`MediaError`] for files that aren't audio or video. FFmpeg would open the files in a playlist."""
+    """
+    Raises a [`MediaError`] for a file that isn't audio or video. Playlists raise it, too, because FFmpeg would open
+    the files that a playlist names, without checks of their sources.
+    """
     _skip_tags(stream)
     start = stream.read(_PROBE_BYTES)
     stream.seek(0)
@@ -57,7 +60,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     Raises a [`MediaError`] for truncated files and damaged Ogg files, which decoders read without an error.
 
     Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
-    Other formats, such as MPEG-TS and AAC streams, aren't checked. Recordings with an incomplete header pass.
+    Other formats, such as MPEG-TS and AAC streams, aren't checked. A file whose header states no length passes.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -77,6 +80,7 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
     def priority(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
         flag = type(stream.disposition)  # flags aren't integers before PyAV 17
+        # The formula of `ffmpeg`; a cover picture comes last
         return 0 if stream.disposition & flag(_COVER) else size + 5_000_000 * bool(stream.disposition & flag(_DEFAULT))
 
     return max(streams, key=priority, default=None)
@@ -86,7 +90,7 @@ def is_indexed(stream: BinaryIO) -> bool:
     """
     Returns whether a video's format has an index of the positions and times of its frames, so that decoders may seek.
 
-    MP4, MOV, Matroska and WebM have one. In AVI, MPEG-TS and other formats, a frame's number and time may be wrong.
+    MP4, MOV, Matroska and WebM have one. In AVI, MPEG-TS and other formats, a seek may end at a wrong frame.
     """
     _skip_tags(stream)
     start = stream.read(8)
@@ -96,11 +100,13 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Returns whether an H.264 keyframe is an IDR picture, so that no later frame depends on earlier frames. Other
-    keyframes may start a gradual refresh.
+    Returns whether an H.264 keyframe is an IDR picture, so that no later frame depends on frames before it. A keyframe
+    of another type may start a gradual refresh, from which decoding can't start.
     """
     if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False
+    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The first byte of a unit ends with
+    # its type in 5 bits, and type 5 is an IDR picture.
     offset, prefix_size = 0, 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
         if packet[offset + prefix_size] & 31 == 5:
@@ -117,34 +123,36 @@ def _skip_tags(stream: BinaryIO) -> None:
         tag = stream.read(10)
         if tag[:3] != b"ID3" or len(tag) < 10:
             break
+        # A size has 7 bits per byte. The flag 16 stands for a footer of 10 bytes.
         size = sum((byte & 127) << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=True))
         offset += 10 + size + (10 if tag[5] & 16 else 0)
     stream.seek(offset)
 
 
-# The functions below get a file and its size. They describe the missing part of a truncated file in words, and return
-# `None` for a complete file.
+# The functions `_missing_in_...` get a stream at the end of its ID3 tags, and the size of the file in bytes. For a
+# truncated file, they return a description such as "3 of 10 bytes"; for a complete file, `None`.
 
 
 def _shortfall(begin: int, length: int, size: int) -> str | None:
+    """Describes what a file of `size` bytes has of the `length` bytes from `begin` on, or returns `None` for all."""
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 
 def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
-    """Looks for the end of the samples of WAV and AIFF, or of the RIFF chunks of AVI, which has one chunk per GB."""
+    """Looks for the end of the chunk of samples in WAV and AIFF, or of each RIFF chunk in AVI, one per GB."""
     start = stream.tell()
     head = stream.read(12)
     byte_order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
     offset, ids = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
-        chunk = stream.read(8)
-        if len(chunk) < 8:
+        header = stream.read(8)  # id and length of a chunk
+        if len(header) < 8:
             break
-        length = int.from_bytes(chunk[4:], byte_order)
-        if chunk[:4] in ids and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
+        length = int.from_bytes(header[4:], byte_order)
+        if header[:4] in ids and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
             return missing
-        offset += 8 + length + length % 2
+        offset += 8 + length + length % 2  # a chunk of odd length is padded
     return None
 
 
@@ -154,6 +162,7 @@ def _missing_in_boxes(stream: BinaryIO, size: int) -> str | None:
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         head = stream.read(16)
+        # A length of 1 means that the length follows the type of the box, in 8 bytes
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
         if offset >= size or length < 8:  # the end of the file, or a box that extends to the end
             break
@@ -164,7 +173,8 @@ def _missing_in_boxes(stream: BinaryIO, size: int) -> str | None:
 
 
 def _missing_in_matroska(stream: BinaryIO, size: int) -> str | None:
-    stream.seek(4, 1)
+    """Looks for the end of the segment, which follows the EBML header."""
+    stream.seek(4, 1)  # the id of the header
     header_size = _ebml_number(stream)
     if header_size is None:
         return None
@@ -176,7 +186,11 @@ def _missing_in_matroska(stream: BinaryIO, size: int) -> str | None:
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """Reads an EBML number of variable length. Returns `None` if it is invalid, or unknown (all bits are set)."""
+    """
+    Reads an EBML number of variable length. Returns `None` for an invalid number, and for all bits set (unknown).
+
+    Zero bits at the start of the first byte count the further bytes: `0x81` is 1, and `0x40 0x02` is 2.
+    """
     first = stream.read(1)
     if not first or not first[0]:
         return None
@@ -188,7 +202,7 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 
 def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
     """Looks for incomplete and missing pages, and for pages that don't match their checksums."""
-    open_streams, last_page_numbers = set(), {}
+    open_streams, last_page_numbers = set(), {}  # serial numbers of streams whose last page is still to come
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
@@ -210,7 +224,11 @@ def _ogg_checksum(page: bytes) -> bytes:
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
-    """Yields the flags of each page, the serial number of its stream, its start and its end. Skips other data."""
+    """
+    Yields, for each page, its flags, the serial number of its stream, and its start and end in the file. Skips other
+    data. A page has 27 bytes, of which the last counts segments, then one byte with the length of each segment, then
+    the segments.
+    """
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchcodec.decoders import VideoDecoder
 
 _LOUDEST_FLOAT = 16.0  # larger samples weren't scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16 or 24 bits, nearly silent if scaled as 32 bits
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16 or 24 bits that weren't scaled to 32 bits
 _RATE_RANGE = 1000, 1_000_000  # valid sampling rates in Hz
 _SHORTEST_SECONDS = 0.025  # seconds, one window of a spectrogram
 _CANCELLATION_RATIO = 1e-3  # channels whose average has a smaller relative amplitude cancel each other out
@@ -39,15 +39,15 @@ _HIGHEST_FPS = 1000.0  # frames per second
 
 _PIXELS_AT_ONCE = 2**22  # maximum number of pixels in a chunk of frames; a larger frame is a chunk of its own
 
-# FFmpeg's names of formats whose header states the number of samples. In those of `_FORMATS_CHECKED_BY_COUNT`, only
-# this number reveals a truncated file.
+# FFmpeg's names of formats whose header states the number of samples. In the formats of `_FORMATS_CHECKED_BY_COUNT`,
+# nothing but this number reveals a truncated file.
 _FORMATS_CHECKED_BY_COUNT = ("flac", "ape", "tta", "wv")
 _FORMATS_WITH_COUNT = (*_FORMATS_CHECKED_BY_COUNT, "wav", "aiff")
 
 # Options that select frames of a file
 _FRAME_OPTIONS = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
-# Chunks of samples, and their rate in Hz (`None` if unknown)
+# Chunks of samples, of shape (N,) or (N, channels), and their rate in Hz (`None` if unknown)
 _AudioChunks = Generator[tuple[np.ndarray, float | None], None, None]
 # Function that reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
 _FrameReader = Callable[[list[int]], Iterator[np.ndarray]]
@@ -73,7 +73,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image, stream = encoded_source(ref), None  # pixels, a PIL image, or a file
+        image, stream = encoded_source(ref), None  # the source is pixels, a PIL image, or a file
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
@@ -180,12 +180,12 @@ def load_sound_of_video(
             if not container.streams.audio:
                 return None
     start, end = ref.options.get("video_start", 0.0), ref.options.get("video_end", math.inf)
-    sound = replace(ref, options={})
+    sound_ref = replace(ref, options={})
     if start or end < math.inf:
-        waveform = load_audio(sound, sampling_rate)
+        waveform = load_audio(sound_ref, sampling_rate)
         span = waveform[round(start * sampling_rate) : None if end == math.inf else round(end * sampling_rate)]
-        sound = replace(sound, source={"array": span, "sampling_rate": sampling_rate})
-    return load_audio(sound, sampling_rate, max_seconds, overlong)
+        sound_ref = replace(sound_ref, source={"array": span, "sampling_rate": sampling_rate})
+    return load_audio(sound_ref, sampling_rate, max_seconds, overlong)
 
 
 def load_video(
@@ -205,11 +205,11 @@ def load_video(
             frames: a list of sources of [`load_image`], or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
             The options `video_start` and `video_end` (seconds) select a span of a video, and `fps` or `nframes` the
             number of decoded frames (default: all). A list or an array of frames is returned whole, or thinned evenly
-            to `ref.rules.max_frames`. Its option `sample_fps` or `fps` is the rate at which the frames were sampled.
+            to `ref.rules.max_frames`; there, `sample_fps` or `fps` is the rate at which the frames were sampled.
         sample_indices_fn (`Callable`, *optional*):
-            Function that replaces these options, but isn't called for a list or an array of frames. It gets
-            `metadata` (`VideoMetadata` of the video) and returns the increasing indices of the frames to decode, such
-            as `processor.video_processor.sample_frames`.
+            Function that selects frames in place of the options, except from a list or an array of frames. It gets
+            `metadata` (`VideoMetadata` of the video) and returns the increasing indices of the frames to decode. An
+            example is `processor.video_processor.sample_frames`.
         resize_fn (`Callable`, *optional*):
             Function that resizes a chunk of frames, of shape (N, H, W, 3). Its second argument is the number of all
             selected frames.
@@ -225,7 +225,7 @@ def load_video(
         ImportError: If PyAV isn't installed.
     """
     with decoding(ref), open_video(ref) as (metadata, read_frames):
-        if metadata.frames_indices is None:
+        if metadata.frames_indices is None:  # a list or an array of frames has its indices already
             _check_video(ref, metadata)
             select_frames = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in select_frames(metadata=metadata)]
@@ -350,6 +350,7 @@ def encoded_source(ref: MediaRef) -> Any:
 
 
 def open_source(ref: MediaRef) -> BinaryIO:
+    """Opens the file of a medium as a stream of bytes, within the rules."""
     return open_file(ref, fetch_file(ref, encoded_source(ref)))
 
 
@@ -414,6 +415,7 @@ def read_audio_chunks(
 
     with closing(_decode_audio_chunks(ref, max_seconds, check)) as chunks:
         for chunk, rate in chunks:
+            # Without a limit, more samples are left than the chunk has, so that no chunk is the last one
             n_left = len(chunk) + 1 if max_seconds is None or rate is None else int(max_seconds * rate) - count
             chunk = chunk[:n_left]
             count += len(chunk)
@@ -434,8 +436,8 @@ def _decode_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check: Callable[[float, float], None]
 ) -> _AudioChunks:
     """
-    Yields chunks of shape (N, channels) and their rate. They may go beyond `max_seconds`; [`read_audio_chunks`] cuts
-    them.
+    Yields chunks of shape (N, channels) and their rate. Chunks may end after `max_seconds`, where
+    [`read_audio_chunks`] cuts them.
     """
     source = ref.source
     if hasattr(source, "get_all_samples"):
@@ -457,6 +459,7 @@ def _decode_audio_chunks(
 
 
 def _decode_audio_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _AudioChunks:
+    """Yields the chunks of an audio file. Calls `check` with the number of samples that the header states, if any."""
     av = require_module("av", "audio")
     check_container(ref, stream)
     check_complete(ref, stream)
@@ -502,7 +505,7 @@ def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np
                 f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
                 "others as floats in -1 to 1"
             )
-        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (kind == "u")
+        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (kind == "u")  # 128 is silence in unsigned 8 bits
     samples = samples.astype(np.float32)
     if samples.ndim == 1 or samples.size == 0:
         return samples.reshape(-1, 1)
@@ -530,6 +533,7 @@ def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
 
 
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
+    """Raises a [`MediaError`] for an invalid frame rate, and for a duration or a frame size beyond the limits."""
     fps = metadata.fps or 0.0
     if not 0 < fps <= _HIGHEST_FPS:
         raise ref.error(f"the video has an invalid rate of {fps:g} frames per second; encode it again, as MP4")
@@ -565,10 +569,12 @@ def evenly_spaced_indices(count: int, max_count: int) -> list[int]:
 
 
 def holds_frames(ref: MediaRef) -> bool:
+    """Returns whether the source of a video is a list or an array of frames, rather than a file or a decoder."""
     return isinstance(encoded_source(ref), (np.ndarray, torch.Tensor, list))
 
 
 def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> tuple[VideoMetadata, _FrameReader]:
+    """Returns the metadata of a list of frames, with the indices of at most `max_frames` of them, and its reader."""
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
@@ -591,6 +597,7 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
 
 
 def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _FrameReader]:
+    """Returns the metadata of a torchcodec decoder, and its reader of frames."""
     header = decoder.metadata
     height, width = header.height or 0, header.width or 0
     metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
@@ -602,7 +609,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
             if (batch.pts_seconds.diff() <= 0).any():
                 raise ref.error("its decoder gives other frames than it counts; give the file itself")
             frames = batch.data.cpu().numpy()
-            yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
+            yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)  # (N, C, H, W) by default
 
     return metadata, read_frames
 
@@ -618,7 +625,8 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
 
     The decoders can differ if a packet isn't a frame, if decoding can't start at every keyframe, or if frames are
-    mirrored. If packets aren't frames, as in clips cut without re-encoding, all frames are decoded and counted.
+    mirrored. If packets aren't frames, as in clips that were cut without re-encoding, the number of packets isn't the
+    number of frames, so all frames are decoded and counted.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
@@ -626,6 +634,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
             raise ref.error("the file has no video; remove the row")
         average_rate = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average_rate or video.codec_context.framerate or video.guessed_rate or 0)
+        # `count` is the number of packets, and if every packet is a frame, the number of frames, too
         count, first_pts, count_is_exact, suits_torchcodec = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:
@@ -664,6 +673,7 @@ def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
 
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
+    """Yields the frames at `indices`, of shape (1, H, W, 3) and upright. Decodes all frames up to the last index."""
     selected_indices, last_index = set(indices), max(indices, default=-1)
     with closing(_iter_frames(stream)) as frames:
         for i, frame in zip(range(last_index + 1), frames, strict=False):

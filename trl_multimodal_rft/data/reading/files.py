@@ -94,13 +94,14 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
 
 
 def png(image: PIL.Image.Image | np.ndarray) -> bytes:
+    """Encodes an image, or an array of its pixels, as PNG."""
     buffer = io.BytesIO()
     (PIL.Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def wav(samples: np.ndarray, rate: float) -> bytes:
-    """Encodes mono audio with 16 bits."""
+    """Encodes mono samples in -1 to 1, of shape (N,), as WAV with 16 bits. `rate` is in Hz."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
@@ -111,7 +112,7 @@ def wav(samples: np.ndarray, rate: float) -> bytes:
 
 
 def mp4(frames: np.ndarray, rate: float) -> bytes:
-    """Encodes frames as an MP4 video with H.264. Needs PyAV."""
+    """Encodes frames of shape (T, H, W, 3) as MP4 with H.264. `rate` is in frames per second. Needs PyAV."""
     av = require_module("av", "video")
     # H.264 halves the resolution of colours, so the height and the width must be even
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
@@ -146,6 +147,7 @@ def _encode_audio(ref: MediaRef) -> bytes:
 
 def _encode_video(ref: MediaRef) -> bytes:
     frames, metadata = evenly_spaced_frames(ref, _MOST_FRAMES)
+    # The rate at which the selected frames last as long as the video
     return mp4(frames, (metadata["fps"] or _UNKNOWN_FPS) * len(frames) / metadata["total_num_frames"])
 
 

@@ -41,7 +41,7 @@ class Answer:
     status: int
     body: bytes  # the whole body
     is_html: bool  # by the content type or the start of the body
-    date: str = ""  # on the server's clock
+    date: str = ""  # header `Date`, by the server's clock
 
 
 class NoAnswer(Exception):
@@ -70,9 +70,11 @@ def ask(
     """
     Repeats a request until the server gives a usable answer, and returns the answer.
 
-    `seconds` limits the time of all `attempts` together, `attempt_seconds` the time of one attempt, and
-    `connect_seconds` the time to connect. `check_url` raises an error for a URL that must not be requested, also after
-    a redirect. Without `check_url`, redirects aren't followed.
+    `seconds` limits the time of all `attempts` (`None` for any number) together, `attempt_seconds` the time of one
+    attempt, and `connect_seconds` the time to connect. After attempt `n`, the wait is `backoff * 2 ** (n - 1)`
+    seconds, or longer if the server asks for more, but at most 60 s. An answer that isn't `is_usable` leads to another
+    attempt. `check_url` raises an error for a URL that must not be requested, also after a redirect. Without
+    `check_url`, redirects aren't followed.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """
@@ -118,8 +120,8 @@ def host_of(url: str) -> str | None:
 
 def run_until(until: float, function: Callable[[], T]) -> T:
     """
-    Returns the result of a function that runs in a thread. After the time `until`, abandons the thread and raises
-    [`NoAnswer`]. Timeouts of reads don't suffice: a server can send so slowly that no single read times out.
+    Returns the result of a function that runs in a thread. Once `time.monotonic()` is past `until`, abandons the
+    thread and raises [`NoAnswer`]. Timeouts of reads don't suffice: a slow server may let no single read time out.
     """
     try:
         return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE_SECONDS)
@@ -160,7 +162,7 @@ def _attempt(
         # compression isn't accepted.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         seconds_left = max(until - time.monotonic(), 0.1)
-        # The server of a URL in a row gets no password from ~/.netrc
+        # A URL with a `check_url` comes from a row of a dataset, so its server must get no password from ~/.netrc
         auth = None if check_url is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}
@@ -191,9 +193,10 @@ def _new_connection(
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
+    """Returns the body of a response. Raises [`TooLarge`] or [`NoAnswer`] if the body is too large or incomplete."""
     length = response.headers.get("Content-Length", "")
-    size, chunks, n_read = float(length) if length.isdecimal() else None, [], 0
-    if (size or 0) > max_bytes:
+    n_expected, chunks, n_read = float(length) if length.isdecimal() else None, [], 0
+    if (n_expected or 0) > max_bytes:
         raise TooLarge
     while chunk := response.raw.read1(_CHUNK_BYTES):
         chunks.append(chunk)
@@ -202,6 +205,6 @@ def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
             raise TooLarge
         if time.monotonic() > until:
             raise NoAnswer(f"{n_read} bytes in time")
-    if size is not None and n_read < size:
-        raise NoAnswer(f"{n_read} of {size:.0f} bytes")
+    if n_expected is not None and n_read < n_expected:
+        raise NoAnswer(f"{n_read} of {n_expected:.0f} bytes")
     return b"".join(chunks)

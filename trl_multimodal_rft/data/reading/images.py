@@ -27,7 +27,7 @@ _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
 _SPARE_BYTES = 2**20  # bytes that Pillow may read beyond twice the data (it reads some headers twice)
 _SCAN_MARKER, _END_MARKER = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
 # Limit on the product of a JPEG's pixels and the bytes of one decoding step. A scan of 30 bytes may encode all pixels,
-# and the time is checked only between steps.
+# so one step could decode many scans, and the time is checked only between steps.
 _JPEG_WORK = 2**36
 
 
@@ -46,7 +46,7 @@ class _ImageFile(Bounded):
 
 
 def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
-    """Opens an image without decoding its pixels."""
+    """Opens an image without decoding its pixels. Limits the bytes that Pillow reads for the header, and the time."""
     size = stream.seek(0, 2)
     stream.seek(0)
     max_bytes = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE_BYTES
@@ -63,7 +63,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
         format_name = "SVG" if is_svg else "HEIC" if is_heic else None
         reason = f"{format_name}; convert it to PNG" if format_name else f"none of {', '.join(_IMAGE_FORMATS)}"
         raise PIL.UnidentifiedImageError(reason) from None
-    file.max_bytes = math.inf
+    file.max_bytes = math.inf  # the header is read
     if image.format in ("JPEG", "MPO"):
         block_size = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
         image.decodermaxblock = min(image.decodermaxblock, block_size)
@@ -71,6 +71,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
 
 
 def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
+    """Raises a [`MediaError`] for a size, width and height in pixels, beyond the limits."""
     if max(size) > _LONGEST_EDGE:
         raise ref.error(f"{size[0]} x {size[1]} pixels exceed {_LONGEST_EDGE:,} on an edge; cut it or remove the row")
     if size[0] * size[1] > ref.rules.max_image_pixels:
@@ -98,6 +99,7 @@ def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
     image.load()
     if box == (0, 0, *image.size):
         return image
+    # Without a global palette, the index of a color stands for a level of grey
     palette = bytes(image.global_palette.palette) if image.global_palette else bytes(i // 3 for i in range(768))
     background = "white" if color is None else tuple(palette[3 * color : 3 * color + 3])
     screen = PIL.Image.new("RGB", image.size, background)
@@ -108,14 +110,14 @@ def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
     """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave missing blocks grey (128) or coarse."""
     stream.seek(0)
-    data, scan = stream.read(), 2
-    while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
-        scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
+    data, scan_start = stream.read(), 2
+    while data[scan_start : scan_start + 1] == b"\xff" and data[scan_start + 1] != 0xDA:
+        scan_start += 2 + int.from_bytes(data[scan_start + 2 : scan_start + 4], "big")  # skips a segment of the header
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
     # A single scan is complete if the last pixel isn't grey. Other images are decoded again, with more bytes.
-    if "progressive" in image.info or _SCAN_MARKER in data[scan + 2 :] or (abs(corner - 128) < 2).all():
+    if "progressive" in image.info or _SCAN_MARKER in data[scan_start + 2 :] or (abs(corner - 128) < 2).all():
         # Decoders don't read bytes after a complete scan, so the scan is complete if more bytes change no pixel
-        longer_file = BytesIO(data[: data.find(_END_MARKER, scan)] + bytes(range(1, 255)) * 8 + _END_MARKER)
+        longer_file = BytesIO(data[: data.find(_END_MARKER, scan_start)] + bytes(range(1, 255)) * 8 + _END_MARKER)
         try:
             longer_image = open_image(ref, longer_file)
             longer_image.load()
@@ -132,7 +134,7 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
     stream.seek(8)
     n_expected, n_bytes, decompressor = 0, 0, zlib.decompressobj()
     for _ in range(_MOST_CHUNKS):
-        head = stream.read(8)
+        head = stream.read(8)  # of a chunk, which has its length, its type, the data, and a checksum of 4 bytes
         length, chunk_type = int.from_bytes(head[:4], "big"), head[4:]
         next_offset = stream.tell() + length + 4
         if chunk_type == b"IHDR":
@@ -163,7 +165,7 @@ def _png_pixel_bytes(header: bytes) -> int:
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
-        n_columns, n_rows = -((x - width) // across), -((y - height) // down)
+        n_columns, n_rows = -((x - width) // across), -((y - height) // down)  # rounded up
         n_bytes += n_rows * (1 + (n_columns * bits_per_pixel + 7) // 8) if n_columns > 0 else 0
     return n_bytes
 
@@ -175,7 +177,7 @@ def check_pil_image(ref: MediaRef, image: PIL.Image.Image) -> None:
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Raises a [`MediaError`] for EXIF data whose entries share bytes, as their copies could exhaust the memory."""
+    """Raises a [`MediaError`] for EXIF data whose entries share bytes, as Pillow's copies could exhaust the memory."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # ImageMagick writes EXIF data as hexadecimal text
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))

@@ -16,7 +16,7 @@ from .rules import DEFAULT_RULES, MediaRules
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
 
-# Length from which a word in a message counts as data rather than text, and is shortened
+# Characters from which a word in a message counts as data rather than text, and is shortened
 _LONGEST_WORD = 300
 
 
@@ -42,7 +42,7 @@ class OverlongRow(MediaError):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Medium as a dataset stores it, with its column type, which decodes it. Deep copies return the same object."""
+    """Stored medium of a dataset, with the feature (column type) that decodes it. A deep copy is the same object."""
 
     value: dict[str, Any]  # with "bytes", "path", or both
     feature: "Audio | Image | Video"
@@ -61,8 +61,8 @@ class MediaRef:
     """
     Opaque reference to one medium of a dataset row, for chat messages.
 
-    TRL deep-copies prompts and gathers them from all ranks. So that the medium isn't moved, a reference is never
-    copied, and is pickled as a short text such as `"<audio>"`. References are equal only if they are the same object.
+    TRL deep-copies prompts and gathers them from all ranks. So that no medium is copied or sent, a copy of a reference
+    is the same object, and its pickle is a short text such as `"<audio>"`. A reference equals only itself.
 
     Args:
         modality (`str`):
@@ -174,6 +174,7 @@ class MediaRef:
 
 
 def iter_refs(value: MediaRef | Sequence | Mapping | None) -> Iterator[MediaRef]:
+    """Yields the references in nested lists and dictionaries, in order."""
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):

@@ -128,5 +128,6 @@ def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
 
 
 def budgets_of(config: Any) -> dict[str, Any]:
+    """Returns the budgets of a trainer's config, by name, without those that are `None`."""
     budgets = {name: getattr(config, name) for name in BUDGET_NAMES}
     return {name: value for name, value in budgets.items() if value is not None}

@@ -16,8 +16,9 @@ from .refs import MediaRef
 
 def media_size(ref: MediaRef) -> dict[str, float]:
     """
-    Returns the size of a medium in its file: `pixels` of an image or a frame, `seconds`, and `frames`. The result is
-    empty for a list of frames, and for a medium that would have to be downloaded again.
+    Returns the size of a medium in its file: `pixels` of an image; `seconds` of a sound; `frames`, `seconds`, and
+    `pixels` of one frame of a video. The result is empty for a list of frames, and for a medium at a remote URL, which
+    would be downloaded again.
     """
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
@@ -40,10 +41,11 @@ def media_size(ref: MediaRef) -> dict[str, float]:
 
 
 def _n_pixels(ref: MediaRef) -> int:
+    """Returns the number of pixels of an image."""
     source = encoded_source(ref)
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         shape = np.shape(source)
-        edges = shape if len(shape) == 2 else sorted(shape)[1:]  # without the channels
+        edges = shape if len(shape) == 2 else sorted(shape)[1:]  # the smallest edge holds the channels
         return math.prod(edges)
     if isinstance(source, PIL.Image.Image):
         return source.width * source.height
@@ -69,5 +71,5 @@ def _duration(ref: MediaRef) -> float:
         for chunk, rate in chunks:
             n_decoded += len(chunk)
             if rate is None or seconds * rate > n_decoded + 1:
-                break  # the header has the length
+                break  # the rate is unknown, or `check` got a larger number of samples, from the header
     return seconds

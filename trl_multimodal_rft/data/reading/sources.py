@@ -30,7 +30,7 @@ _HOST_PROTOCOLS = ("http", "https", "hdfs", "webhdfs")
 # Characters on which URL parsers disagree: some see another host or path after them
 _AMBIGUOUS_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 
-# Text that is a file in base64. A path of this length would have an extension, and so a dot.
+# Text that is a file in base64. A path of this length would have an extension, and so a dot, which doesn't match.
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK_BYTES = 2**20
@@ -39,7 +39,12 @@ _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
 def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
-    """Fetches a file within the limits of the rules, and returns its bytes or its local path."""
+    """
+    Fetches a file within the limits of the rules, and returns its bytes or its local path.
+
+    `zip://a.png::https://example.com/b.zip` is the file `a.png` in an archive that is downloaded.
+    """
+    # From here, `path` is bytes, a `data:` URI, a path or a URL
     path = source if isinstance(source, (bytes, bytearray, memoryview)) else os.fspath(source)
     if not isinstance(path, str) or path[:5].lower() == "data:":
         data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
@@ -48,10 +53,11 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return data
     if "://" not in path and "::" not in path:
         return _local_path(ref, path)
-    member, link = None, path
+    member, link = None, path  # name of a file in an archive, if any, and the path or the URL of the outer file
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
         member, _, link = path.removeprefix("zip://").partition("::")
+    # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
     protocol = link.partition("::")[0].partition("://")[0]
     if member is not None and "://" not in link:
         protocol, file = "file", _local_path(ref, link)
@@ -65,7 +71,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
             raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
         if protocol in _HOST_PROTOCOLS:
             _check_domain(ref, link)
-        file = None  # `fsspec` opens the URL
+        file = None
     if file is not None and member is None:
         return file
     deadline = time.monotonic() + ref.rules.media_timeout
@@ -128,7 +134,7 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens the path or bytes from [`fetch_file`] as a stream, as some decoders read a path as a pattern of files."""
+    """Opens the path or bytes from [`fetch_file`] as a stream. Some decoders take a path for a pattern of files."""
     if isinstance(file, bytes):
         return BytesIO(file)
     # Opened by a descriptor, so that the stream has no name that decoders would interpret
@@ -146,6 +152,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
 
 
 def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
+    """Opens a file in a zip archive. Raises a [`MediaError`] if it is too large, or can't be read in chunks."""
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
@@ -206,6 +213,7 @@ def _local_path(ref: MediaRef, path: str) -> str:
 
 
 def _check_file(ref: MediaRef, path: str, size: int) -> None:
+    """Raises a [`MediaError`] for a path in no allowed folder, or for a size in bytes beyond the limit."""
     folders = ref.rules.allowed_media_folders
     if folders is not None and not any(Path(path).is_relative_to(os.path.realpath(f)) for f in folders):
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
@@ -231,6 +239,7 @@ def _check_domain(ref: MediaRef, url: str) -> None:
 
 
 def _download(ref: MediaRef, url: str) -> bytes:
+    """Returns the bytes at a URL. The rules apply to the URL, and to every redirect."""
     _check_protocol(ref, url.partition("://")[0])
 
     def check_url(url: str) -> None:

@@ -58,6 +58,7 @@ class EndlessRows:
         self._order = lru_cache(maxsize=2)(self._order)
 
     def at(self, start: int, n: int) -> list[Row]:
+        """Returns the rows at `n` positions of the endless order from `start` on."""
         return self.rows.__getitems__(self.row_indices(start, n))
 
     def row_indices(self, start: int, n: int) -> list[int]:
@@ -156,6 +157,9 @@ class BatchShape:
         """
         Returns the row of each completion on this rank, for the `rows` of a batch on all ranks.
 
+        With `size=4`, `completions_per_row=2`, `n_ranks=2` and the rows 5, 0, 3, 7, rank 0 gets 5, 5, 0, 0, and rank 1
+        gets 3, 3, 7, 7.
+
         With `drop_last`, a partial batch becomes empty. Otherwise, if there are several ranks, it is filled up with
         rows of `first_rows`, the first batch of the epoch.
         """
@@ -183,7 +187,8 @@ class EpochBatches:
     Batches of a dataset. All micro-batches of a batch get the same [`RowBatch`], so that its rows are read once.
 
     Rows come in the order that `order(n_rows, epoch)` returns, or from a `sampler`. The sampler draws none of the row
-    indices that `left_out()` returns.
+    indices that `left_out()` returns. In methods, `max_steps` is the number of optimizer steps of the run, and
+    `accumulation` is the number of micro-batches of a step.
     """
 
     epoch = 0
@@ -264,8 +269,9 @@ class StreamBatches:
     """
     Batches of a stream. Row indices count the rows in the order of reading.
 
-    With `use_rank_shards`, a rank reads only its shards if the stream has at least one per rank. Ranks may then get
-    different numbers of batches. `skip_to_readable` skips rows before the first readable row of an epoch.
+    With `use_rank_shards`, a rank reads only its shards if the stream has at least one shard per rank, and if no group
+    of completions spans two ranks. Ranks may then get different numbers of batches.
+    `skip_to_readable` skips rows before the first readable row of an epoch.
     """
 
     def __init__(

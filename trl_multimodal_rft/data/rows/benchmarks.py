@@ -137,7 +137,8 @@ def load_audiomcq(
     The layout is JSON Lines, a JSON list or a dataset whose entries have `audio_path`, `question`, `choices`, `answer`
     (the text of a choice), and also `id`, `source_dataset`, `question_type` and `audio-contribution`.
     https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT has this layout, with audio files.
-    https://huggingface.co/datasets/inclusionAI/AudioMCQ has no audio files. They come from its source datasets.
+    https://huggingface.co/datasets/inclusionAI/AudioMCQ has no audio files, but names their datasets as
+    `source_dataset`.
 
     See [`load_mmau`] for the other arguments and the errors.
 

@@ -118,6 +118,9 @@ def rows_to_messages(
     every string content becomes a text block. If all prompts are plain text without media, they stay strings, as TRL
     expects for text.
 
+    The row `{"prompt": "A <image>", "image": "a.png"}` becomes `{"prompt": [{"role": "user", "content": [{"type":
+    "text", "text": "A "}, {"type": "image", "image": MediaRef(...)}]}]}`.
+
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], which may be `None`.
@@ -177,7 +180,7 @@ def read_messages(
 def blocks_to_refs(
     blocks: Sequence[Any], path: str, row_index: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
-    """Returns content blocks from outside a dataset, such as a tool's, with each medium as a [`MediaRef`]."""
+    """Returns content blocks that come from no dataset, such as a tool's, with references in place of media."""
     reader = _RowReader(row_index, rules)
     parsed = [reader.parse_block(block, f"{path}[{b}]") for b, block in enumerate(blocks)]
     for ref in iter_refs(parsed):
@@ -215,13 +218,13 @@ def file_modality(text: str) -> str | None:
 
 def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
     """Yields path, modality (`None` if unknown) and value of all media, encoded or decoded, in nested values."""
-    decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
+    decoder_modality = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
     if isinstance(value, (MediaRef, Encoded)):
         yield path, value.modality, value
     elif isinstance(value, PIL.Image.Image):
         yield path, "image", value
-    elif decoder is not None:
-        yield path, decoder, value
+    elif decoder_modality is not None:
+        yield path, decoder_modality, value
     elif isinstance(value, (bytes, bytearray, memoryview)):
         yield path, None, value
     elif isinstance(value, str):
@@ -280,7 +283,10 @@ def as_text(messages: str | list[dict[str, Any]], with_roles: bool = True) -> st
 
 
 def is_absent(value: Any) -> bool:
-    # Arrow fills keys that only other rows have with None, and a missing struct with a struct of None
+    """
+    Returns whether a value is `None`, or a dictionary of `None`. Arrow fills in both: `None` for a key that only other
+    rows have, and a dictionary of `None` for a missing struct.
+    """
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
@@ -292,7 +298,10 @@ def is_empty(value: str | float | list | dict | None) -> bool:
 
 @dataclass(frozen=True)
 class _RowReader:
-    """Reader of the prompt and the media of a row. Errors name the index of the row."""
+    """
+    Reader of the prompt and the media of a row. Errors name the index of the row, and the `path` of a value in the
+    row, such as `prompt[0].content[2]`.
+    """
 
     row_index: int
     rules: MediaRules
@@ -311,6 +320,7 @@ class _RowReader:
             raise self.error(name, f"is {actual}; give a text or a list of messages, or remove the row")
 
     def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
+        """Returns references to the media in columns, by modality. Columns with `prefix` replace those without."""
         media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
         prefixed_modalities = {
             modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
@@ -355,6 +365,7 @@ class _RowReader:
                 self.tags_to_placeholders(message, tag_modalities, f"{name}[{m}].content")
             placeholders = _placeholders(messages)
 
+        # Media without placeholders go before the content of the first user message
         unplaced_blocks = []
         for modality in MODALITIES:
             blocks, refs = placeholders[modality], media[modality]
@@ -377,6 +388,7 @@ class _RowReader:
                 text = as_text(
                     [strip_media(message) for message in messages if message["role"] not in ("assistant", "tool")]
                 )
+                # A tag of another tool, such as `<img>`, shows that the medium belongs at another place
                 tag_pattern = rf"<(?!(?-i:{modality})>)({_TAG_WORDS[modality]})[ _-]?\d*\s*/?>"
                 if foreign_tag := re.search(tag_pattern, text, re.IGNORECASE):
                     remedy = f"write '<{modality}>' where each goes, or blocks, which make such texts plain text"
@@ -410,6 +422,7 @@ class _RowReader:
             message["content"] = blocks
 
     def parse_message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
+        """Copies a message, with parsed blocks. Raises a [`MediaError`] for media outside of the blocks."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             actual = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
             is_sharegpt = isinstance(message, dict) and "from" in message
@@ -502,7 +515,7 @@ class _RowReader:
 
 
 def _without_absent(value: T) -> T:
-    """Returns tool calls without keys of value `None`, which a table adds if the calls of other rows have them."""
+    """Returns tool calls without keys of value `None`, which Arrow adds if calls of other rows have these keys."""
     if isinstance(value, list):
         return cast(T, [_without_absent(item) for item in value])
     if isinstance(value, Mapping):  # templates read the key `arguments` of each call
@@ -552,6 +565,7 @@ def check_not_serialized(text: str | Sequence | None, column: str, row_index: in
 
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the blocks of messages that hold no medium, in order, by modality."""
     placeholders = {modality: [] for modality in MODALITIES}
     for message in messages:
         for block in message["content"] if isinstance(message.get("content"), list) else []:
@@ -562,6 +576,7 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def _check_options(ref: MediaRef) -> None:
+    """Raises a [`MediaError`] for an unknown option of a block, and for an invalid or a contradictory value."""
     names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
         if name not in names:
@@ -579,6 +594,7 @@ def _check_options(ref: MediaRef) -> None:
 
 
 def _source_keys(modality: str | None) -> tuple[str, ...]:
+    """Returns the keys under which a block of a modality can hold its medium."""
     if modality is None:
         return ()
     return modality, f"{modality}_url", f"input_{modality}", "bytes", "path", "url", "base64", "data"

@@ -28,12 +28,12 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
         return path, lambda row, index: row
     with one_line_errors(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(entries, list):
+    if isinstance(entries, list):  # of ms-swift, which names a dataset by the stem of its file
         entries = {Path(item.get("dataset_path", "")).stem: item for item in entries}
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory maps its names to those in the file, ms-swift the file's to its own
+    if "file_name" in entry:  # LLaMA-Factory maps its names to names in the file, and ms-swift maps in reverse
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
@@ -48,7 +48,7 @@ def conversation(
     index: int,
     columns: tuple[str, ...] = ("messages", "conversations", "conversation", "instruction", "query"),
 ) -> tuple[list[dict[str, str]], str]:
-    """Returns the messages of a row, and the column from which they come."""
+    """Returns the messages of a row, with `role` and `content`, and the column in `columns` that holds them."""
     column = next((name for name in columns if row.get(name)), columns[-1])
     if column in ("query", "instruction"):
         question = required(row, index, "messages", "conversations", column)
@@ -97,6 +97,7 @@ def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int)
         value = last_message if name == "chosen" and last_message is not None else required(row, index, name, *columns)
         value = {"role": "assistant", "content": value} if isinstance(value, str) else value
         *context, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
+        # The messages before the answer are absent, or repeat the prompt, with or without its first (system) message
         if answer["role"] != "assistant" or context not in ([], chat, chat[1:]):
             raise ValueError(f"row {index}: its {name} answer isn't the assistant's to the same prompt; correct it.")
         pair[name] = [answer]

@@ -18,9 +18,10 @@ _KEYS_WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.val
 
 def max_media_per_row(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    Returns upper bounds on the number of media of a row, by modality, or `None` if the table doesn't show them.
+    Returns upper bounds on the number of media of a row, by modality. Returns `None` if prompts may hold further
+    media, and for streams and transforms.
 
-    They cover the whole table, including rows that `select` left out of the dataset.
+    The bounds cover the whole table, including rows that `select` left out of the dataset.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None

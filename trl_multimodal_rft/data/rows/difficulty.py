@@ -24,12 +24,12 @@ class DifficultySampler:
     Random sampler of the rows of a batch, weighted by how often the policy solves them, after the curriculum sampling
     (RLCS) of [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
 
-    In its report, difficulty is measured by pass@k before training, and by the completions of each step during
+    In the report, difficulty is measured by pass@k before training, and by the completions of each step during
     training. Rows are grouped into tiers by difficulty. Each iteration lowers the share of tiers that are now too easy
     or too hard. The report gives no bounds of tiers and no shares. Here, a row of pass rate $p$ has the weight
-    $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The first measurement sets $p$,
-    and each later measurement moves $p$ halfway to its value. A row without a measurement is weighted as with
-    $p = 0.5$. The option `dynamic_sampling` takes the place of the report's oversampling.
+    $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The weight is 1 for $p = 0.5$ or
+    without a measurement, and 0.1 for $p = 0$ and $p = 1$. The first measurement sets $p$, and each later measurement
+    moves $p$ halfway to its value. The option `dynamic_sampling` takes the place of the report's oversampling.
 
     A batch has no row twice. Batches are drawn independently, so an epoch is only a number of batches. The rows of
     batch `n` are drawn when batch `n - n_prefetched` is read, so that their media can be prefetched. The draw depends
@@ -60,7 +60,7 @@ class DifficultySampler:
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the row indices of a batch. Draws it and the batches to prefetch, without the rows in `left_out`."""
+        """Returns the row indices of a batch. Draws this batch and those to prefetch, without rows in `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn_rows:
                 self._drawn_rows[index] = self._draw(index, left_out)
@@ -75,7 +75,8 @@ class DifficultySampler:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
         weights[list(left_out)] = 0
         generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {batch_index}").getrandbits(63))
-        # Sampling without replacement by https://doi.org/10.1016/j.ipl.2005.11.003
+        # Weighted sampling without replacement: the rows with the largest log(u) / weight, for u uniform in 0 to 1
+        # (https://doi.org/10.1016/j.ipl.2005.11.003)
         keys = torch.rand(len(weights), generator=generator, dtype=torch.float64).log() / weights
         return keys.topk(self._batch_size).indices.tolist()
 
@@ -87,10 +88,10 @@ class DifficultySampler:
         """
         row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
         has_reward = ~rewards.isnan()
-        measured_rows, index = row_indices[has_reward].unique(return_inverse=True)
+        measured_rows, inverse = row_indices[has_reward].unique(return_inverse=True)
         reward_sums, n_rewards = torch.zeros(2, len(measured_rows), dtype=torch.float64)
-        reward_sums.index_add_(0, index, rewards[has_reward])
-        n_rewards.index_add_(0, index, torch.ones_like(rewards[has_reward]))
+        reward_sums.index_add_(0, inverse, rewards[has_reward])
+        n_rewards.index_add_(0, inverse, torch.ones_like(rewards[has_reward]))
         pass_rates, old_rates = reward_sums / n_rewards, self.rates[measured_rows]
         self.rates[measured_rows] = torch.where(
             old_rates.isnan(), pass_rates, _NEWEST_WEIGHT * pass_rates + (1 - _NEWEST_WEIGHT) * old_rates

@@ -94,7 +94,10 @@ def undecoded(dataset: T) -> "T | StoredRows": ...
 
 
 def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
-    """Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media."""
+    """
+    Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media. A dataset with a
+    format, such as `"torch"`, or a transform is returned unchanged.
+    """
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
@@ -111,7 +114,7 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """Rows of a dataset, with stored media. Casting the dataset instead would copy the files in nested features."""
+    """Rows of a dataset, with stored media. A cast of the dataset would copy the files in nested features."""
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -166,7 +169,7 @@ def as_encoded(value: T) -> T:
 
 
 class Decoded:
-    """Proxy of a medium that its feature decodes on first use. For `isinstance`, it has the decoded object's class."""
+    """Proxy of a medium that its feature decodes on first use. `isinstance` sees the class of the decoded object."""
 
     __slots__ = ("_medium", "_ref")
 
@@ -243,12 +246,13 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Returns whether a feature decodes media, and sets no `mode` or `stream_index`: the loaders support neither."""
+    """Returns whether a feature decodes media, without options that the loaders lack: `mode` and `stream_index`."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
 
 def _holds_media(feature: FeatureType | None) -> bool:
+    """Returns whether a feature, which may be nested, decodes media that the loaders support."""
     return any(_decodes_media(leaf) for _, leaf in feature_leaves(feature))
 
 
@@ -268,6 +272,7 @@ def _without_decoding(feature: FeatureType) -> FeatureType:
 
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
+    """Returns a row with [`Encoded`] in place of the dictionaries in which media are stored."""
     return {
         column: map_features(value, features[column], _wrap_encoded) if _holds_media(features.get(column)) else value
         for column, value in row.items()

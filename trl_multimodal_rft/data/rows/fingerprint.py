@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from .features import Rows
 
 
-# Number of evenly spaced rows that are compared
+# Limit on the number of evenly spaced rows that are compared
 _N_ROWS = 64
 
 _LIST_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -21,15 +21,15 @@ _LIST_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_
 
 def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
     """
-    Returns values that identify a dataset by its contents. Unlike Datasets' fingerprint, they don't depend on its
-    folder or its history.
+    Returns values that identify a dataset by its contents, for a stream only by its columns. Unlike the fingerprint of
+    Datasets, these values don't depend on the folder and the history of the dataset.
     """
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
     if not isinstance(dataset, Dataset):
         return {}
     columns = sorted(dataset.column_names)
-    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]
+    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]  # a step of 1 for an empty dataset
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     checksums = {}
     for i, row_index in enumerate(row_indices):
@@ -39,7 +39,7 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describes the differences between two results of [`fingerprint`], in the values that both have."""
+    """Describes the differences between two results of [`fingerprint`], for the keys that both have."""
     common_names = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     texts = []
     if "rows" in common_names and before["rows"] != now["rows"]:
@@ -59,7 +59,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
-    """Yields the bytes of Arrow values, independent of how Arrow chunks them."""
+    """
+    Yields the bytes of Arrow values. They don't depend on the chunks in which Arrow holds the values.
+
+    Lengths of lists are among the bytes, so that `[[1], [2]]` and `[[1, 2]]` differ.
+    """
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
             yield from _byte_chunks(chunk, media_dir)

@@ -21,7 +21,7 @@ from ..reading.sources import fetch_file, open_file
 from .features import feature_leaves, is_media_feature, map_features
 
 
-# Bytes and rows after which another row group begins, and bytes after which another file begins
+# Bytes and rows after which another row group of Parquet begins, and bytes after which another file begins
 _ROW_GROUP_BYTES, _ROW_GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
                 writer.write_table(row_group)
                 n_bytes += row_group.nbytes
                 row_group = next(row_groups, None)
-    for index, file in enumerate(files):  # as the Hub names files
+    for index, file in enumerate(files):  # as the Hub names files, by their number, which is known only now
         file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 
@@ -96,6 +96,7 @@ def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) 
     """Yields row groups with the bytes of their media."""
 
     def embed(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
+        # `index` is the row that the loop below reads
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]

@@ -40,7 +40,7 @@ SPAN_TEMPLATE = (
     "<answer>12.54 to 17.83</answer>."
 )
 
-# Columns of ms-swift and of LLaMA-Factory that say whether an answer is desirable
+# Columns of ms-swift and of LLaMA-Factory that tell whether an answer is desirable
 LABELS = ("label", "kto_tag")
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
@@ -112,6 +112,7 @@ def load_conversations(
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, column = conversation(row, index)
+        # In rows with messages, columns of these names hold something else, and are kept
         converted_columns.update(("instruction", "input", "output") if column == "instruction" else ())
         if task == "dpo":
             is_pair = any(row.get(name) for name in ("rejected", "rejected_response", "rejected_messages"))
@@ -189,8 +190,8 @@ def load_deepeyes(
     Reads questions about details of images in the layout of [DeepEyes](https://huggingface.co/papers/2505.14362).
 
     The layout of https://huggingface.co/datasets/ChenShawn/DeepEyes-Datasets-47k is verl's, see [`load_verl`], with
-    the `question` in `extra_info`. Its prompts describe DeepEyes' own tool, so the loader replaces them: the chat
-    template describes the tools of a run. The Parquet files of a folder may have different columns.
+    the `question` in `extra_info`. The dataset's prompts describe DeepEyes' own tool, so the loader replaces the
+    prompts. The chat template describes the tools of a run. The Parquet files of a folder may differ in columns.
 
     See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for `template`.
 
@@ -453,14 +454,14 @@ def load_omni_preference(
 
     Args:
         path (`str` or `Path`):
-            One of these files, or the dataset's folder for all of them.
+            A file `final_rl_data.jsonl`, or the dataset's folder for the files of all modalities.
         media_dir (`str` or `Path`, *optional*):
             The dataset's folder, by default `path`.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `score_chosen`, `score_rejected`,
         and `images`, `videos` or `audios`, without pairs of equally good answers; for a judge, `prompt` and
-        `solution` in place of the pair, with equally good answers, too.
+        `solution` in place of the pair, and pairs of equally good answers are kept.
     """
     source = Path(path).expanduser()
     root = Path(media_dir or (source if source.is_dir() else source.parent))
@@ -555,12 +556,14 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
 
 
 def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """Returns the columns of a pair of answers, as messages."""
     answers = {"chosen": chosen, "rejected": rejected}
     completions = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
     return {"prompt": [{"role": "user", "content": question}], **completions}
 
 
 def _convert_for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | None) -> Dataset:
+    """Returns the pairs of a dataset unchanged, or as rows for a judge."""
     if task == "judge":
         return judge_rows(dataset, template or JUDGE_TEMPLATE)
     if template is not None:
@@ -574,6 +577,7 @@ def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
         return read_json(file)
     rows: list[dict[str, Any]] = []
     for part in json.loads(file.read_text(encoding="utf-8")).values():
+        # `repeat_time` below 1 is the share of rows to sample, otherwise the number of copies of each row
         entries, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
         entries = random.Random(0).sample(entries, int(len(entries) * times)) if times < 1 else entries * int(times)
         for row in entries:
@@ -589,6 +593,7 @@ def _plain_name(name: str) -> str:
 
 
 def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
+    """Reads the lines of a file of Charades-STA as rows. Skips spans that end before they start, with a warning."""
     rows, lines = [], file.read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
         span, separator, sentence = line.partition("##")
@@ -621,16 +626,17 @@ def _load_converted(
     Returns a dataset of the columns that `convert` returns, the media, and the file's other columns.
 
     Columns of the file in `converted_columns` are left out, and with `None` all of them. With `allow_answer_media`,
-    marks in answers of pairs can stand for media.
+    marks in answers of pairs can stand for media. The row `{"conversations": ..., "image": "a.png", "id": 1}` of LLaVA
+    becomes `{"messages": ..., "images": ["/folder/a.png"], "id": 1}`, with a block `{"type": "image"}` in a message.
     """
     rows, media = _read_rows_and_media(path, split, media_dir, with_media, read)
     converted_rows = [convert(row, index) for index, row in enumerate(rows)]
     columns = {name: [row[name] for row in converted_rows] for name in converted_rows[0]}
     chat_column = next(iter(columns))
-    have_answer_media = [
+    have_answer_media = [  # by row
         allow_answer_media and _answers_hold_media(pair, row) for pair, row in zip(converted_rows, rows, strict=True)
     ]
-    # Columns whose contents become blocks
+    # Columns of messages, in which marks become blocks
     chat_columns = (chat_column, *COMPLETIONS) if any(have_answer_media) else (chat_column,)
     for index, row in enumerate(rows):
         row_chats = {name: columns[name][index] for name in chat_columns}
@@ -647,8 +653,8 @@ def _load_converted(
     blocks = [
         b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
     ]
-    options = sorted({key for block in blocks for key in block} - {"type", "text"})
-    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
+    option_names = sorted({key for block in blocks for key in block} - {"type", "text"})
+    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
     block = {"type": Value("string"), "text": Value("string"), **types}
     datasets = []
     for name, values in columns.items():
@@ -697,6 +703,7 @@ def _read_rows_and_media(
             files = [_pop_files(row, name, index, folder) for index, row in enumerate(rows)]
             if any(files):
                 media.append(Dataset.from_dict({f"{name}s": files}, Features({f"{name}s": List(feature)})))
+    # One text per stored medium, because marks are compared with the number of media
     for stored in media[:n_stored]:
         (name,) = stored.column_names
         cells = stored.data.column(name)
@@ -754,12 +761,13 @@ def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list
 
 
 def _ground_truth(row: dict[str, Any], index: int) -> Any:
+    """Returns the answer in the column `reward_model` of verl."""
     reward_model = required(row, index, "reward_model")
     return required(reward_model if isinstance(reward_model, dict) else {}, index, "ground_truth")
 
 
 def _answers_hold_media(pair: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Returns whether the row has one medium per mark of the pair, so that marks in answers stand for media."""
+    """Returns whether marks in answers stand for media: the row has one medium of a modality per mark of the pair."""
     chat_texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
     mark_counts = {modality: [text.count(f"<{modality}>") for text in chat_texts] for modality in MODALITIES}
     return any(
@@ -774,6 +782,7 @@ def _chats_with_placeholders(
     """Returns a row's chats as messages of blocks, with placeholders in the prompt, and in answers that hold media."""
 
     def split_into_blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
+        # Texts and the modalities of marks alternate
         pieces_by_message = [[*enumerate(marks.split(message["content"]))] for message in chat]
         contents = [
             [{"type": piece} if i % 2 else {"type": "text", "text": piece} for i, piece in pieces if piece]
@@ -783,6 +792,7 @@ def _chats_with_placeholders(
 
     if not answers_hold_media:
         prompt_name, *answer_names = chats
+        # The pattern matches nothing, so that a text becomes one block
         answer_chats = {name: split_into_blocks(chats[name], re.compile("(?!)")) for name in answer_names}
         return {prompt_name: _with_placeholders(chats[prompt_name], row, index), **answer_chats}
     placed_messages = iter(_with_placeholders(split_into_blocks(sum(chats.values(), []), MARK), row, index))
@@ -795,6 +805,7 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
     joined_text = " ".join(text for text in texts if isinstance(text, str))
     for modality in MODALITIES:
         if f"<{modality}>" in joined_text and not (row.get(modality) or row.get(f"{modality}s")):
+            # The medium may be in a column of another name
             first_values = {
                 key: value[0] if isinstance(value, list) and value else value for key, value in row.items()
             }

@@ -18,7 +18,11 @@ _LISTED_LETTER = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
 
 def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
-    """Returns the letter of a choice that a text begins with or states, in upper case, and the index after it."""
+    """
+    Returns the letter of a choice that a text begins with or states, in upper case, and the index of the rest.
+
+    For "(b) cat", returns `("B", 4)`; for "The answer is B", `("B", 15)`; for "A woman", `None`.
+    """
     stated = _STATED_LETTER.fullmatch(text, start)
     if stated is not None:
         return stated[1].upper(), len(text)
@@ -33,7 +37,7 @@ def listed_letters(text: str) -> set[str]:
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
-    """Returns choices without their letters if all have letters in order, else unchanged choices."""
+    """Returns choices without their letters ("A. cat", "B. dog"), or unchanged if their letters aren't in order."""
     matches = [LETTER.match(choice) for choice in choices]
     letters_are_in_order = all(
         match is not None and match[4] and (match[1] or match[2] or "") == chr(ord("A") + i)

@@ -57,7 +57,7 @@ def only_split(name: str, config: str | None) -> str | None:
     path = local_path(name)
     if path is None:
         return None
-    if path.is_file():
+    if path.is_file():  # `datasets` names the split after a word in the file's name, such as "test" in `my_test.csv`
         words = re.split("[^a-z]+", path.stem.lower())
         return next((str(split) for split, names in SPLIT_KEYWORDS.items() if {*names} & {*words}), "train")
     with one_line_errors(f"the dataset {name!r}"):
@@ -99,7 +99,7 @@ def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:
     path = local_path(name)
     if path is None:
         return {"path": name}
-    path, split = path.absolute(), re.split(r"[\[+]", split)[0]
+    path, split = path.absolute(), re.split(r"[\[+]", split)[0]  # without a slice, as in `train[:10]`
     if path.is_file():  # without `/.`, `datasets` would run a script that is named like the folder
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved_to_disk(path):
@@ -109,6 +109,7 @@ def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:
 
 
 def is_saved_to_disk(path: Path) -> bool:
+    """Returns whether a path is a folder that `save_to_disk` wrote."""
     return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 

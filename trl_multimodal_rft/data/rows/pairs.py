@@ -44,7 +44,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     """
     Returns rows that ask a judge which completion of a pair is better, in both orders, for [`preference_reward`].
 
-    Rows `2 * i` and `2 * i + 1` belong to pair `i`, so that a judge that prefers a position earns nothing by it.
+    Rows `2 * i` and `2 * i + 1` belong to pair `i`, so that a judge gains nothing by a preference for a position.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -68,7 +68,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     ```
     """
     check_pairs(dataset)
-    parts = _SLOTS.split(template)
+    parts = _SLOTS.split(template)  # texts and names of slots alternate
     if sorted(parts[1::2]) != ["answer_a", "answer_b", "question"]:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
@@ -172,8 +172,8 @@ def check_all_is_read(
     messages: list[dict[str, Any]], column: str, row_index: int, allowed_keys: Collection[str] | None = None
 ) -> None:
     """
-    Raises a [`MediaError`] for blocks of answers besides text and media. If `allowed_keys` is set, also raises it for
-    other keys of messages.
+    Raises a [`MediaError`] for a block of an answer that is neither text nor media. If `allowed_keys` is set, also
+    raises it for a message with a filled key that isn't allowed, see [`~data.rows.columns.further_keys`].
     """
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()

@@ -87,7 +87,7 @@ class PrefetchPool(Generic[T]):
             result_queue = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill_workers(result_queue)
-            if thread is not None:  # ends first, as it closes a pipe to which an exiting interpreter would write
+            if thread is not None:  # must end first: it closes a pipe to which an exiting interpreter would write
                 thread.join(timeout=_END_SECONDS)
 
     def _kill_workers(self, result_queue: object) -> None:
@@ -97,7 +97,10 @@ class PrefetchPool(Generic[T]):
         vars(result_queue)["_writer"].close()
 
     def _wait_for_result(self, job: Future, row_index: int) -> bytes | None:
-        """Returns the result of a row's job. Raises a `BrokenProcessPool` if a worker was killed, or all hang."""
+        """
+        Returns a pickled row, or `None` for a row that this process must read itself. Raises a `BrokenProcessPool` if
+        a worker was killed, or if all workers hang.
+        """
         last_progress, n_read, limit = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None:
@@ -163,7 +166,7 @@ class PrefetchPool(Generic[T]):
             self._workers = [*self._pool._processes.values()]
 
 
-_read: Callable[[int], object]
+_read: Callable[[int], object]  # set in a worker by `_start_worker`
 
 
 def _start_worker(read: Callable[[int], object]) -> None:

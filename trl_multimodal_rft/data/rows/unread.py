@@ -61,7 +61,7 @@ class _UnreadMedia:
     is_list: bool  # whether a cell holds a list of media
     evidence: str  # how the media were recognized
     is_certain: bool  # `False` for texts that may only look like file names
-    in_every_cell: bool = True  # whether every cell that isn't empty holds such media
+    in_every_cell: bool = True  # whether every cell with a value holds such media
 
     @property
     def likely_modality(self) -> str | None:
@@ -101,15 +101,19 @@ def check_columns(
 ) -> str | None:
     """
     Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
-    to 16 rows, without decoding media. Doesn't look at rows of streams and of datasets with a transform.
+    to 16 rows, without decoding media; in a list, at all rows for the modalities of prompts. Doesn't look at rows of
+    streams and of datasets with a transform.
+
+    Also raises an error for wrong names of columns, for lists in columns of one medium, and for empty media columns.
 
     `message_columns` hold messages, `model_modalities` are the inputs of the model, and `dataset_part` tells whether
-    `dataset` is the whole dataset, its first rows, or some of its rows. `option_modalities` maps options to the
-    modalities that they change. Prompts must have one of an option's modalities.
+    `dataset` is the whole dataset, its first rows, or some of its rows. `needs_prompt` requires a column `prompt`.
+    `option_modalities` maps options to the modalities that they change. Prompts must have one of an option's
+    modalities.
     """
     features, rows, modalities = _inspect_dataset(dataset, message_columns, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
-    sample = features or (rows[0] if rows else {})
+    sample = features or (rows[0] if rows else {})  # features have the columns of a row, and nested keys
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
@@ -121,7 +125,7 @@ def check_columns(
     )
     has_media = bool(modalities - {None})
     if single_messages := [
-        name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)
+        column for column in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(column), dict)
     ]:
         remedy = f", or {prepare_remedy('llama-factory --task dpo')}" * ("chosen" in single_messages)
         raise MediaError(
@@ -134,6 +138,7 @@ def check_columns(
             is_list or any(holds_several_media(modality, row.get(modality)) for row in rows)
         ):
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
+    # Media that no prompt contains: an error if they are certain and the only ones, otherwise a warning
     other_columns = [column for column in columns if column not in {*message_columns, *ignored, *MEDIA_COLUMNS}]
     findings = [
         _media_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
@@ -162,6 +167,7 @@ def check_columns(
         message += "" if layout is None else f" Or {prepare_remedy(layout)}."
         if is_text_alone and dataset_part != "some":
             raise MediaError(message)
+    # Options that change no medium of the prompts
     modalities |= {
         MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
     } - {None}
@@ -184,6 +190,7 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a row without a prompt. The message has the remedy for the layout of the row."""
     _check_names(f"row {getattr(row, 'row_index', None)}", row, row)
 
 
@@ -237,6 +244,7 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
+    """Raises a `ValueError` for an invalid value of `ignored_media_columns`."""
     if isinstance(columns, str):
         raise ValueError(f"`ignored_media_columns` must be a list of names, got {columns!r}; write [{columns!r}].")
     if "prompt" in (columns or ()):
@@ -253,7 +261,10 @@ def lists_columns(dataset: Rows) -> bool:
 def _inspect_dataset(
     dataset: Rows, message_columns: Collection[str], ignored: Collection[str]
 ) -> tuple[dict[str, Any], list[dict], set]:
-    """Returns a dataset's features, the text columns of some rows, and modalities of prompts (`None` for unknown)."""
+    """
+    Returns a dataset's features, some of its rows, and modalities of prompts (`None` for an unknown modality). Rows of
+    a `Dataset` have only its columns of text. Streams, and datasets whose columns are unknown, have no rows here.
+    """
     if not lists_columns(dataset):
         return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
@@ -300,7 +311,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
     for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # its feature is checked with the features of its dataset
+            continue  # checked with the features of the dataset that the medium comes from
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
@@ -329,12 +340,13 @@ def _media_in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[
 
 
 def _holds_text(feature: FeatureType) -> bool:
+    """Returns whether a feature, which may be nested, holds text or JSON."""
     leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
 def _row_modalities(row: dict[str, Any], message_columns: Collection[str], ignored: Collection[str]) -> set[str]:
-    """Returns the modalities of the media of a row, or all modalities if a medium doesn't show its own."""
+    """Returns the modalities of a row's media, or all modalities if the modality of a medium is unknown."""
     columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
     block_modalities = [
         modality
