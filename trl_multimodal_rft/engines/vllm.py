@@ -192,8 +192,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Samples completions. `room` has the maximum number of tokens of each completion. `sampling` are vLLM's sampling
         parameters, by default those of training. `num_generations` isn't read: `prompts` has an entry per completion.
 
-        Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the last
-        two have a list for each token, here of one entry.
+        Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the
+        last two have a list for each token, here of one entry.
         """
         options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)

@@ -64,9 +64,9 @@ class EnginePrompts:
 
     def _join_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
         """
-        Returns the engine's input for an encoded prompt with the token `ids`. Parts of the prompt that have media, such
-        as a tool's result, are rendered separately. If a part begins at token 10, and its placeholders at token 2 of
-        the part, the placeholders begin at token 12 of the prompt.
+        Returns the engine's input for an encoded prompt with the token `ids`. Parts of the prompt with media, such as
+        a tool's result, are rendered separately. If a part begins at token 10, and its placeholders at token 2
+        of the part, the placeholders begin at token 12 of the prompt.
         """
         if not prompt.modalities:
             return tokens_input(ids)

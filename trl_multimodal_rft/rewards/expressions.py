@@ -60,7 +60,7 @@ class _Comparer:
 
 @functools.cache
 def _comparer(process_id: int) -> _Comparer:
-    """Returns the comparer for a process id, since a forked process needs its own comparer."""
+    """Returns the comparer for a process id. A forked process must not share pipes with its parent's comparer."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer

@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. If
-the context is rewritten, they are in the new context instead, which replaces all that the model has read so far.
+Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. For
+example, a call of 3 tokens, its result of 2 and an answer of 1 make a completion with the mask [1, 1, 1, 0, 0, 1].
+
+If the context is rewritten, results are in the new context instead, which replaces all that the model has read so far.
 """
 
 import asyncio
@@ -152,7 +154,8 @@ class ToolLoop:
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
-        n_before = n_added = 0  # a new context replaces the tokens before it, and adds none to the completion
+        # Limits. A new context replaces the tokens before it, and adds no tokens to the completion
+        n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
         config = encoder.model.config.get_text_config(decoder=True)
@@ -165,6 +168,7 @@ class ToolLoop:
         if self.max_media is not None and n_media > self.max_media:
             trajectory.counts["media"] += 1
             return False
+        # The results fit
         trajectory.messages += results
         if messages is not None:
             trajectory.replace_context(messages, encoded, encoder.model)
