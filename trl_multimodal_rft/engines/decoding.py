@@ -272,8 +272,9 @@ def decode(
     half of every prompt's completions in the batch have ended, ended completions leave the batch, unless logits,
     scores or the cache are requested.
 
-    On a GPU, the loop checks for ends after every 16 tokens. For example, if two completions end after 5 and 7 tokens,
-    the check drops the last 9 of 16 columns, and restores the random generator's state after 7 tokens.
+    On a GPU, the loop checks for ends after every 16 tokens, unless `ranks_in_step`. For example, if two completions
+    end after 5 and 7 tokens, the check drops the last 9 of 16 columns, and restores the random generator's state after
+    7 tokens.
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
@@ -317,8 +318,8 @@ def decode(
         _last_positions(step_inputs, cache),
         step_inputs["input_ids"].clone(),
     )
-    # `rows`: indices of the completions that are still in the batch, `None` for all. `n_left`: the maximum number of
-    # completions of a prompt that haven't ended. `random_states`: state after each token since the last check for ends
+    # `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is the maximum
+    # number of completions of a prompt that haven't ended. `random_states` has the state after each unchecked token
     has_ended, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
     random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
@@ -329,7 +330,7 @@ def decode(
     runner = TokenStep() if runner is None or layout is None or not layout.room else runner
 
     def forward() -> torch.Tensor:
-        """Advances the positions of `step_inputs` in place, and returns the logits after its input tokens."""
+        """Advances the positions of `step_inputs` in place. Returns the logits `(B, V)` after its tokens `(B, 1)`."""
         step_inputs["position_ids"].add_(1)
         if layout is not None:
             layout.advance()

@@ -138,7 +138,7 @@ class InFlight:
     ) -> None:
         """
         Requests the completions of a batch, unless a checkpoint has them. `reward_functions`, by request key, get the
-        completions of a request as soon as they arrive.
+        completions of a request as soon as they arrive. `more` has the other fields of the [`PendingBatch`].
         """
         checkpoint_answers = self._checkpoint_answers
         outdated = [

@@ -165,8 +165,8 @@ def generate_completions(
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (is_static or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
-        # With static shapes, the cache holds up to `room` tokens of each completion. It grows without static shapes
-        # (`room` is 0) if ranks wait for each other (`ranks_in_step`), as a waiting rank could exceed any number.
+        # With static shapes, the cache has room for `room` tokens of each completion. Shapes are dynamic (`room` is 0)
+        # if ranks wait for each other (`ranks_in_step`), as a waiting rank could exceed any number.
         config, room = copy.copy(config), 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
     # Without `decode`: `generate` on repeated prompts
@@ -196,8 +196,8 @@ def generate_completions(
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
     n_per_prompt, remainder = divmod(len(prompt_rows), len(unique))
-    # Rows of the cache become rows of completions, unless completions can share a prompt's row. Then all prompts must
-    # have equally many completions, in order
+    # Completions share their prompt's row if the model allows it and prompts have equally many completions, in order.
+    # Otherwise each completion gets a row of its own
     if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask, logits, index = mask[index], logits[index], torch.arange(len(prompt_rows), device=device)
@@ -218,6 +218,7 @@ def generate_completions(
     output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
+        # The last `N` columns. The cache holds the prompts' `mask.size(1)` tokens and `N - 1` sampled tokens
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
         branches.keep(cache, mask, prompts, completion_ids, ends if isinstance(ends, list) else [ends])
     return output

@@ -303,9 +303,9 @@ class RewardModel:
 
 def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if `model` allows no
-    such model. Sharded weights don't allow one, since all ranks need equally many forward passes, but can have
-    different numbers of groups.
+    Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if completions can't
+    share the prompt's forward. With sharded weights, they can't, since all ranks need equally many forward passes, but
+    may have different numbers of groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):

@@ -84,7 +84,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
     encoded: dict[int, EncodedPrompt] = {}
 
     def under_view(index: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
-        """Returns a prompt under the view. Its messages are those at `index`; views may take media of the others."""
+        """Returns a prompt, with the messages `batch_messages[index]`, under the view."""
         if isinstance(prompt, Contexts):  # the messages of the first context are the prompt's
             contexts = zip(prompt.prompts, [batch_messages[index], *rollout.source.contexts[index]], strict=True)
             new_prompts = [

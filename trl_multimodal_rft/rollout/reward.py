@@ -49,6 +49,7 @@ def checked_functions(
         name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)
     ]
     check_text_models(text_model_names, rollout.source.messages, rollout.source.completions)
+    # Reward functions of environments store errors in the list `failures` of the rollout, see `reward_of`
     failures = {"failures": rollout.source.failures}
     reward_funcs = [
         partial(function, **failures) if hasattr(function, "stores_failures") else function

@@ -168,6 +168,7 @@ class RowStream:
         """
         Returns a loader of this rank's [`RowBatch`]es, which prefetches the rows of the next `n_prefetch` batches.
 
+        `order(n_rows, epoch)` returns the row indices of an epoch in order; `None` keeps the order of the dataset.
         Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
@@ -311,7 +312,7 @@ class RowStream:
         # Rounds share errors among ranks, which choose replacements by them, until no rank has a new error
         while True:
             new_errors: dict[int, str] = {}
-            if training:
+            if training:  # errors of rows at the start of a stream count with the first batch
                 new_errors, self._start_errors = self._start_errors, new_errors
             for i in (i for i in range(len(batch)) if starts_group[i]):
                 key = self._replacement(batch.keys[i], batch_errors) if training else batch.keys[i]
@@ -430,7 +431,7 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         settings = unreadable_rows(self._args.on_media_error)
-        if settings.action == "raise":
+        if settings.action == "raise":  # rows without a limit on their number, see `drops`
             if failures:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > settings.limit(n_rows):
