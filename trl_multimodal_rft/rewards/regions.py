@@ -88,6 +88,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 def boxes_in(text: str) -> list[Box]:
     """Returns the boxes of positive area in an answer. Boxes in JSON may have labels and confidences."""
     boxes, _ = _read_items(_json_in(text), _as_box)
+    # Four numbers alone are a box, too, and so are two pairs such as "x1: 1, y1: 2" and "x2: 3, y2: 4"
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]

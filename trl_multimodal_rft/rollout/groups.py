@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Dynamic sampling and replay: groups whose rewards differ replace groups whose rewards are all the same."""
+"""Dynamic sampling and replay: groups with signal, newly sampled or from a buffer, replace groups without signal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

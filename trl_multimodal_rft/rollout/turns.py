@@ -107,7 +107,7 @@ class ToolLoop:
     """Loop that calls tools and samples the next turn, until no completion ends with a call or a limit is reached."""
 
     encoder: PromptEncoder  # encoder of prompts and results; by default control tokens in results are errors
-    # Function that samples a completion of each prompt. The second list has the maximum number of its tokens.
+    # Function that samples a completion of each prompt. The second list has the completions' maximum lengths.
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
     branches: Branches  # caches of the completions, which later turns continue
     max_length: int  # maximum number of tokens of a completion, tool results included
@@ -115,7 +115,7 @@ class ToolLoop:
     max_media: int | None  # maximum number of media that tools return in a completion
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
-    max_context_media: int | None = None  # maximum number of media in a context; of more, the first are left out
+    max_context_media: int | None = None  # maximum number of media in a context, which are the last ones
     # Maximum number of tokens of a prompt with its completion in vLLM, `None` if transformers samples. vLLM takes
     # decoded media and computes positions itself.
     engine_length: int | None = None
@@ -294,9 +294,10 @@ class ToolLoop:
     def _replace_failed_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
-        """Returns results with an error message in place of results that can't be encoded."""
+        """Returns results with an error message in place of results with media or, if none has media, of all."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
-        failed = with_media or results  # without media, a placeholder in any of the texts is the cause
+        # The error doesn't tell which result can't be encoded. Without media, the cause is a placeholder in a text
+        failed = with_media or results
         trajectory.counts["failures"] += len(failed)
         content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
