@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Number of tokens between two checks for the end of all completions. A check synchronizes the host with the device.
 _TOKENS_PER_CHECK = {"cuda": 16, "xpu": 16}
 
-# Options by which `generate` can do more than draw each token from the last logits, with the values that turn this off
+# Options with which `generate` does more than draw a token from the last logits, and the values that turn them off
 _NEUTRAL_VALUES = {
     **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
@@ -88,7 +88,7 @@ class GraphedStep(TokenStep):
             except Exception as error:  # of the driver, of torch, or of a step that synchronizes
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
                 _warn_of_obstacle(self.obstacle)
-                torch.clear_autocast_cache()  # a capture doesn't run casts, so the cached ones have no values
+                torch.clear_autocast_cache()  # a capture doesn't run casts, so casts that it cached have no values
                 return step()
         self.replay()
         return self._output
@@ -162,7 +162,7 @@ def _capture_step(
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """
     Returns the stream of all captures. The first matrix product on a stream allocates a workspace of cuBLAS, 33 MiB on
-    Hopper. This function runs one outside of captures, so that the workspace isn't in the memory pool of a graph.
+    Hopper. This function multiplies matrices before any capture, so that no graph's memory pool holds the workspace.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -175,7 +175,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 def _recover_device(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
     Restores a device after a failed capture. Otherwise the allocator would go on allocating from the pool, and the
-    random generator would raise errors until a capture succeeds.
+    random generator would raise errors until a capture succeeds. So this function also makes a capture that succeeds.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool.id)
@@ -198,7 +198,8 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     Makes autocast cast each weight of the decoder and of the head only once within the context.
 
     Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Don't
-    compute gradients within the context. Has no effect if the casts would fill more than half of the free memory.
+    compute gradients within the context. Has no effect if no weight is in float32, or if the casts, of 2 bytes per
+    weight, would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
     modules = [model.get_decoder(), *([] if head is None else [head])]
@@ -207,7 +208,7 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     if not weights or 2 * sum(weight.numel() for weight in weights) > _free_bytes(model.device) / 2:
         yield
         return
-    # Autocast forgets casts at the end of its outermost context. With this increment, that isn't a forward's context
+    # Autocast forgets casts at the end of its outermost context. After this increment, a forward's context is nested
     torch.autocast_increment_nesting()
     try:
         for weight in frozen:  # autocast keeps casts only of leaves that require gradients
@@ -235,6 +236,7 @@ def supports_decode(model: PreTrainedModel, config: GenerationConfig) -> bool:
     is_of_transformers = getattr(model.generate, "__module__", "").startswith("transformers.")
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
+    # `decode` passes no media on. A required argument of `generate` is one of media, and token masks refer to media
     _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
     named_options = (option for option in parameters if option.kind is option.POSITIONAL_OR_KEYWORD)
     needs_media = any(option.default is option.empty for option in named_options) or bool(family_of(model).token_masks)
@@ -266,8 +268,13 @@ def decode(
     """
     Samples completions of prompts that a cache holds, as `custom_generate` of transformers' `generate`.
 
-    A seed gives the same tokens, and the same final state of the random generator, as in `generate`. Completions that
-    have ended leave the batch, unless logits, scores or the cache are requested.
+    A seed gives the same tokens, and the same final state of the random generator, as in `generate`. Once at least
+    half of every prompt's completions in the batch have ended, ended completions leave the batch, unless logits,
+    scores or the cache are requested.
+
+    On a GPU, the loop checks for ends after every 16 tokens, unless `ranks_in_step`. For example, if two completions
+    end after 5 and 7 tokens, the check drops the last 9 of 16 columns, and restores the random generator's state after
+    7 tokens.
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
@@ -280,7 +287,8 @@ def decode(
         keeps_cache (`bool`, *optional*):
             Whether the caller needs the cache afterwards. It then holds all tokens except the last.
         ranks_in_step (`bool`, *optional*):
-            Whether ranks need each other's forwards. If so, all ranks go on until the last rank has ended.
+            Whether ranks need each other's forwards. If so, all ranks run forwards until the completions of all ranks
+            have ended.
         runner ([`~engines.decoding.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
         casts_weights_once (`bool`, *optional*):
@@ -291,6 +299,7 @@ def decode(
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
     config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[KV_CACHE])
+    # Columns of `ids`: prompts end at `start`, sampled tokens at `n`, tokens that were checked for ends at `n_checked`
     start = n = n_checked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
     end_ids = next(
@@ -299,6 +308,7 @@ def decode(
     pad_id = config.pad_token_id if config.pad_token_id is not None or end_ids is None else int(end_ids[0])
     records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
     drops_ended = not (keeps_cache or records)
+    # A layout has masks of its own
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step_inputs = model.prepare_inputs_for_generation(
@@ -308,7 +318,8 @@ def decode(
         _last_positions(step_inputs, cache),
         step_inputs["input_ids"].clone(),
     )
-    # `rows`: indices of the completions that are still in the batch, `None` for all
+    # `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is the maximum
+    # number of completions of a prompt that haven't ended. `random_states` has the state after each unchecked token
     has_ended, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
     random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
@@ -319,7 +330,7 @@ def decode(
     runner = TokenStep() if runner is None or layout is None or not layout.room else runner
 
     def forward() -> torch.Tensor:
-        """Advances the positions of `step_inputs` in place, and returns the logits after its input tokens."""
+        """Advances the positions of `step_inputs` in place. Returns the logits `(B, V)` after its tokens `(B, 1)`."""
         step_inputs["position_ids"].add_(1)
         if layout is not None:
             layout.advance()
@@ -358,7 +369,7 @@ def decode(
                 if n_left == 0 or n == stop:
                     break
                 if ranks_in_step:
-                    _max_over_ranks(n_left, device)  # tells ranks that have ended (see below) to go on
+                    _max_over_ranks(n_left, device)  # joins the last loop below, in which other ranks may already be
                 n_checked, random_states = n, []
                 if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
                     index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)
@@ -372,11 +383,13 @@ def decode(
                 layout.grow(cache, min(2 * layout.room, stop - start))
                 runner.reset()
             step_inputs["input_ids"].copy_(token if rows is None else token[rows])
-            # Cuts from the end, because the mask may be longer than `ids`: prefixes and suffixes are padded separately
+            # The index counts from the end, because the mask is longer than `ids` if prefixes and suffixes of prompts
+            # were prefilled, and padded, separately
             step_inputs["attention_mask"] = None if mask is None else mask[:, : n - stop]
             logits = runner(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
+        # All completions of this rank have ended, but other ranks may still need its forwards
         while ranks_in_step and _max_over_ranks(0, device):
             forward()
     if layout is not None and layout.room:
@@ -403,7 +416,10 @@ def _pad_after_ends(tokens: torch.Tensor, finished: torch.Tensor, ends: torch.Te
 
 
 def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns flat indices `(rows * n,)` of `n` entries per row: the first false entries, then true entries."""
+    """
+    Returns flat indices `(rows * n,)` of `n` entries per row: first the false entries, then true entries. For the rows
+    [[True, False, False], [True, True, False]] and `n = 2`, the indices are [1, 2, 5, 3].
+    """
     starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
     return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
 

@@ -86,7 +86,8 @@ class InFlight:
     Requests for completions, and the answers of servers, by the index of their generation batch in the run.
 
     The version of weights is the number of batches trained on before the servers got the weights. Each request waits
-    for its answer in a thread of its own.
+    for its answer in a thread of its own. For example, with `max_staleness=2`, batch 6 is requested when the servers
+    get version 4, which was trained on batches 0 to 3. Batches 4 and 5 were requested earlier.
 
     Args:
         send (`Callable`):
@@ -117,8 +118,8 @@ class InFlight:
         self._pending: dict[int, PendingBatch] = {}
         self._checkpoint_rows: dict[int, list[int]] = {}  # row indices of generation batches, from a checkpoint
         self._checkpoint_answers: dict[Key, Answer] = {}
-        self._n_sent = 0
-        self._n_clears = 0
+        self._n_sent = 0  # number of requests so far, by which requests are spread over servers
+        self._n_clears = 0  # number of calls of `clear`. A thread whose number is older ends.
         self.processor: Any = None  # decodes completions in the threads
         self.calls = EarlyCalls()
         self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
@@ -137,7 +138,7 @@ class InFlight:
     ) -> None:
         """
         Requests the completions of a batch, unless a checkpoint has them. `reward_functions`, by request key, get the
-        completions of a request as soon as they arrive.
+        completions of a request as soon as they arrive. `more` has the other fields of the [`PendingBatch`].
         """
         checkpoint_answers = self._checkpoint_answers
         outdated = [
@@ -193,6 +194,7 @@ class InFlight:
         self._n_clears, self.calls = self._n_clears + 1, EarlyCalls()
 
     def _wait_for_answer(self, key: Key | None, request: EngineRequest, salt: str, request_index: int) -> Answer:
+        """Returns the answer to a request, from the checkpoint if it has the `key`. `sample` passes no key."""
         if key is not None and key in self._checkpoint_answers:
             return self._checkpoint_answers[key]
 
@@ -254,6 +256,9 @@ def request_keys(
     """
     Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` has each
     completion's row index, and `indices` its index in the batch of all ranks.
+
+    The seed is a hash, which depends on the row, plus the first completion's index. So the parts of a group that
+    straddles ranks get different seeds, such as `hash + 2` for completions 2 and 3, and `hash + 4` for 4 and 5.
     """
     keys = []
     for _, consecutive in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):

@@ -28,7 +28,8 @@ class Sampler:
     """
     Base class of samplers. A trainer takes an instance of a subclass as `sampler`, in place of transformers and vLLM.
 
-    A sampler may return log-probabilities. They are then checked and corrected like those of vLLM.
+    A sampler may return log-probabilities. The trainer treats them like vLLM's: it checks them, and corrects the loss
+    by importance ratios.
     """
 
     max_length: int | None = None  # maximum tokens of a prompt and its completion; `None`: the model's limit
@@ -138,6 +139,7 @@ class TransformersSampler(Sampler):
         return ids[: next((n for n in padding if ends_with(ids[:n], stop_strings, self.policy.processor)), len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
+        """Returns the ids of completions by continuous batching. Raises `ValueError` if a prompt has media."""
         for prompt in prompts:
             if prompt.media:
                 raise ValueError(
@@ -208,6 +210,7 @@ class VLLMSampler(Sampler):
             _, ids, logps, _ = self.engine.generate(
                 prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
             )
+        # As in TRL, the engine returns a list per token, here with a single log-probability
         return ids, [[logp for [logp] in entries] for entries in logps]
 
     def invalidate_weights(self) -> None:

@@ -82,6 +82,9 @@ class Branches:
         """
         Removes the cache, and returns it with its mask and the suffixes of prompts, which must still be prefilled.
         Returns `None` if the cache can't be used. From the second turn on, `obstacle` then has the reason.
+
+        For example, the cache holds a prompt of 3 tokens and 3 of its 4 sampled tokens. With a result of 5 tokens, the
+        next prompt has 12 tokens, and its suffix is the last 6.
         """
         stored, self._stored = self._stored, None
         if self.continuations is None:
@@ -146,7 +149,8 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    The model's own forward prefills each unique prompt once, and [`~engines.decoding.decode`] samples completions.
+    The model's own forward prefills each unique prompt once, and [`~engines.decoding.decode`] samples completions. For
+    example, the prompts A, A, B and B are prefilled as the rows A and B, and sampled from the rows 0, 0, 1 and 1.
     An earlier forward prefills common prefixes of prompts ([`~forward.trees.Node`]) if that saves tokens, unless ranks
     need each other's forwards (`ranks_in_step`). Without `shared_prefill`, or if the model or the options don't allow
     `decode`, `generate` gets each prompt once per completion.
@@ -161,10 +165,11 @@ def generate_completions(
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (is_static or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
-        # `room` is the number of tokens with static shapes. It is 0 if ranks wait for each other (`ranks_in_step`), as
-        # a waiting rank could exceed any number.
+        # With static shapes, the cache has room for `room` tokens of each completion. Shapes are dynamic (`room` is 0)
+        # if ranks wait for each other (`ranks_in_step`), as a waiting rank could exceed any number.
         config, room = copy.copy(config), 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
+    # Without `decode`: `generate` on repeated prompts
     if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses another cache"
@@ -178,6 +183,7 @@ def generate_completions(
             inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
         with frozen_features(unwrapped_model, rows):
             return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
+    # Prefill. `past` has the cache of earlier tokens, its mask, and the suffixes of prompts that are prefilled now
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
     prompt_rows = [unique.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
     if branches is not None:
@@ -190,12 +196,14 @@ def generate_completions(
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
     n_per_prompt, remainder = divmod(len(prompt_rows), len(unique))
-    # Each completion gets a row of its own, unless prompts share rows and have equally many completions, in order
+    # Completions share their prompt's row if the model allows it and prompts have equally many completions, in order.
+    # Otherwise each completion gets a row of its own
     if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask, logits, index = mask[index], logits[index], torch.arange(len(prompt_rows), device=device)
     if shares_cache:
         layout = share_prompts(cache, mask, len(prompt_rows), room)
+    # Sampling
     keeps_cache, mask = branches is not None, mask[index]
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
@@ -210,6 +218,7 @@ def generate_completions(
     output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
+        # The last `N` columns. The cache holds the prompts' `mask.size(1)` tokens and `N - 1` sampled tokens
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
         branches.keep(cache, mask, prompts, completion_ids, ends if isinstance(ends, list) else [ends])
     return output
@@ -245,6 +254,9 @@ def _prefill_prefixes(
     """
     Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
     of prompts. Returns `None` if that would save few tokens, or if a prefix could end within media.
+
+    For example, prompts of 8 and 7 tokens have the first 5 in common. The prefix row has 5 tokens, and the 2 suffix
+    rows have 3, with padding, so 11 tokens are forwarded in place of 16.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):
@@ -399,4 +411,5 @@ def sample_completions(
     outputs = outputs[: len(parts)]
     max_length = max(output.size(1) for output in outputs)
     padded = [F.pad(output, (0, max_length - output.size(1)), value=pad_token_id) for output in outputs]
+    # `parts` hold indices of prompts, by which completions return to the order of prompts
     return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]

@@ -77,6 +77,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     turns of a conversation.
     """
 
+    # `placeholders` are ids that no completion may have. Servers read adapters from `adapter_folder`.
     def __init__(
         self,
         engine_kwargs: dict[str, Any] | None = None,
@@ -99,12 +100,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
         # Index, over the whole run, of the generation batch that is due at the next sync
         self.generation_batch_index = 0
-        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. Requests
-        # in flight may still use earlier adapters than the last
+        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. Earlier
+        # adapters than the last stay there while requests in flight may use them
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
-        self._n_drafts = self._n_accepted = 0.0
+        self._n_drafts = self._n_accepted = 0.0  # the engine's counters at the last call of `acceptance_length`
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -188,8 +189,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """
-        Samples completions. `room` has the maximum number of tokens of each completion. Returns prompt ids, completion
-        ids, log-probabilities, and the tokens of the log-probabilities.
+        Samples completions. `room` has the maximum number of tokens of each completion. `sampling` are vLLM's sampling
+        parameters, by default those of training. `num_generations` isn't read: `prompts` has an entry per completion.
+
+        Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the
+        last two have a list for each token, here of one entry.
         """
         options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
@@ -219,7 +223,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         seed: int | None,
         room: Sequence[int],
     ) -> list[EngineRequest]:
-        """Returns requests. A request is for consecutive completions of the same prompt."""
+        """
+        Returns requests. A request is for consecutive completions of the same prompt object: the prompts A, A, B give
+        two requests, for 2 and 1 completions. The first of the completions sets the `room` and the seed of a request.
+        """
         requests: list[EngineRequest] = []
         last_prompt = None
         for index, prompt in enumerate(prompts):
@@ -285,8 +292,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         check: each version has its own name, and a restarted server refuses unknown names.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
-        # Restarted if it started after the connection. A second is added, as the time of the connection was rounded
-        # down to whole seconds
+        # A server that started after the connection was restarted. One second is added, because the time of the
+        # connection was rounded down to whole seconds
         if loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
@@ -369,6 +376,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _sample_with_engine(
         self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
+        """Returns completions. Ranks that share an engine run each other's requests, and return their part."""
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         start, batch = 0, requests
@@ -439,8 +447,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     @property
     def _needs_base_weights(self) -> bool:
         """
-        Whether the engine gets base weights besides the adapter. It needs them if the policy's weights have 4 bits, as
-        the engine takes dequantized ones, or if it has a sleep mode, as it loses its weights in each sleep.
+        Whether the engine gets base weights besides the adapter. It gets them if the policy's weights have 4 bits, as
+        it samples with the dequantized weights, or with a sleep mode, as each sleep drops its weights.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -449,12 +457,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Updates the engine's weights, or its adapter, and resets its caches."""
         adapter = self.adapter_alone
         is_first = self._adapter_request is None
+        # Base weights below an adapter never change, so they are sent again only if a sleep has dropped them
         sends_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
             with ExitStack() as stack:
                 if self._max_staleness > 0:  # servers sample during updates
                     self._on_main_process(lambda: stack.enter_context(self.vllm_client.paused()))
-                # Before weights are gathered, so that no rank waits in a collective for a server that is gone
+                # A server that is gone must raise an error here. Later, ranks would wait for it in a collective
                 self._on_main_process(lambda: self.vllm_client.reset_encoder_caches())
                 self.check_restarts()
                 if sends_weights:
@@ -487,12 +496,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # vLLM reads some weights only once their layer is complete. By then, the adapter may be unmerged from the
-            # model's weights, so vLLM gets copies of the merged weights
+            # vLLM reads some weights only when it has all weights of their layer. By then, the adapter may be unmerged
+            # from the model's weights, so vLLM gets copies of the merged weights
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
-        # vLLM silently drops weights that it has no place for. Its own list of loaded weights has other names than the
-        # checkpoint, so reads are recorded instead
+        # vLLM silently drops weights that it has no place for. The names in its list of loaded weights aren't those of
+        # the checkpoint, so reads are recorded instead
         left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
         if left_out:
             raise RuntimeError(
@@ -533,6 +542,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
+        # Requests in flight use adapters from index `oldest` on. Without asynchronous sampling, none is in flight
         oldest = self.generation_batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
         old_folders = [path for batch_index, path in self._adapters if batch_index < oldest]
         current_adapters = [entry for entry in self._adapters if entry[0] >= oldest]

@@ -74,6 +74,7 @@ class EngineAdapter:
         return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
 
     def _weight_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Returns `lora_A` `(rank, in_features)` and `lora_B` `(out_features, rank)` of each layer."""
         return [(layer.lora_A[self._name].weight, layer.lora_B[self._name].weight) for layer in self._layers.values()]
 
     def _check_config(self, config: "PeftConfig") -> None:
@@ -94,7 +95,7 @@ class EngineAdapter:
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments that the engine must be started with."""
-        # The engine gets the dequantized 4-bit weights, on which the adapter was trained, and must not quantize them
+        # The adapter was trained on dequantized 4-bit weights. The engine gets them, and must not quantize them again
         unquantized = {"quantization": None} if self.is_4bit else {}
         if not self.alone:
             return unquantized
@@ -132,7 +133,8 @@ class EngineAdapter:
             if folder is None:
                 return
             for (name, layer), (down, up) in zip(self._layers.items(), self._weight_pairs(), strict=True):
-                # `lora_B` includes the scale, since layers may differ in it and vLLM has one scale for all
+                # `lora_B` includes its layer's scale, since vLLM has one scale for all layers: `lora_alpha / r`, which
+                # is 1 in the config below
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
                 tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()

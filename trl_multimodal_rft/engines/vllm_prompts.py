@@ -63,6 +63,11 @@ class EnginePrompts:
         return processed
 
     def _join_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
+        """
+        Returns the engine's input for an encoded prompt with the token `ids`. Parts of the prompt with media, such as
+        a tool's result, are rendered separately. If a part begins at token 10, and its placeholders at token 2
+        of the part, the placeholders begin at token 12 of the prompt.
+        """
         if not prompt.modalities:
             return tokens_input(ids)
         if isinstance(prompt.decoded, dict):  # another process has encoded the prompt, with features for a server
@@ -104,7 +109,8 @@ class EnginePrompts:
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {modality: dict(value) for modality, value in prompt.processor_kwargs.items()}
-        # vLLM counts image tokens by options at the top level. These would also apply to videos, so videos prevent it
+        # vLLM counts image tokens by options at the top level. There, they would also apply to videos, so prompts with
+        # videos keep them in `images_kwargs`
         if "video" not in media:
             options |= options.pop("images_kwargs", {})
         if "video" in media:

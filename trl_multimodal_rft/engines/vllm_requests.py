@@ -121,9 +121,9 @@ def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
 
 def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
     """
-    Calls `attempt(n)` for `n` = 0, 1, ... until a call doesn't raise [`RequestLost`], and returns its result. The wait
-    between attempts doubles up to a limit. Raises a `RuntimeError` when an attempt times out, or when the waits add up
-    to `patience` seconds.
+    Calls `attempt(n)` for `n` = 0, 1, ... until a call doesn't raise [`RequestLost`], and returns its result. Waits
+    between attempts take 0.25, 0.5, 1, 2, 4 and 8 seconds, and 10 seconds from then on. Raises a `RuntimeError` when
+    an attempt times out, or when the waits add up to `patience` seconds.
     """
     n, total_wait = 0, 0.0
     while True:
@@ -140,7 +140,7 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Calls `work` on items in threads, and returns the results. Raises the first error at once."""
+    """Calls `work` on items in threads, and returns the results in order. Raises the first error at once."""
     slots = threading.Semaphore(_MAX_CONCURRENT)
 
     def run(item: T) -> U:
@@ -194,6 +194,7 @@ def completions_in(
 def _sample_in(
     choice: dict[str, Any], max_tokens: int, vocab_size: int, placeholders: Collection[int], end_ids: Collection[int]
 ) -> ServerSample:
+    """Returns the completion in a choice of an answer. A `ValueError` has the end of a sentence as its message."""
     reason, ids = choice.get("finish_reason"), choice.get("token_ids")
     if reason not in _FINISH_REASONS:
         raise ValueError(f"ended by {reason!r}")

@@ -190,6 +190,7 @@ class ServerGroup(ServerClient):
         bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":
             assert json is not None
+            # This process has rank 0 of the broadcast. Workers of servers follow: after 2 workers, the offset is 3
             offsets = accumulate((client.get_world_size() for client in self.clients[:-1]), initial=1)
             bodies = [{"init_info": {**json["init_info"], "rank_offset": offset}} for offset in offsets]
         # Not retried, as a server may have received a part of the weights
@@ -291,6 +292,7 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
     Returns a server's start time and current time, in seconds of its clock. Raises a [`RequestLost`] if the server
     doesn't answer.
     """
+    # If the start or the current time is unknown, the server never counts as restarted
     answer = answer_of(url, _INFO_PATH, seconds=timeout, method="GET")
     start = str(content_of(answer, url, _INFO_PATH)["vllm_config"].get("instance_id"))  # a time in nanoseconds
     now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf

@@ -61,6 +61,9 @@ class ServerTeacher:
         """
         Returns the `k` most likely tokens at each position of completions, and their log-probabilities. Both have
         shape `(N, width, k)`, lie on the CPU, and are 0 after a completion's end.
+
+        The server scores all tokens but the first. Of a prompt of 3 tokens with a completion of 2, it scores 4 tokens,
+        of which the last 2 count.
         """
         ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
         requests = [prompt._replace(ids=prompt.ids + row) for prompt, row in zip(prompts, completions, strict=True)]

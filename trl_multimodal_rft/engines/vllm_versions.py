@@ -10,7 +10,7 @@ from trl.import_utils import is_vllm_available
 from ..versions import bounds, compare_with_tested, warn_of_newer
 
 
-# Reads the names of all installed packages, for seconds of CPU time, and several modules ask
+# Cached, since several modules call it, and it reads the names of all installed packages for seconds of CPU time
 packages_distributions = cache(metadata.packages_distributions)
 
 SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))

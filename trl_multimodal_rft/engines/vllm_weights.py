@@ -31,7 +31,8 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_mod
 
 # (target, size) of each weight, by model and by name in memory. If a weight is only renamed, the target is its name in
 # the checkpoint, and the size is 0. Other weights are converted in groups: the target is the group's name, and the
-# size is the number of its weights
+# size is the number of its weights. For example, `q`, `k` and `v`, which are one weight `qkv` in the checkpoint, have
+# the entry ("qkv", 3)
 _targets_of: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[str, float]]] = WeakKeyDictionary()
 
 
@@ -47,10 +48,11 @@ def checkpoint_weights(
         elif size == 1:
             yield from _revert(model, {name: weight}).items()
         else:
+            # A copy, since the weight's memory may be written again before the group is complete
             groups[target][name] = weight.clone()
             if len(groups[target]) == size:
                 yield from _revert(model, groups.pop(target)).items()
-    for group in groups.values():
+    for group in groups.values():  # groups of unknown size
         yield from _revert(model, group).items()
 
 
@@ -119,6 +121,7 @@ class _ReadRecorder(TorchDispatchMode):
     ) -> Tree:
         output = func(*args, **(kwargs or {}))
         if self._is_loading:
+            # An output in the memory of an input, such as a slice, is a view, which reads nothing
             for address in _memory_addresses((args, kwargs)) - _memory_addresses(output):
                 self.unread.pop(address, None)
         return output

@@ -26,9 +26,10 @@ T = TypeVar("T")
 # A value of an answer, or of a reference
 Json = str | float | Decimal | list | tuple | dict | None
 
-# One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
+# One answer with only whitespace around its tags. With further tags inside, two answers would be possible.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 _OPENING_TAG, _CLOSING_TAG = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
+# The start of a box, an escaped character such as `\{`, or a brace
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
 # "The answer is 7." and "**Final answer:** 7", not "I wonder which answer is right"
 _STATEMENT = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
@@ -55,15 +56,16 @@ _PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、�
 # Maximum number of combining marks on a letter, as in Unicode's stream-safe form. Further marks are dropped, because
 # normalization takes quadratic time to sort marks.
 _MOST_MARKS = 30
-# Words (except LaTeX commands), adjacent numbers and clock times aren't passed to math_verify, which reads "cat" as
-# c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
+# Texts with words (except LaTeX commands), adjacent numbers or clock times aren't passed to math_verify, which reads
+# "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as a ratio (equal to "4:60")
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
-# math_verify stops at the first character that isn't one of these: it reads "7?8" and "7)8" as 7
+# Characters of expressions. math_verify stops at the first other character, and reads "7?8" as 7.
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
+# Spaces and signs in LaTeX such as `\,` and `\%`, backslashes before brackets, and underscores of subscripts
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
 _LONGEST_EXPRESSION = 1000  # maximum length of an expression, in characters
-# "1,000", ".5", "1e3"; "1/2", "1 1/2"
+# "1,000", ".5" and "1e3" are numbers; "1/2" and "1 1/2" are fractions
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:(?<=[0-9])e[-+]?[0-9]{1,3})?")
 _MIXED = re.compile(r"([-+]?)\s*(?:([0-9]+) )?([0-9]+/0*[1-9][0-9]*)")
 # Letters with a value, which may equal a number
@@ -250,7 +252,7 @@ def _find_answer(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> str | None:
-    """Returns the content of the last closed `\\boxed{}`, or `None`."""
+    """Returns the content of the closed `\\boxed{}` that opens last, such as the inner one of two, or `None`."""
     open_braces: list[int | None] = []  # index after the opening brace of a box, `None` for other braces
     start, content = -1, None
     for brace in _BRACES.finditer(text):
@@ -342,10 +344,11 @@ def _decomposed(character: str, superscripts: bool) -> str:
 
 
 def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
+    """Returns whether an answer, which was found in LaTeX or not, equals the answer in a reference."""
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
-    # One of two equal numbers may lack its unit
+    # In LaTeX, one of two equal numbers may lack its unit
     (value, unit), (right_value, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
     units = {unit, right_unit} - {""}
     return in_latex and len(units) == 1 and _equal(value, right_value)
@@ -375,6 +378,7 @@ def _value_and_unit(text: str) -> tuple[str, str]:
 
 
 def _equal(answer: str, reference: str) -> bool:
+    """Returns whether two texts are equal as texts, as numbers, or as expressions."""
     texts = [_folded(answer), _folded(reference)]
     if texts[0] == texts[1]:
         return True
@@ -387,10 +391,11 @@ def _equal(answer: str, reference: str) -> bool:
     if not (_is_expression(answer) and _is_expression(reference)):
         return False
     units = {_value_and_unit(text)[1] for text in (answer, reference)} - {""}
-    letters = [len(text) == 1 and text.isalpha() for text in texts]
-    if all(letters) or len(units) > 1:
+    are_letters = [len(text) == 1 and text.isalpha() for text in texts]
+    if all(are_letters) or len(units) > 1:
         return False
-    if all(letter or number is not None for letter, number in zip(letters, numbers, strict=True)):
+    # Of a letter and a number, only a constant such as "e" can be equal to the number
+    if all(is_letter or number is not None for is_letter, number in zip(are_letters, numbers, strict=True)):
         if not set(texts) & set(_CONSTANTS):
             return False
     return expressions.equal(answer, reference)
@@ -404,11 +409,13 @@ def _is_expression(text: str) -> bool:
     if _PROSE.search(bare) is not None:
         return False
     bare = _ESCAPE.sub("", bare).strip("$?;°\"' ")
+    # Brackets must close, as math_verify reads "7)8" as 7
     depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in bare)]
     return min(depths) == depths[-1] == bare.count("|") % 2 == 0 and _READABLE.fullmatch(bare) is not None
 
 
 def _number(text: str) -> Fraction | None:
+    """Returns the value of a number or of a fraction such as "1 1/2", or `None` for other texts."""
     if len(text) > _LONGEST_EXPRESSION:
         return None
     mixed = _MIXED.fullmatch(text)

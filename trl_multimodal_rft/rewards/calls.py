@@ -45,8 +45,8 @@ Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# Columns that aren't passed by these names, as in TRL: `prompt` and `completion` are passed in the plural, and the
-# argument `completion_ids` comes from the trainer
+# Columns that reward functions don't get under these names, as in TRL: `prompt` and `completion` are passed in the
+# plural, and the argument `completion_ids` comes from the trainer
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
@@ -212,7 +212,7 @@ def checked_reward(
 ) -> Callable:
     """
     Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]. Errors
-    name rows by their indices in `rows`.
+    name rows by `rows`, which has each completion's row index.
     """
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
@@ -310,7 +310,10 @@ def _plain(value: Any) -> Any:
 
 
 def _stepwise_reward(values: list[Any], turns: Sequence[tuple[int, int]], source: str, label: str) -> StepwiseReward:
-    """Returns the reward of a completion from numbers per turn, or from pairs (last token, reward)."""
+    """
+    Returns the reward of a completion from numbers per turn, or from pairs (last token, reward). With the turns
+    [(0, 3), (5, 8)], the numbers [0.5, 1.0] are the pairs [(2, 0.5), (7, 1.0)].
+    """
     if not any(isinstance(step, (list, tuple)) for step in values):
         if len(values) != len(turns):
             raise ValueError(

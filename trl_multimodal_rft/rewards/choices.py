@@ -94,7 +94,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         start = letter[1]
         if start == len(answer):
             break
-    # Letters that the rest lists count, too: "(A) or (C)" names several choices
+    # Letters in a list count, too: "(A) or (C)" names two choices
     listed = listed_letters(answer[start:]) if indices else ()
     named_indices = {*indices, *(ord(letter) - ord("A") for letter in listed), index} - {None}
     return named_indices.pop() if len(named_indices) == 1 else None

@@ -60,7 +60,7 @@ class _Comparer:
 
 @functools.cache
 def _comparer(process_id: int) -> _Comparer:
-    """Returns the comparer for a process id, since a forked process needs its own comparer."""
+    """Returns the comparer of a process. A forked process needs a new one, as it would share its parent's pipes."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer

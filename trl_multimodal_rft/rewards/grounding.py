@@ -217,6 +217,7 @@ def detection_reward(
 
 
 def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
+    # Of boxes with equal coordinates, the first counts
     boxes = list({box[:4]: box for box in reversed(boxes)}.values())[::-1]
     boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
     unmatched, overlap, confidence = list(references), 0.0, 0.0
@@ -303,6 +304,7 @@ def counting_reward(
         scales = scales_of(solution_scale, answer_scale, position)
         guesses = np.array(points) / scales[1]
         targets = np.array(references) / scales[0]
+        # Distances `(guesses, targets)`, as shares of the diagonal: coordinates are from 0 to 1
         distances = np.linalg.norm(guesses[:, None] - targets, axis=-1) / math.sqrt(2)
         mean_distance = float(np.mean([distances[pair] for pair in _best_assignment(-distances)]))
         return min(len(guesses), len(targets)) / max(len(guesses), len(targets)) * max(1 - mean_distance, 0.0)

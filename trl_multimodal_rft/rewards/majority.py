@@ -68,6 +68,7 @@ def majority_reward(
     rewards, shares, winners = [0.0] * len(completions), [], []
     for positions in groups.values():
         votes = Counter(answers[position] for position in positions if answers[position])
+        # The most frequent answer and its number of votes, and the second number of votes, 0 if there is none
         (label, n), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
         shares.append(n / len(positions))
         if n > n_second and shares[-1] >= threshold:

@@ -178,6 +178,8 @@ class RewardModel:
     def _encode_batch(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
         """Returns sequences to forward whole, by batch index, and groups that share a forward pass of their prompt."""
         sequences, groups, start = {}, [], 0
+        # Rows from `start` to `stop` have equal prompts. They are encoded when the next row has another prompt. A row
+        # whose completion has media is encoded alone
         for stop in range(1, len(prompts) + 1):
             completion_refs = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
             if stop < len(prompts) and not completion_refs and same_prompt(prompts[stop], prompts[start]):
@@ -301,9 +303,9 @@ class RewardModel:
 
 def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if that isn't
-    possible. Sharded weights rule it out: ranks need equally many forward passes, but can have different numbers of
-    groups.
+    Returns a model that forwards a prompt once per group, with the modules of `model`, or `None` if completions can't
+    share the prompt's forward. With sharded weights, they can't, since all ranks need equally many forward passes, but
+    may have different numbers of groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):

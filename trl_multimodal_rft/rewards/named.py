@@ -37,6 +37,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
+    """Returns the reward functions of names such as `"format_reward"` or `"length_reward(bonus=0.1)"`."""
     reward_funcs = [_load_func(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))

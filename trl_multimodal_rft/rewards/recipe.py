@@ -42,6 +42,7 @@ def combine_rewards(
             raise ValueError(
                 f"Sample {i} has the label {label!r}, which `reward_recipe` doesn't know: {sorted(recipe)}."
             )
+    # The first term, NaN, is the sum if a label has no rewards
     terms = [torch.full_like(rewards[0], torch.nan)]
     for name, weights in _weights_by_name({label: recipe[label] for label in labels}).items():
         if name not in label_map:
@@ -75,8 +76,8 @@ def apply_recipe(
     """
     Selects and weights reward functions by the label of each row, for any trainer with TRL's reward functions.
 
-    A function is called with the rows whose label uses it, and isn't called if there are none. List arguments hold
-    these rows alone. Values that the function logs with `log_extra` are `None` on other rows.
+    A function is called with the rows whose label uses it, and isn't called if there are none. Its list arguments have
+    entries of these rows only. Values that the function logs with `log_extra` are `None` on other rows.
 
     Args:
         reward_funcs (`dict[str, Callable]`):

@@ -62,6 +62,7 @@ class Box(NamedTuple):
 
 
 def box_iou(one: Box, other: Box) -> float:
+    """Returns the intersection over union of two boxes in the same coordinate system."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
     intersection = max(width, 0.0) * max(height, 0.0)
@@ -69,13 +70,14 @@ def box_iou(one: Box, other: Box) -> float:
 
 
 def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Computes the intersection over union of two sets of spans. Overlaps within a set count once."""
+    """Returns the intersection over union of two sets of spans. Overlaps within a set count once."""
     lengths = [_length(spans), _length(others)]
     union = _length([*spans, *others])
     return (sum(lengths) - union) / union
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
+    """Returns the length of the union of spans."""
     total, end = 0.0, -math.inf
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)
@@ -86,6 +88,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 def boxes_in(text: str) -> list[Box]:
     """Returns the boxes of positive area in an answer. Boxes in JSON may have labels and confidences."""
     boxes, _ = _read_items(_json_in(text), _as_box)
+    # Four numbers alone are a box, too, and so are two pairs such as "x1: 1, y1: 2" and "x2: 3, y2: 4"
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
@@ -111,7 +114,10 @@ def points_in(text: str) -> list[tuple[float, float]]:
 
 
 def spans_in(text: str) -> list[tuple[float, float]]:
-    """Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the span's end."""
+    """
+    Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the span's end: "1 to 2
+    min" is (60.0, 120.0).
+    """
     times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _QUANTITY.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
@@ -133,6 +139,7 @@ def spans_of(solution: Json) -> list[tuple[float, float]]:
 
 
 def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
+    """Returns the items of a reference, or an empty list if the reference has an unreadable item."""
     if isinstance(solution, str):
         return read_text(extract_answer(solution))
     items, n_unreadable = _read_items(solution, as_item)

@@ -109,7 +109,7 @@ def _best_rewards(
     reward: Callable[[str, str], float],
     columns: dict[str, Argument],
 ) -> list[float | None]:
-    """Returns the reward of each answer, which is the largest over its references."""
+    """Returns the reward of each completion's answer, which is the largest over the references of its row."""
 
     def read_references(reference: Json) -> list[str]:
         entries = reference if isinstance(reference, (list, tuple)) else [reference]

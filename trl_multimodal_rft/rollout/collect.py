@@ -48,7 +48,8 @@ def collect(
         )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
-    # Groups are counted over all ranks, since a group may straddle ranks
+    # Groups are counted over all ranks, since a group may straddle ranks. For example, with groups of 2 and 3 rows per
+    # rank, rank 0 has the ids 0, 0, 1, and rank 1 has 1, 2, 2
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts, messages = [], source.messages
     if encodes_text or any(next(iter_refs(prompt), None) is not None for prompt in messages):
@@ -64,6 +65,7 @@ def collect(
                 try:
                     prompts.append(encode(messages[i]))
                 except MediaError as error:
+                    # Without an observation, the row is at fault. Without the row's own messages, no prompt is left
                     if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
                     # The environment's observation can't be encoded, which ends the trajectory
@@ -82,6 +84,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
     encoded: dict[int, EncodedPrompt] = {}
 
     def under_view(index: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
+        """Returns a prompt, with the messages `batch_messages[index]`, under the view."""
         if isinstance(prompt, Contexts):  # the messages of the first context are the prompt's
             contexts = zip(prompt.prompts, [batch_messages[index], *rollout.source.contexts[index]], strict=True)
             new_prompts = [
@@ -126,7 +129,7 @@ def with_new_start(prompt: EncodedPrompt, start: EncodedPrompt) -> EncodedPrompt
 def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], index: int) -> View:
     """
     Returns the view, seeded for the row at `index` in the batch. A view that needs media of another row gets the media
-    of the next row that has other media of the same modalities.
+    of the next row that has other media of the same modalities, or none if there is no such row in the batch.
     """
     view = view.seeded(*view.seed, row_indices[index])
     if not view.type.needs_other:
@@ -195,14 +198,16 @@ def add_completions(
     accelerator: Accelerator,
 ) -> tuple[dict[str, float], int]:
     """
-    Adds completions, their masks and their log-probabilities to a rollout. `ended` is false for completions that were
-    cut off. Returns TRL's metrics of lengths, and the number of prompt and sampled tokens, both over all ranks.
+    Adds completions, their masks and their log-probabilities to a rollout. `tool_mask` is 0 on results of tools, and
+    `None` without tools. `ended` is false for completions that were cut off. Returns TRL's metrics of lengths, and the
+    number of prompt and sampled tokens, both over all ranks.
     """
     device, pad_token_id = accelerator.device, rollout.pad_token_id
     rollout.source.ids, rollout.source.ended = ids, ended
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
     mask = right_pad([[1] * len(row) for row in ids], 0, pad_to_multiple_of)
     has_ended = torch.tensor(ended)
+    # Numbers of sampled tokens
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
     if tool_mask is not None:
         rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)

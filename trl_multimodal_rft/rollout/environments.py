@@ -80,7 +80,8 @@ class Environments:
         self.factories: dict[Any, Callable] = {}
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
-        # One environment of each factory, to know its tools and whether it has a reward
+        # Environments by factory, which each rollout resets. The first environment of a factory shows the tools, and
+        # whether there is a reward. `reset_all` adds environments if a rollout needs more.
         self.pools = {name: [_make_environment(make)] for name, make in self.factories.items()}
         for [environment] in self.pools.values():
             if not callable(getattr(environment, "reset", None)):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Dynamic sampling and replay: groups whose rewards differ replace groups whose rewards are all the same."""
+"""Dynamic sampling and replay: groups with signal, newly sampled or from a buffer, replace groups without signal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class GroupExchange:
     # Groups with signal for which the last batch had no room. All ranks draw while any rank lacks groups, so without
     # a limit, the surplus of the other ranks would grow and age.
     surplus: GroupBuffer
-    max_rounds: int  # maximum number of draws in a step; 0 without dynamic sampling
+    max_rounds: int  # maximum number of draws in a step, the rollout itself included; 0 without dynamic sampling
     replays: bool
     is_bounded: bool = False  # whether the mean rewards of groups must be in a range
 
@@ -88,10 +88,14 @@ class GroupExchange:
         """
         Returns a rollout with signal in as many groups as possible, whether any rank's rollout has a group of an
         earlier step, and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
+
+        For example, 1 of 4 groups has signal, and the surplus is empty. If 2 of the 4 groups of a further draw have
+        signal, and no draw is left, the result has these 3 groups, and 1 replayed group, or else 1 without signal.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
         draws = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
         n_groups, rounds = len(draws), 1
+        # Picks are groups with signal. The surplus comes first, as its completions are older
         picks = self.surplus.take(len(self.surplus)) + _with_signal(draws)
         while rounds < self.max_rounds and any_rank(self.accelerator, len(picks) < n_groups):
             further_groups = draw(n_groups).for_loss().groups(self.group_size)
@@ -99,6 +103,7 @@ class GroupExchange:
         if is_dynamic:
             self.surplus.append(picks[n_groups:])
         picks = picks[:n_groups]
+        # Replayed groups, and then groups without signal, fill the rest
         old_groups = self.replay.sample(n_groups - len(picks), step)
         if self.replays:
             self.replay.append(picks)
@@ -106,6 +111,7 @@ class GroupExchange:
         without_signal = [group for group in draws if group not in with_signal]
         groups = picks + old_groups + without_signal[: n_groups - len(picks) - len(old_groups)]
 
+        # The result, and counts over all ranks
         result = join_rollouts(groups, self.accelerator.device)
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
@@ -132,14 +138,14 @@ def _with_signal(groups: list[Rollout]) -> list[Rollout]:
 
 
 def _range_side(group: Rollout) -> int:
-    """Returns -1 or 1 if the group's mean reward is too low or too high for the wanted range, and 0 otherwise."""
+    """Returns -1 or 1 if the group's mean reward is too low or too high for the option's range, and 0 otherwise."""
     return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:
     """
-    Returns the exchange of groups for a trainer's arguments, or `None` without dynamic sampling and replay.
-    `makes_prompts` is whether user code makes the prompts.
+    Returns the exchange of groups for a trainer's arguments, or `None` without dynamic sampling and without replay.
+    `makes_prompts` says whether user code makes the prompts.
 
     Raises `ValueError` if groups of these prompts can't be exchanged, or rows can't be drawn in another order.
     """

@@ -35,6 +35,7 @@ def arrange_rollout(
         if can_move:
             rollout, metrics["packing/moved_mb"] = _exchange(rollout, args.num_generations, accelerator)
     if steps > 1:
+        # Tokens of later contexts, which are forwarded in addition to prompt and completion
         later_lengths = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
         lengths = [n + more for n, more in zip(rollout.completion_mask.sum(1).tolist(), later_lengths, strict=True)]
         rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, generator))
@@ -44,6 +45,7 @@ def arrange_rollout(
 def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
     """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
     groups, rank = rollout.groups(group_size), accelerator.process_index
+    # Loads of groups, and whether they are free, `(2, groups)`, are gathered as two lists `(ranks, groups)`
     loads = torch.tensor([[forwarded_length(group) for group in groups], _is_free(groups)], device=accelerator.device)
     loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
     assignment = balanced_assignment(loads, free)
@@ -84,6 +86,9 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
     The rank with the most tokens and the rank with the fewest swap two groups, as long as a swap brings their totals
     closer and the largest total exceeds the mean by more than the tolerance. Swaps keep the number of groups per rank,
     and move fewer groups than a new distribution would.
+
+    For example, two ranks have groups with the loads [[9, 5], [4, 2]]. A swap of groups 0 and 2 changes the totals
+    from 14 and 6 to 9 and 11. No further swap helps, so the assignment is [[2, 1], [0, 3]].
     """
     n = len(loads[0])
     assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
@@ -120,6 +125,7 @@ def _move(
 ) -> tuple[dict[int, Rollout], int]:
     """Returns the groups that this rank receives from others, and the bytes that all ranks send."""
     rank, device, n = accelerator.process_index, accelerator.device, len(local_groups)
+    # (index of a group among all ranks' groups, source rank, target rank)
     moves = [
         (group, group // n, target)
         for target, rank_groups in enumerate(assignment)
@@ -132,7 +138,7 @@ def _move(
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # Gloo can't send memory of a GPU
         device = torch.device("cpu")
     transfers, buffers = [], {}
-    for group, source, target in moves:  # sender and receiver must have the same order
+    for group, source, target in moves:  # the same order on all ranks, as sends and receives are paired in order
         if source == rank:
             transfers.append(dist.P2POp(dist.isend, payloads[group].to(device), target))
         elif target == rank:
@@ -163,7 +169,7 @@ def pickled_group(group: Rollout) -> torch.Tensor:
 
 
 def gather_rows(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of all ranks, padded on the right."""
+    """Returns the rows of all ranks, `(ranks * N, C)`, padded on the right to the longest rank's `C`."""
     return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
 
 

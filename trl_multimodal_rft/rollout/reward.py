@@ -49,6 +49,7 @@ def checked_functions(
         name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)
     ]
     check_text_models(text_model_names, rollout.source.messages, rollout.source.completions)
+    # Reward functions of environments store errors in the list `failures` of the rollout, see `reward_of`
     failures = {"failures": rollout.source.failures}
     reward_funcs = [
         partial(function, **failures) if hasattr(function, "stores_failures") else function
@@ -142,7 +143,12 @@ def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
 
 
 def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> torch.Tensor:
-    """Returns the sums of the rewards in each of the first turns, `(N, F, turns)`, NaN where a function gives none."""
+    """
+    Returns the sums of stepwise rewards in each of the first turns, `(N, F, turns)`, NaN where a function gives none.
+
+    For example, the turns of a completion have the tokens 0 to 2 and 5 to 7. Rewards of 0.5 at token 2, and of 1.0 at
+    tokens 6 and 7, give the sums 0.5 and 2.0.
+    """
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
     for sums, row, completion_turns in zip(turn_sums, rewards, turns, strict=True):
         for i, item in enumerate(row):
@@ -239,6 +245,9 @@ def join_steps(
     `turns` has a pair for each turn: the index after its last token, and a text that identifies the state before the
     turn (the messages that it answers). Steps in equal states get equal ids. A completion's outcome is its `bonus`,
     `(N,)`, plus the weighted sum of its `rewards_per_func`, `(N, F)`, by functions that aren't stepwise.
+
+    For example, the turns [(3, "a"), (8, "b")] with a stepwise reward at token 1 give steps that end at tokens 1, 2
+    and 7. The first two steps belong to turn 0.
     """
     step_lists, state_ids, weights = [], {}, weights.cpu().double()
     for row, completion_turns in zip(rewards, turns, strict=True):
@@ -268,7 +277,7 @@ def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
 def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequence[float]) -> torch.Tensor:
     """
     Returns -1 where the mean reward of a completion's group is at or below the lower bound, 1 where it is at or above
-    the upper one, and 0 between them, or where the group has no reward. Shapes: both `(N,)`; returns `(N,)`.
+    the upper bound, and 0 between the bounds, or where the group has no reward. Shapes: both `(N,)`; returns `(N,)`.
     """
     statistics = group_statistics(rewards, group_ids)
     total = torch.zeros_like(statistics.count).index_add(0, statistics.index, rewards.cpu().double().nan_to_num(0.0))
@@ -280,9 +289,9 @@ def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
 ) -> Estimates:
     """
-    Returns advantages: rewards that are normalized per function and group, summed, and normalized over the batch, as
-    TRL does for `multi_objective_aggregation="normalize_then_sum"`. If each function gives equal rewards within a
-    group, the group's advantages are 0.
+    Returns advantages: rewards that are normalized per function and group, summed by `weights`, and normalized over
+    the batch, as TRL does for `multi_objective_aggregation="normalize_then_sum"`. If each function gives equal rewards
+    within a group, the group's advantages are 0.
 
     Shapes: `rewards_per_func` `(N, F)`.
     """

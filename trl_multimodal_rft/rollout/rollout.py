@@ -65,8 +65,8 @@ class Flight(_Part):
 class Turn(NamedTuple):
     """Tokens of a completion that were sampled in one turn."""
 
-    start: int
-    stop: int
+    start: int  # index of the first token
+    stop: int  # index after the last token
     messages: list[dict[str, Any]]  # the prompt, or the tool results, that the turn answers
 
     @property
@@ -240,7 +240,10 @@ class Rollout(_Part):
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 
     def select(self, indices: Sequence[int]) -> "Rollout":
-        """Returns a rollout of the completions at batch indices."""
+        """
+        Returns a rollout of the completions at batch indices. A tensor or list with as many entries as completions has
+        one entry per completion. All other values, such as an empty list, stay.
+        """
         indices, n = list(indices), len(self)
 
         def pick(_: Field, value: Any) -> Any:
@@ -265,7 +268,10 @@ class Rollout(_Part):
         return [self.select(range(start, start + size)) for start in range(0, n * size, size)]
 
     def groups(self, size: int) -> list["Rollout"]:
-        """Returns one rollout per group of `size` completions, without columns that all its completions mask."""
+        """
+        Returns one rollout per group of `size` completions. Per-token tensors lose the last columns if all completions
+        of the group mask them, except for the first column.
+        """
         parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
 

@@ -37,7 +37,8 @@ def score_with_view(
     Returns the scores of a micro-batch. If it has prompts under a view, the field `view` of the result holds the
     scores of the completions after these prompts.
 
-    One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal.
+    One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal. For
+    example, if the view replaces media of completions 1 and 3 of 4, the forward's rows are 0 to 3, and 5 and 7.
     `rows` are the batch indices of the completions to forward, by default all. `options` are further fields of the
     [`~forward.scores.ScoreRequest`].
     """
@@ -126,7 +127,8 @@ def engine_ratios(
     largest: float | None = None,
 ) -> torch.Tensor:
     """
-    Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says.
+    Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says: modes
+    with `truncate` set ratios out of bounds to the bound, and modes with `mask` set them to 0.
 
     Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
     `(N, 1)` for sequence-level modes.
@@ -175,14 +177,17 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         f"{name}/max": (loss_ratios.max(), nanmax),
     }
     if args.max_staleness > 0:
-        # Ratios out of bounds were set to the bound or to 0, so those strictly between the bounds are counted
+        # Ratios out of bounds were set to the bound or to 0, so ratios strictly between the bounds were kept
         kept_share = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
         values |= {"sampling/importance_sampling_ratio/kept_frac": (kept_share, torch.mean)}
     return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}
 
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
-    """Returns the number of on-policy micro-batches of a rollout, which are those before the first update."""
+    """
+    Returns the number of on-policy micro-batches of a rollout, which are those before the first update. A micro-batch
+    counts once per iteration in `steps_per_rollout`.
+    """
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps

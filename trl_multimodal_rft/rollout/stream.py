@@ -168,6 +168,7 @@ class RowStream:
         """
         Returns a loader of this rank's [`RowBatch`]es, which prefetches the rows of the next `n_prefetch` batches.
 
+        `order(n_rows, epoch)` returns the row indices of an epoch in order; `None` keeps the order of the dataset.
         Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
@@ -236,6 +237,7 @@ class RowStream:
         ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
         self._n_extra += ranks * n
         row_indices = self._extra_rows.row_indices(start + rank * n, n)
+        # To prefetch the rows of the next call, which follows if too few groups have signal
         self._coming_extra_rows = self._extra_rows.row_indices(start + (ranks + rank) * n, n)
         return RowBatch([index for index in row_indices for _ in range(self._group_size)], self._read_training_batch)
 
@@ -293,7 +295,12 @@ class RowStream:
     def _read_batch(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
-        """Returns the row of each completion, read once per group. In training, other rows replace skipped rows."""
+        """
+        Returns the row of each completion, read once per group. In training, other rows replace skipped rows.
+
+        For example, a batch has two completions of row 4 and two of row 7. If row 7 can't be read, a second round
+        reads a replacement, such as row 9. The result is then [row 4, row 4, row 9, row 9].
+        """
         rank_start = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         row_indices = [*map(_row_index, batch.keys)]
         starts_group = [
@@ -302,9 +309,10 @@ class RowStream:
         ]
         skipped_errors, batch_errors = self._skipped_errors if training else (), dict[int, str]()
         read_rows: dict[int, _ReadRow] = {}  # by the batch index at which a group begins
+        # Rounds share errors among ranks, which choose replacements by them, until no rank has a new error
         while True:
             new_errors: dict[int, str] = {}
-            if training:
+            if training:  # errors of rows at the start of a stream count with the first batch
                 new_errors, self._start_errors = self._start_errors, new_errors
             for i in (i for i in range(len(batch)) if starts_group[i]):
                 key = self._replacement(batch.keys[i], batch_errors) if training else batch.keys[i]
@@ -322,6 +330,7 @@ class RowStream:
         if skipped_errors:
             self._metrics["train"]["media/skipped"].append(float(len(batch_errors)))
         groups = self._as_encoded_rows([read_rows[i] for i in sorted(read_rows)])
+        # The number of groups that have started, up to a completion, tells the completion's group
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
@@ -386,6 +395,7 @@ class RowStream:
     # Rows that can't be read
 
     def _replacement(self, key: Any, batch_errors: Collection[int]) -> Any:
+        """Returns a key or, if its row is skipped, another row index of the dataset or the stream's last row."""
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
         # Not `self.skipped`: in a stream's next epoch, another row may have the index of a skipped row
@@ -421,7 +431,7 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         settings = unreadable_rows(self._args.on_media_error)
-        if settings.action == "raise":
+        if settings.action == "raise":  # rows without a limit on their number, see `drops`
             if failures:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > settings.limit(n_rows):
@@ -480,6 +490,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _row_index(key: Any) -> int:
+    """Returns the row index of a key, which is a row index, or a row of a stream."""
     return getattr(key, "row_index", key)
 
 
@@ -534,6 +545,7 @@ class CardNotes:
 
 
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Returns the role and text of each message of a prompt, without media."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     return tuple(

@@ -54,8 +54,8 @@ class TokenFilter:
 
     def set_weights(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
         """
-        Sets the weights of micro-batches' tokens. Tokens also compete with those of other ranks, unless the scope is
-        the sequence.
+        Sets the weights of micro-batches' tokens. Tokens also compete with the tokens of other ranks, unless the scope
+        is the sequence.
         """
         weights = self.weights(
             torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])

@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. If
-the context is rewritten, they are in the new context instead, which replaces all that the model has read so far.
+Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. For
+example, a call of 3 tokens, its result of 2 and an answer of 1 make a completion with the mask [1, 1, 1, 0, 0, 1].
+
+If the context is rewritten, results are in the new context instead, which replaces all that the model has read so far.
 """
 
 import asyncio
@@ -105,7 +107,7 @@ class ToolLoop:
     """Loop that calls tools and samples the next turn, until no completion ends with a call or a limit is reached."""
 
     encoder: PromptEncoder  # encoder of prompts and results; by default control tokens in results are errors
-    # Function that samples a completion of each prompt. The second list has the maximum number of its tokens.
+    # Function that samples a completion of each prompt. The second list has the completions' maximum lengths.
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
     branches: Branches  # caches of the completions, which later turns continue
     max_length: int  # maximum number of tokens of a completion, tool results included
@@ -113,7 +115,7 @@ class ToolLoop:
     max_media: int | None  # maximum number of media that tools return in a completion
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
-    max_context_media: int | None = None  # maximum number of media in a context; of more, the first are left out
+    max_context_media: int | None = None  # maximum number of media in a context, which are the last ones
     # Maximum number of tokens of a prompt with its completion in vLLM, `None` if transformers samples. vLLM takes
     # decoded media and computes positions itself.
     engine_length: int | None = None
@@ -152,7 +154,8 @@ class ToolLoop:
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
-        n_before = n_added = 0  # a new context replaces the tokens before it, and adds none to the completion
+        # Limits. A new context replaces the tokens before it, and adds no tokens to the completion
+        n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
         config = encoder.model.config.get_text_config(decoder=True)
@@ -165,6 +168,7 @@ class ToolLoop:
         if self.max_media is not None and n_media > self.max_media:
             trajectory.counts["media"] += 1
             return False
+        # The results fit
         trajectory.messages += results
         if messages is not None:
             trajectory.replace_context(messages, encoded, encoder.model)
@@ -290,9 +294,10 @@ class ToolLoop:
     def _replace_failed_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
-        """Returns results with an error message in place of results that can't be encoded."""
+        """Returns results with an error message in place of results with media or, if none has media, of all."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
-        failed = with_media or results  # without media, a placeholder in any of the texts is the cause
+        # The error doesn't tell which result can't be encoded. Without media, the cause is a placeholder in a text
+        failed = with_media or results
         trajectory.counts["failures"] += len(failed)
         content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
