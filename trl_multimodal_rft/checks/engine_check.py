@@ -179,8 +179,8 @@ def _subset(completions: Completions, rows: list[int]) -> Completions:
 
 def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
     """
-    Returns batch indices of `_N_PROBES` completions. Completions with tokens come first, among these the first one of
-    each prompt, and among these the prompts whose modalities no earlier prompt has.
+    Returns batch indices of up to `_N_PROBES` completions. Completions with tokens come first, among these the first
+    one of each prompt, and among these the prompts whose modalities no earlier prompt has.
     """
     sort_keys: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()

@@ -483,7 +483,7 @@ class _Check(Measure):
         Returns the difference of batched scores from scores of single prompts. Falls back until they agree.
 
         The first prompt is at both ends of the batch, before and after its partners. `separate_scores` has a row per
-        completion, prompt by prompt. A packed batch has all `n` completions of a prompt, a padded batch only the first.
+        completion, prompt by prompt. A packed batch has all `n` completions of a prompt, a padded batch only one.
         """
         prompts = [first_prompt, *partners, first_prompt]
         scores_per_prompt = [

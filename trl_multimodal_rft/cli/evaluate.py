@@ -126,7 +126,7 @@ def score_by_name(
     split: str,
     accelerator: Accelerator,
 ) -> EvaluationResult:
-    """Loads a reward model and pairs by their names, and measures the model on the pairs."""
+    """Loads a reward model and a dataset of pairs by name, and measures the model on the pairs."""
     name = str(script_args.reward_model_name_or_path)
     if model_args.model_name_or_path is not None:
         raise ValueError(
@@ -156,8 +156,8 @@ def evaluate_by_name(
     default_rewards: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
     """
-    Loads and evaluates a model on a dataset, both by name. If `script_args` has no rewards, they are the benchmark's,
-    or `default_rewards` without a benchmark.
+    Loads a model and a dataset by name, evaluates the model, and returns the rows and the result. If `script_args` has
+    no rewards, the rewards are the benchmark's, or `default_rewards` without a benchmark.
     """
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
