@@ -25,8 +25,8 @@ GROUP = "\0group"
 
 SCORE = "score/"  # prefix of the row columns with the per-row metrics of an external harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
-_N_METRICS = 8  # number of metrics in a `repr`
-_N_ANSWERS = 3  # number of answers in a summary
+_N_METRICS = 8  # maximum number of lines of metrics in a `repr`
+_N_ANSWERS = 3  # maximum number of answers in a summary
 _LONGEST_TEXT = 200  # maximum length of a text in a summary, in characters
 
 
@@ -105,7 +105,10 @@ class EvaluationResult:
 def aggregate(
     records: list[dict[str, Any]], reward_names: Iterable[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
-    """Computes the metrics of an [`EvaluationResult`] from the records of its rows."""
+    """
+    Computes the metrics of an [`EvaluationResult`] from the records of its rows. Accuracies count the rows in which
+    the first reward function scored all completions.
+    """
     scored_records = [record for record in records if None not in record["correct"]]
     n = len(scored_records[0]["correct"]) if scored_records else args.num_samples
     n_right = np.array([sum(record["correct"]) for record in scored_records])
@@ -118,7 +121,7 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers agree if they differ only in case, whitespace or punctuation
+        # Answers agree if they differ only in case, whitespace or punctuation. One block of `k` makes a share of 0 or 1.
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
         add(
             f"majority@{k}",
