@@ -121,7 +121,7 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers agree if they differ only in case, whitespace or punctuation. One block of `k` makes a share of 0 or 1.
+        # Answers agree if they differ only in case, whitespace or punctuation. A single block is right or wrong.
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
         add(
             f"majority@{k}",

@@ -36,7 +36,8 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 class _Panel(NamedTuple):
     title: str
     unit: str
-    metrics: dict[str, str]  # regular expressions of names, by label; the label "" stands for the text of the group
+    # Regular expressions of the metrics' names, by a curve's label. For "", the label is the text of the first group.
+    metrics: dict[str, str]
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
 
 
@@ -139,7 +140,7 @@ def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
 
 
 def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
-    """Returns the names of a panel's metrics that have values, by label."""
+    """Returns the names of a panel's metrics that have values, by the labels of their curves."""
     names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():
@@ -231,7 +232,7 @@ class TrainingCurvesCallback(TrainerCallback):
         if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return
         start, folder = time.perf_counter(), Path(str(args.output_dir))
-        # A run that resumes from a checkpoint with more steps than `max_steps` takes no further step
+        # A run can resume from a checkpoint with more steps than `max_steps`, and then takes no further step
         steps = max(state.global_step, state.max_steps)
         title = f"{folder.absolute().name}: update {state.global_step} of {steps}"
         figure = figure_of(state.log_history, title)
