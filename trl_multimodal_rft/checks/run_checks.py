@@ -64,9 +64,9 @@ class Checks:
         """Calls `measure` if there was no self-check yet, or if prompts of any rank have an unmeasured modality."""
         check = self.self_check
         if check is not None:
-            new_kinds = {kind for kind in MODALITIES if kind not in check.media}
-            new_kinds &= set(input_modalities(self.policy.unwrapped(model)))
-            if not new_kinds or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_kinds)):
+            new_modalities = {modality for modality in MODALITIES if modality not in check.media}
+            new_modalities &= set(input_modalities(self.policy.unwrapped(model)))
+            if not new_modalities or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_modalities)):
                 return
         media_effects = {} if check is None else check.media
         self.self_check = measure(media_effects)

@@ -339,7 +339,7 @@ class _Check(Measure):
                 except RuntimeError as error:
                     if "use_reentrant" not in str(error):
                         raise
-            return True
+            return True  # `attempt` takes `None` for a failure
 
         for packed in (True, False) if self.fallbacks.packing else (False,):
             row_type = "packed" if packed else "padded"
@@ -440,7 +440,11 @@ class _Check(Measure):
     def _with_true_logps(
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
-        """Returns completions with their true log-probabilities, see [`SelfCheck`]."""
+        """
+        Returns completions with their true log-probabilities, see [`SelfCheck`]. These are the forward's if sampled
+        log-probabilities confirm them, or if the prompt has an engine's positions, which `generate` doesn't take.
+        Otherwise, they are those of `generate`, if it returns logits.
+        """
         inputs = self.model_inputs(target.plain, target.prompt)
         forward = functools.partial(self.model_logps, inputs, target.prompt, ids)
         generate = functools.partial(self._generate, inputs, ids)

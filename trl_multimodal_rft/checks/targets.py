@@ -54,14 +54,14 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
     traits_by_kind = {
-        kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])
+        kind: matches for kind in MODALITIES if (matches := [trait for trait in longest if kind in trait.fingerprints])
     }
     text_only = [trait for trait in longest if not trait.fingerprints]
     candidates = dict.fromkeys([*(matches[0] for matches in traits_by_kind.values()), *text_only[:1]])
     targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
     donors = {}
     for kind, (first, *remaining) in traits_by_kind.items():
-        donor = next((o for o in remaining if o.fingerprints[kind] != first.fingerprints[kind]), None)
+        donor = next((trait for trait in remaining if trait.fingerprints[kind] != first.fingerprints[kind]), None)
         if donor is not None:
             donors[kind] = donor
     others = [trait for trait in longest if trait is not targets[0]]

@@ -117,6 +117,7 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
 
 
 def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) -> Prompt | None:
+    """Adds a system message to a prompt. Only a teacher's prompt may be missing, or have a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if column != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages

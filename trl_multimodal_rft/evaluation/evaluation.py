@@ -413,6 +413,7 @@ class Evaluation:
 def _generation_config(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
 ) -> GenerationConfig:
+    """Returns the config of sampling. Of the model's own config, only the EOS and suppressed tokens apply."""
     default = encoder.model.generation_config
     eos_token_ids = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
     eos_token_ids = [

@@ -181,7 +181,7 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
     for column in ("prompt", "solution", "fingerprint"):
         columns = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
         if columns[0] != columns[1] and (
-            column == "prompt" or not any(all(x is None for x in values) for values in columns)
+            column == "prompt" or not any(all(value is None for value in values) for values in columns)
         ):
             index = next((i for i, (a, b) in enumerate(zip(*columns, strict=False)) if a != b), min(map(len, columns)))
             content = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]

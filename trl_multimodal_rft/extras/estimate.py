@@ -110,12 +110,12 @@ def measure(args: argparse.Namespace) -> Usage:
             install_prefix_attention(item)
     logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
-    linear_layers = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
-    n_linear_weights = sum(item.weight.numel() for item in linear_layers) if args.use_peft else 0
-    layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
-    largest_layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
+    linear_layers = [layer for layer in base.modules() if isinstance(layer, torch.nn.Linear) and layer is not lm_head]
+    n_linear_weights = sum(layer.weight.numel() for layer in linear_layers) if args.use_peft else 0
+    layers = [layer for layer in base.modules() if type(layer).__name__ in set(base._no_split_modules or [])]
+    largest_layer = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     # A set, in which tied weights count once
-    outer_weights = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}
+    outer_weights = {module.weight for module in (base.get_input_embeddings(), lm_head) if module is not None}
     # Adapters and frozen parts
     model = base
     if args.use_peft:

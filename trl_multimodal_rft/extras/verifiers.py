@@ -133,6 +133,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
 
 async def _call_server(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
+    """Returns the result of a method of an MCP client, such as `call_tool`."""
     async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 

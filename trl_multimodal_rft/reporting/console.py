@@ -244,6 +244,7 @@ class CompactLogCallback(TrainerCallback):
     def _print(
         self, state: TrainerState, label: str, values: Mapping[str, str] | None = None, times: Sequence[str] = ()
     ) -> None:
+        """Prints a line, or adds a row to a notebook's table."""
         values = values or {}
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
@@ -414,6 +415,7 @@ def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _number(value: float | None) -> str:
+    """Returns a number as a short text, such as `0.75`, or `3e-04` below 0.005; `-` for no number."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.0e}"

@@ -34,8 +34,10 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 
 
 class _Panel(NamedTuple):
+    """A panel of the picture, with a curve per metric."""
+
     title: str
-    unit: str
+    unit: str  # of the vertical axis
     # Regular expressions of the metrics' names, by a curve's label. For "", the label is the text of the first group.
     metrics: dict[str, str]
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
@@ -67,7 +69,7 @@ _PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
     _Panel(
         "Contribution of media",
         "nats per token",
-        {"all": "media/contribution", **{kind: f"media/contribution/{kind}" for kind in MODALITIES}},
+        {"all": "media/contribution", **{modality: f"media/contribution/{modality}" for modality in MODALITIES}},
         (0.0, math.inf),
     ),
     _Panel("KL divergence from the reference", "nats per token", {"kl": "kl"}),
@@ -167,6 +169,7 @@ def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Se
 def _draw(
     axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number_format: str, first_colour: int
 ) -> None:
+    """Draws metrics, by the labels of their curves, with bands and last values."""
     for i, (label, name) in enumerate(curves.items(), start=first_colour):
         values, band, colour = metrics[name], _band(name, metrics), f"C{_COLOURS.get(label, i) % 10}"
         last, is_long = number_format.format(values.dropna().iloc[-1]), len(values) > _LONGEST_UNSMOOTHED

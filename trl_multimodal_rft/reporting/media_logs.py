@@ -44,7 +44,7 @@ TABLES = "completions"  # folder of the tables
 _FRAMES_SHOWN = 8  # of a video, in boards that show only images
 
 # Columns of media that tools returned
-_TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _DATASET_FEATURES}
+_TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
@@ -368,6 +368,7 @@ class MediaLogCallback(TrainerCallback):
     def _prepare_for_trackers(
         self, frame: pd.DataFrame, media: list[PromptMedia]
     ) -> tuple[pd.DataFrame, list[PromptMedia]]:
+        """Returns the table and its media with the prompts as text, rounded numbers, and a row per prompt if set."""
         if self.args.log_unique_prompts:
             # Prompts with the same text may differ in their media, so the group counts, too
             mask = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
@@ -378,6 +379,7 @@ class MediaLogCallback(TrainerCallback):
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
     def _send_table(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+        """Sends a table to wandb, trackio and TensorBoard, as far as the run reports to them."""
         trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:

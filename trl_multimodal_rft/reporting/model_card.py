@@ -313,6 +313,7 @@ def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _divergence(options: dict[str, Any]) -> str:
+    """Returns the text of the line on the KL divergence: its coefficient, its estimator, and where it is applied."""
     beta, estimator = options["beta"], options.get("kl_estimator")
     if beta == 0:
         return "none"
