@@ -114,7 +114,7 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Options of the resumed run may forbid decoding graphs that the run of the state used
+        # The options of this run may forbid decoding graphs that the saved run allowed
         allows_graph = self.policy.fallbacks.graph
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         self.policy.fallbacks.graph &= allows_graph

@@ -147,6 +147,7 @@ class RowChecker(torch.utils.data.Dataset):
                 raise
         checked.n_tokens = len(encoded)
         checked.opens_thoughts = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
+        # Media that the encoder read: a digest for repeated rows, silence, and the sizes of sampled frames
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         audio_columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:

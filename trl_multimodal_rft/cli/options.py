@@ -60,7 +60,7 @@ Value = bool | int | float | str | list | dict | None
 
 
 def read_config(path: str) -> dict[str, Value]:
-    """Returns the values of a config file by option. Scalars stay strings, as on the command line."""
+    """Returns the values of a config file by option. Scalars but null stay strings, as on the command line."""
     import yaml
 
     try:

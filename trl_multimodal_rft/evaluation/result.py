@@ -190,6 +190,7 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
                 "of these rows."
             )
     metrics: dict[str, float | None] = {}
+    # Metrics with intervals whose values per row are saved: `accuracy`, and the scores of a harness
     for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
         column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
         scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
@@ -210,7 +211,7 @@ def _flat(values: Iterable[list]) -> list:
 
 
 def summary(result: EvaluationResult) -> str:
-    """Returns the lines of metrics and a few answers, which include wrong answers if there are any."""
+    """Returns the lines of metrics and a few answers, among them wrong or unscored ones if there are any."""
     right = [row for row in result.rows if row["correct"][0]]
     wrong = [row for row in result.rows if not row["correct"][0]]
     examples = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]

@@ -119,7 +119,7 @@ def page(
     system: str = "",
     example: tuple[str, list[str]] | None = None,
 ) -> "ChatInterface":
-    """Returns the page. All models answer a message, each in the context of its own earlier completions."""
+    """Returns the page. Each model answers a message in the context of its own earlier completions."""
     gradio, lock, (name, *other_names) = require_module("gradio", "chat"), Lock(), answerers
 
     def chat(

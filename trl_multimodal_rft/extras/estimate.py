@@ -304,7 +304,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
         # `ds3_gather_for_generation`
         gathered_to_sample = 2 * (trained + frozen + usage.critic + usage.frozen_critic)
-    # Sampling
+    # Sampling. Completions share the keys and values of a long prompt.
     n_prompt = usage.prompt_tokens
     if usage.sharing > 1 and n_prompt > SHORT_PROMPT:
         kv_bytes = _cache_bytes(usage, n_prompt) / usage.sharing + _cache_bytes(usage, args.completion_tokens)
@@ -333,6 +333,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         if cast_weights > (args.gpu_memory * GIB - generation) / 2:
             cast_weights = 0.0
         generation += cast_weights
+    # Memory that moves to the host while the GPU samples
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(critic_states[1:])

@@ -40,8 +40,8 @@ class EqualRewardsHint(TrainerCallback):
     Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function with such
     rewards.
 
-    With `grouped`, rewards are compared within groups. If advantages depend on the positions of rewards
-    (`by_steps`), the only warning is about advantages that all stay 0.
+    With `grouped`, rewards are compared within groups. With `by_steps`, advantages depend on the positions of rewards
+    in a completion, so equal rewards may have a signal, and the only warning is about advantages that all stay 0.
     """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):

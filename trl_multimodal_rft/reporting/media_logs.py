@@ -108,6 +108,7 @@ class MediaLog:
         for process in sorted({process for _, process in first_rows} - {0}):
             (received,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += received if self.process_index == 0 else []
+        # A text in place of media is the reason why encoding failed
         if self.process_index == 0:
             self._rows_with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}

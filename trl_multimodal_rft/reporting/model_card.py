@@ -199,7 +199,7 @@ class CardRun:
 
 
 def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -> None:
-    """Replaces TRL's model card in the output folder, and keeps its metadata."""
+    """Replaces the model card that TRL wrote to the output folder, and keeps TRL's metadata except wrong entries."""
     folder, modalities, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
     path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
