@@ -40,7 +40,7 @@ _SECRET_WORDS |= {"apikey", "bearer", "cookie", "signature", "sig"}
 _KEY_WORDS = set(
     "api access secret private account ssh service subscription encryption signing openai wandb hf".split()
 )
-# Words that precede `token` in names of a tokenizer's tokens
+# Words that precede `token` in names that aren't secrets, such as `eos_token`
 _TOKENIZER_WORDS = set(
     "pad eos bos unk sep cls mask image video audio vision boi eoi boa eoa start end stop media".split()
 )
@@ -73,8 +73,8 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
 
 def masked(text: str) -> str:
     """
-    Returns a text with `***` in place of passwords in URLs, tokens, headers, and values after names of secrets. URLs
-    keep their queries, so that links still work.
+    Returns a text with `***` in place of passwords in URLs, tokens, values of headers, and values after names of
+    secrets: `--api-key=abc` becomes `--api-key=***`. URLs keep their queries, so that links still work.
     """
     text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
 
@@ -100,8 +100,8 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
-    Removes secrets from a value, and converts it to types of YAML and JSON. A dictionary, or its JSON in a text, loses
-    entries with names of secrets. Other texts are [`masked`].
+    Returns a value without secrets, in types of YAML and JSON. A dictionary, or its JSON in a text, loses entries with
+    names of secrets. Other texts are [`masked`]. With `is_environment`, keys are names of environment variables.
     """
     value = getattr(value, "value", value)  # the value of an enumeration's member
     if isinstance(value, str):
@@ -129,7 +129,10 @@ def without_credentials(text: str) -> str:
 
 
 def masked_url(url: str) -> str:
-    """Masks user information, query and fragment of a URL, also behind encoded separators, and the data of `data:`."""
+    """
+    Masks user information, query and fragment of a URL, also behind encoded separators, and the data of `data:` URLs.
+    For example, `https://me:pw@host/a.wav?key=1` becomes `https://***@host/a.wav?***`.
+    """
     if url[:5].lower() == "data:":
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):
@@ -140,8 +143,8 @@ def masked_url(url: str) -> str:
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
-        # A colon in an authority precedes a port or a password. Since a password can contain characters that end an
-        # authority, any later `@` counts as the end of a password.
+        # A colon in an authority precedes a port or a password. A password can contain characters that end an
+        # authority, such as `/`, so after a colon any later `@` counts as the end of a password.
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (

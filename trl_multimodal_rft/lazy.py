@@ -14,6 +14,7 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports its `TYPE_CHECKING` block lazily."""
     (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    # The module of a lazy import and the name in it, by the name that the package offers
     origins = {
         alias.asname or alias.name: ("." * node.level + str(node.module), alias.name)
         for node in imports

@@ -12,7 +12,7 @@ _EXTENSION = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip
 
 
 def local_path(name: str) -> Path | None:
-    """Returns the path of a local dataset or model, or `None` for a name on the Hub. Raises if no such path exists."""
+    """Returns the path of a local dataset or model, or `None` for a name on the Hub. Raises for a missing path."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))
@@ -25,7 +25,7 @@ def local_path(name: str) -> Path | None:
 
 
 def similar_names(path: Path) -> tuple[str, bool]:
-    """Returns a text about similar names in the last existing folder of a path, and whether such names exist."""
+    """Returns a text about names like a missing path's, in its last existing folder, and whether there are any."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

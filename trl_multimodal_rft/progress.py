@@ -13,14 +13,14 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether this is the main process, and a notebook or a terminal shows its output."""
+    """Returns whether this is the main process, and its output goes to a notebook or a terminal."""
     return os.environ.get("RANK", "0") == "0" and (in_notebook() or sys.stderr.isatty())
 
 
 def progress_bar(
     total: int | None, label: str, unit: str = "row", *, disable: bool | None = False, initial: int = 0
 ) -> tqdm:
-    """Returns a bar that vanishes at its end. `disable` (the option `disable_tqdm`) or `TQDM_DISABLE` hides it."""
+    """Returns a bar that vanishes when it closes. `disable` (the option `disable_tqdm`) or `TQDM_DISABLE` hides it."""
     hidden = {"disable": True} if disable or not is_watched() else {}
     return tqdm(desc=label, total=total, unit=unit, initial=initial, leave=False, dynamic_ncols=True, **hidden)
 
@@ -32,6 +32,6 @@ def print_above_bars(*lines: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Prints, in a notebook or a terminal, that a step of some seconds begins, such as the start of a command."""
+    """Prints to a notebook or a terminal that a step of some seconds begins, such as `loading the model ...`."""
     if is_watched():
         tqdm.write(f"{text} ...", file=sys.stderr)

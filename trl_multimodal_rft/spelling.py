@@ -53,7 +53,10 @@ REMOVED = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns a sentence that suggests a similar or new name, for the end of an error message, or `""`."""
+    """
+    Returns a sentence for the end of an error message about a wrong `name`: the replacement of a removed name, or the
+    most similar of the valid `names`; `""` without either.
+    """
     name, names = name.replace("-", "_"), list(names)
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
@@ -94,7 +97,7 @@ def _literal(value: ast.expr) -> Any:
 
 
 def join_settings(name: str, settings: dict[str, Any]) -> str:
-    """Joins a name and its settings to the text that [`split_settings`] splits."""
+    """Joins a name and its settings, the inverse of [`split_settings`]: `("f", {"a": 1})` is `"f(a=1)"`."""
     listing = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     return f"{name}({listing})" if listing else name
 
@@ -138,9 +141,9 @@ T = TypeVar("T")
 
 def read_settings(cls: Callable[..., T], option: str, text: str | float | None) -> T:
     """
-    Parses the value of an option: a name or a number, which settings may follow. The first field of the returned
-    dataclass is the name or the number, and its other fields are the settings. Raises a `ValueError` about an unknown
-    setting, and about a value that the field's annotation excludes.
+    Parses the value of an option to an instance of the dataclass `cls`. The value is a name or a number, the first
+    field, and settings may follow, the other fields: `"0.1(cliprange=0.2)"` becomes `cls(0.1, cliprange=0.2)`. Raises
+    a `ValueError` about an unknown setting, and about a value that the annotation of its field excludes.
     """
     first, *parameters = inspect.signature(cls).parameters.values()
     name, settings = split_settings(text) if isinstance(text, str) else (text, None)
@@ -177,6 +180,7 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     numbers, and their unions with `None`. Other annotations allow any value.
     """
     types, interval = _types_and_interval(annotation)
+    # Only an interval excludes `None`, unless the annotation also allows `None`
     if value is None and (NoneType in types or interval is None):
         return
     types = tuple(cls for cls in types if cls is not NoneType)
@@ -241,7 +245,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
 
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
-    """Raises a `ValueError` if a name is registered already, so that no function silently replaces another."""
+    """Raises a `ValueError` if one of `names` is among `used`, so that no function silently replaces another."""
     if duplicates := sorted({*names} & {*used}):
         raise ValueError(
             f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."

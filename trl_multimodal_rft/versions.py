@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distributions, packages_dis
 
 
 PACKAGE = "trl-multimodal-rft"
-# Environment variable with the versions that this process or its parents have warned of
+# Environment variable with the versions that this process or its parents have warned about
 WARNED = "TRL_MULTIMODAL_RFT_WARNED"
 
 # Names of the KV cache in inputs and outputs of models, depending on the version of transformers
@@ -29,7 +29,7 @@ KTO = "trl.trainer.kto_trainer:KTOTrainer."
 REWARD = "trl.trainer.reward_trainer:RewardTrainer."
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 
-# Parameters, in order, of the methods that all trainers override
+# Parameters, in order, of the methods of transformers and of TRL that all trainers override
 _OF_TRANSFORMERS = {
     "_load_from_checkpoint": "self resume_from_checkpoint model",
     "_load_best_model": "self",
@@ -62,6 +62,7 @@ _REWARDS = {
 
 
 def _overridden(path: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
+    """Returns the parameters of a trainer's overridden methods. `further` are methods of the class at `path`."""
     methods = {path + name: parameters for name, parameters in {**_OF_TRL, **further}.items()}
     others = {**_OF_TRANSFORMERS, **of_transformers}
     return {**methods, **{f"transformers:Trainer.{name}": parameters for name, parameters in others.items()}}
@@ -186,7 +187,7 @@ def compare_with_tested(installed_version: str, tested: str) -> int:
 
 
 def missing_parts() -> dict[str, str]:
-    """Returns names and parameters that this package needs and the installed packages lack, by package."""
+    """Returns a text about the names and parameters that this package needs and a package lacks, by package."""
     missing: dict[str, list[str]] = {name: [] for name in installed_versions(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
@@ -199,6 +200,7 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
+            # Missing are arguments by position beyond the function's, and arguments by name under none of their names
             first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]

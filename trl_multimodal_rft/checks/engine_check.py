@@ -32,10 +32,14 @@ class EngineCheck:
     """
     Comparison of an engine with the policy on three batches.
 
-    These are the first batch, the first batch with media that tools return, and the first batch after the weights have
-    moved far enough to detect an engine that lacks them. The policy scores a few completions of each rank one by one.
-    In half precision, if scores differ by more than the constant limit, the noise of the policy's own scores is
-    measured, see [`rounding`]. Results go into `check`. `dtype` and `logit_bias` are the engine's.
+    The batches are the first one, the first one with media that tools return, and the first one after updates that
+    moved log-probabilities far enough to detect an engine with old weights. The policy scores a few completions of
+    each rank one by one. In half precision, if scores differ by more than the constant limit, the noise of the
+    policy's own scores is measured, see [`rounding`]. Results go into `check`. `dtype` and `logit_bias` are the
+    engine's.
+
+    For example, the tolerance in bfloat16 is 0.18. If the first batch has a mean difference of 0.01, the limit after
+    updates is 4 * 0.01 = 0.04. The engine is compared again once log-probabilities have moved by 2 * 0.04 on average.
     """
 
     def __init__(self, policy: PolicyForward, check: SelfCheck, dtype: torch.dtype, logit_bias: dict[int, float]):
@@ -48,8 +52,8 @@ class EngineCheck:
         self.noise = 0.0  # largest mean noise of a batch's tokens so far
         self.logit_bias = logit_bias
         self.accelerator = policy.accelerator
-        self.step = -1  # number of updates before the last batch that `run` considered
-        # Completions of the first batch, their log-probabilities and mask
+        self.step = -1  # number of updates before the batch of the last call of `run`
+        # A few completions of the first batch, the policy's log-probabilities of their tokens, and the mask of `run`
         self.first_batch: tuple[Completions, torch.Tensor, torch.Tensor] | None = None
 
     def run(
@@ -99,7 +103,7 @@ class EngineCheck:
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
-        # Only tokens after the last result with media count, or tokens in a context that replaced the prompt
+        # Only tokens after tool media count: after the last result (the end of `later`), or after the first context
         for i, prompt in enumerate(completions[0]):
             n_first = prompt.ends[0] if isinstance(prompt, Contexts) else None
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else n_first] = 0
@@ -125,7 +129,7 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """Returns the limit of the mean difference. After an update, it depends on the earlier difference."""
+        """Returns the limit of the mean difference. After updates, it depends on the difference before them."""
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
@@ -135,7 +139,7 @@ class EngineCheck:
     def _allow_noise(
         self, model: nn.Module, difference: tuple[float, float], completions: Completions, mask: torch.Tensor
     ) -> None:
-        """Raises the limit by the noise of completions if their difference exceeds the limit without it."""
+        """Raises the limit by the noise of completions if their mean difference exceeds the limit so far."""
         if self.tolerance <= STRICT or difference[0] <= self._limit():
             return
         policy = self.policy.unwrapped(model)
@@ -145,7 +149,7 @@ class EngineCheck:
         self.noise = max(self.noise, mean_and_largest[0] if mean_and_largest else 0.0)
 
     def _policy_change(self, model: nn.Module) -> float:
-        """Returns the mean change of the policy's log-probabilities of the first batch since it was measured."""
+        """Returns the mean change of the policy's log-probabilities of the first batch since the first comparison."""
         assert self.first_batch is not None
         completions, first_logps, mask = self.first_batch
         change = self._difference(self._score(model, completions), first_logps, mask)
@@ -160,7 +164,7 @@ class EngineCheck:
             return torch.cat([self.policy.score(model, ScoreRequest(*row, **options)).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
-        """Returns the mean and the largest difference over all ranks, or `None` without tokens."""
+        """Returns the mean and the largest absolute difference over tokens of all ranks, `None` if no mask has a 1."""
         difference = torch.where(mask.bool(), (a - b).abs(), 0.0).nan_to_num(nan=math.inf)
         sums = torch.stack([difference.sum(), mask.sum().float()])
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -174,7 +178,10 @@ def _subset(completions: Completions, rows: list[int]) -> Completions:
 
 
 def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
-    """Returns batch indices of a few completions, with tokens and of different prompts and modalities if possible."""
+    """
+    Returns batch indices of up to `_N_PROBES` completions. Completions with tokens come first, among these the first
+    one of each prompt, and among these the prompts whose modalities no earlier prompt has.
+    """
     sort_keys: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():

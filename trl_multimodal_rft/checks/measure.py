@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
-    """Returns a prompt in the form of a processor's outputs."""
+    """Returns a prompt in the form of a processor's outputs: media, and token ids and token fields `(1, L)`."""
     fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
     return {**prompt.media, **{name: value[None] for name, value in fields.items()}}
 
@@ -72,7 +72,7 @@ class Measure:
     Measurement of a policy against the model's own forward.
 
     `fallbacks` start as a copy of the policy's and end as the fallbacks that exact scores need. `failure` is the last
-    error that [`attempt`] caught on this rank.
+    error that [`attempt`] caught on this rank. All ranks must make the same calls, as decisions are common to them.
     """
 
     def __init__(self, policy: PolicyForward, model: nn.Module, has_engine_positions: bool):
@@ -101,9 +101,9 @@ class Measure:
         model: nn.Module | None = None,
     ) -> torch.Tensor:
         """
-        Returns log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts. `isolate`
-        tells which prompts get separate forwards, see [`~forward.layout.split_samples`]. `model` defaults to the model
-        as the accelerator prepared it.
+        Returns the policy's log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts,
+        prompt by prompt. `isolate` tells which prompts get separate forwards, see
+        [`~forward.layout.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
         row_prompts = [prompt for prompt in copies for _ in range(len(ids))]
@@ -131,7 +131,7 @@ class Measure:
         return {**inputs, "use_audio_in_video": torch.tensor(True)} if has_sounds else inputs
 
     def model_logps(self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor) -> torch.Tensor:
-        """Returns log-probabilities of completions `(B, N)` by the model's own forward, one completion at a time."""
+        """Returns log-probabilities `(B, N)` of completions by the model's own forward, one completion at a time."""
         if self.at_engine_positions(prompt):
             positions = prompt.position_ids.to(self.device)
             completion_positions = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
@@ -139,7 +139,7 @@ class Measure:
         return torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
 
     def _model_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probabilities of one completion `(1, N)`."""
+        """Returns the log-probabilities `(1, N)` of one completion. Token fields mark its tokens as text."""
         n_new = ids.size(1)
         row_inputs = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in inputs)):
@@ -176,11 +176,11 @@ class Measure:
         return scores
 
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Returns log-probabilities `(B, N)` of ids, padded with 0 if the logits stop earlier than the ids."""
+        """Returns log-probabilities `(B, N)` of ids, 0 for ids beyond the logits `(B, M, vocabulary)`, `M <= N`."""
         ids_of_logits = ids[:, : logits.size(1), None]
         logits = logits.float() / self.policy.temperature
-        # Only the largest logit at each token and the logits of `ids` count, as models may mask others with the lowest
-        # number of the dtype
+        # For `largest_logit`, only the largest logit of a token and the logit of its id count. Models may set other
+        # logits to the lowest number of the dtype.
         unmasked = torch.cat([logits.amax(-1, keepdim=True), logits.gather(-1, ids_of_logits)], dim=-1)
         self.largest_logit = max(self.largest_logit, unmasked.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
@@ -199,8 +199,8 @@ class Measure:
         `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
-        # Prompts without media aren't processed again, because `plain` doesn't know the tools that the run has written
-        # into them
+        # Prompts without media aren't processed again, because `plain` would leave out the tools that the run has
+        # written into their text
         def process_again(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
@@ -274,9 +274,9 @@ class Measure:
     ) -> tuple[float, bool]:
         """
         Returns the largest difference over all ranks, and whether rounding explains the differences on every rank.
-        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. Before the comparison with the
-        noise, raises `tolerance` to twice the dtype's spacing at the largest logit, divided by the temperature, if
-        that is larger.
+        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. It is called if a difference
+        exceeds `tolerance`. Before the comparison with noise, `tolerance` rises to twice the dtype's spacing at the
+        largest logit, divided by the temperature, if that is larger.
         """
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:
@@ -306,8 +306,9 @@ class Measure:
         Returns the scores of padded rows, their difference from `truth`, and that of packed rows, or `None` if packed
         rows aren't scored.
 
-        Sets the first fallbacks under which [`compare`] calls scores exact. With `tries_isolation`, also tries
-        separate forwards of prompts (`Fallbacks.isolate`). Raises a `RuntimeError` if no fallback makes scores exact.
+        Sets the first fallbacks under which [`compare`] calls padded scores exact. The policy's are first. Then come,
+        with `tries_isolation`, fewer prompts per forward (`Fallbacks.isolate`), and last the model's own logits. If
+        packed scores aren't exact then, turns packing off. Raises a `RuntimeError` if padded scores are never exact.
         """
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]

@@ -55,7 +55,7 @@ def media_contribution(
     assert accelerator is not None
     if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
-    # Ranks without anything to measure take part in the forwards, which may have collectives
+    # A rank without cases forwards its first prompt, as forwards may have collectives. `None` excludes it from sums.
     indices, kinds, other_prompts = (
         list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True)
     )
@@ -81,7 +81,7 @@ def media_contribution(
 
 
 def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
-    """Returns pairs of a completion's index and a modality, for one completion of up to `_N_PROMPTS` prompts."""
+    """Returns (batch index, modality) pairs, one per modality of up to `_N_PROMPTS` prompts with tokens that count."""
     cases: list[tuple[int, str]] = []
     for indices in group_by_prompt(prompts).values():
         # `encode` returns only the first part of a prompt, so prompts with later parts (media of tools) are left out

@@ -83,7 +83,7 @@ def measure_noise(
 
 @contextmanager
 def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """Perturbs token embeddings and inputs of encoders at random, by up to half a step of a dtype."""
+    """Multiplies token embeddings and inputs of encoders by random factors of 1 ± half the dtype's epsilon."""
     half_step, generators = torch.finfo(dtype).eps / 2, {}
 
     def perturb(value: torch.Tensor) -> torch.Tensor:

@@ -61,12 +61,12 @@ class Checks:
     def _check_new_modalities(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
     ) -> None:
-        """Runs a self-check if there was none yet, or if prompts have a modality that it hasn't measured."""
+        """Calls `measure` if there was no self-check yet, or if prompts of any rank have an unmeasured modality."""
         check = self.self_check
         if check is not None:
-            new_kinds = {kind for kind in MODALITIES if kind not in check.media}
-            new_kinds &= set(input_modalities(self.policy.unwrapped(model)))
-            if not new_kinds or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_kinds)):
+            new_modalities = {modality for modality in MODALITIES if modality not in check.media}
+            new_modalities &= set(input_modalities(self.policy.unwrapped(model)))
+            if not new_modalities or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_modalities)):
                 return
         media_effects = {} if check is None else check.media
         self.self_check = measure(media_effects)
@@ -114,7 +114,7 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The options of this run may forbid graphs that the state allows
+        # The options of this run may forbid decoding graphs that the saved run allowed
         allows_graph = self.policy.fallbacks.graph
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         self.policy.fallbacks.graph &= allows_graph

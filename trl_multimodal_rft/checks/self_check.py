@@ -59,11 +59,11 @@ class SelfCheck:
     rows: float | None = None  # scores with several prompts per forward against scores with one prompt per forward
     sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
-    # How far these changes move log-probabilities of sampled tokens; `None` if sampling returns none
+    # How far the changes move log-probabilities of sampled tokens; `None` if sampling returns no scores
     changed: float | None = None
     training: float | None = None  # training mode against evaluation mode
-    tolerance: float  # least limit of a difference, from the dtype of the computation
-    fallbacks: Fallbacks  # under which the numbers hold
+    tolerance: float  # limit of a difference without noise, from the dtype of the computation
+    fallbacks: Fallbacks  # the fallbacks under which the differences hold
     engine_positions: bool = False  # whether the truth has the positions that a sampling engine computed
     # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
     # weights have moved, and after the first media that a tool returned
@@ -118,7 +118,7 @@ def _figure(value: float, digits: str = ".0e") -> str:
 class RunSettings:
     """Settings by which a run encodes prompts and samples completions."""
 
-    load_processor: Callable[[], Any]  # the processor as transformers loads it
+    load_processor: Callable[[], Any]  # returns the processor that `AutoProcessor.from_pretrained` loads
     template_kwargs: dict[str, Any]
     generation_config: GenerationConfig
     eos_token_ids: Sequence[int]
@@ -142,9 +142,9 @@ def run_self_check(
     """
     Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
 
-    All ranks check the same prompts, which come from all ranks. So they run the same forwards, as a sharded model
-    needs. `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by modality, from
-    earlier checks.
+    All ranks check the same prompts, selected from the prompts of all ranks, so that they run the same forwards, as a
+    sharded model needs. `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by
+    modality, from earlier checks; these modalities aren't measured again.
     """
     check = _Check(policy, model, settings, media_effects)
     with measurement_mode(model, check.device):
@@ -165,8 +165,10 @@ def check_conversation(
     has_engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
     """
-    Measures a completion after tool media. Returns the difference from the truth and the fallbacks, or `None` without
-    such a completion.
+    Measures the tokens of a completion after tool media. Returns their difference from the truth and the fallbacks, or
+    `None` if no rank has such a completion.
+
+    The truth is the model's own forward on the prompt and `later`, the part of the completion up to the last result.
     """
     local_case = [
         (prompt, ids)
@@ -202,9 +204,9 @@ def check_conversation(
 
 
 class _Completions(NamedTuple):
-    """Short completions of a prompt, their true log-probabilities, and a function that measures their noise."""
+    """Two short completions of a prompt, their true log-probabilities, and a function that measures their noise."""
 
-    ids: torch.Tensor  # (2, N)
+    ids: torch.Tensor  # `(2, N)`, as the mask, the log-probabilities and the noise
     mask: torch.Tensor
     logps: torch.Tensor
     noise: Callable[[], torch.Tensor | None]
@@ -224,6 +226,7 @@ class _Check(Measure):
         self.rounding: float | None = None
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
+        """Measures all but training mode. `scored_case` and `shortest_prompt` keep the data for training mode."""
         local_prompts = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
         load_processor, settings = functools.cache(self.settings.load_processor), self.settings
         encoding_options = settings.audio_overlong, settings.template_kwargs
@@ -253,7 +256,7 @@ class _Check(Measure):
                     kind, target.prompt, donors.get(kind), score_other, scores, mask
                 )
         rows = self._compare_batches(targets[0].prompt, partners, *self.scored_case[1][:2])
-        # The shortest prompt, with media if there are any
+        # The shortest prompt with media, or else the shortest prompt
         self.shortest_prompt = min(
             [*(entry.prompt for entry in targets), *partners], key=lambda entry: (not entry.media, len(entry))
         )
@@ -314,7 +317,7 @@ class _Check(Measure):
 
     def check_backward(self) -> None:
         """
-        Runs a backward pass of the shortest prompt, so that a kernel without a backward fails before the first update.
+        Runs a backward pass of `shortest_prompt`, so that a kernel without a backward fails before the first update.
 
         `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP aren't
         checked, as they would take this backward pass for a training step. Models with reentrant checkpointing, which
@@ -336,7 +339,7 @@ class _Check(Measure):
                 except RuntimeError as error:
                     if "use_reentrant" not in str(error):
                         raise
-            return True
+            return True  # `attempt` takes `None` for a failure
 
         for packed in (True, False) if self.fallbacks.packing else (False,):
             row_type = "packed" if packed else "padded"
@@ -352,7 +355,10 @@ class _Check(Measure):
     # Sampling
 
     def _sample_and_recompute(self, target: Case) -> tuple[_Completions, float | None]:
-        """Returns completions of a prompt and the difference of sampled log-probabilities from the truth, if known."""
+        """
+        Returns completions of a prompt and the difference of sampled log-probabilities from the truth, or `None` if
+        sampling returns none. If the difference is too large, samples again with fallbacks.
+        """
         ids, mask, sampled = self._sample(target.prompt)
         completions = self._with_true_logps(target, ids, mask, sampled)
         if sampled is None:
@@ -373,7 +379,7 @@ class _Check(Measure):
         return completions, difference
 
     def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
+        """Returns two completions of a prompt, their mask, and their log-probabilities from sampling, if any."""
         sample = self.settings.sample
         if sample is None:
             return self._scripted_completions(prompt)
@@ -406,7 +412,10 @@ class _Check(Measure):
         mask: torch.Tensor,
         config: GenerationConfig,
     ) -> None:
-        """Checks that only suppressed tokens change the distribution, unless options of the run change it, too."""
+        """
+        Checks that only suppressed tokens change the distribution, unless options of the run change it, too. `logits`
+        and `scores` `(2, N, vocabulary)` are the model's, and those after the processors of `generate`.
+        """
         suppressed_ids = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn_logps = _logps(scores, ids)
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn_logps, mask))
@@ -431,7 +440,11 @@ class _Check(Measure):
     def _with_true_logps(
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
-        """Returns completions with their true log-probabilities, see [`SelfCheck`]."""
+        """
+        Returns completions with their true log-probabilities, see [`SelfCheck`]. These are the forward's if sampled
+        log-probabilities confirm them, or if the prompt has an engine's positions, which `generate` doesn't take.
+        Otherwise, they are those of `generate`, if it returns logits.
+        """
         inputs = self.model_inputs(target.plain, target.prompt)
         forward = functools.partial(self.model_logps, inputs, target.prompt, ids)
         generate = functools.partial(self._generate, inputs, ids)
@@ -470,7 +483,12 @@ class _Check(Measure):
     def _compare_batches(
         self, first_prompt: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """Returns the difference of batched scores from scores of single prompts. Falls back until they agree."""
+        """
+        Returns the difference of batched scores from scores of single prompts. Falls back until they agree.
+
+        The first prompt is at both ends of the batch, before and after its partners. `separate_scores` has a row per
+        completion, prompt by prompt. A packed batch has all `n` completions of a prompt, a padded batch only one.
+        """
         prompts = [first_prompt, *partners, first_prompt]
         scores_per_prompt = [
             self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
@@ -517,7 +535,7 @@ class _Check(Measure):
 
 
 class _ForcedIds(LogitsProcessor):
-    """Logits processor that makes `generate` return given ids."""
+    """Logits processor that forces `generate` to sample the ids `(1, N)` one by one."""
 
     def __init__(self, ids: torch.Tensor):
         self.ids = iter(ids.unbind(1))

@@ -24,10 +24,11 @@ from .self_check import SelfCheck
 
 _N_COMPARED = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
 
-# Function of the index of a row with media. It returns the outputs of the processor that `AutoProcessor` loads
+# Returns the outputs of the processor that `AutoProcessor` loads for a row's index, and for the column of an answer
 PlainOutputs = Callable[..., dict[str, torch.Tensor]]
 # A preference pair, the column of its answer with media, and the processor's outputs for prompt and answer
 MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
+# Prompts to compare with the processor, donors of other media by modality, and all rows to measure
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
@@ -86,7 +87,7 @@ def check_pairs(
 
     See [`check_sequences`] for arguments and errors. `plain` also takes the column of an answer that follows the
     prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
-    compared in place of log-probabilities.
+    compared in place of log-probabilities. Completions are in the order of pairs, the chosen one of a pair first.
     """
     measure = Measure(policy, model, has_engine_positions=False)
     targets, donors, rows = _cases(measure, pairs, plain)
@@ -159,7 +160,7 @@ def _compare(
 ) -> SelfCheck:
     """
     Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
-    scores under other media. Only scores where `mask` is true count. `answers` are one row's answers with media.
+    scores under other media. Only scores where `mask` is true count. `answers` are one pair's answers with media.
     """
     (targets, donors, rows), feature_differences, effects = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -213,8 +214,8 @@ def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: PlainOutputs)
 
 def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
     """
-    Returns the mask of compared tokens after a row's first. These are the learned ones among the last `_N_COMPARED`
-    tokens, or all learned ones if there are none among the last.
+    Returns the mask `(L - 1,)` of compared tokens after the first token of a row. These are the learned tokens among
+    the last `_N_COMPARED` tokens, or all learned tokens if the last ones have none.
     """
     learned = row.learned & (torch.arange(len(row)) >= len(row) - _N_COMPARED)
     return (learned if learned[1:].any() else row.learned)[1:]

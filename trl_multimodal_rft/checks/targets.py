@@ -10,8 +10,8 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Maximum number of partners with media: prompts of other shapes in one forward with the first target. One may not be
-# enough, as the strides of an encoder decide which shapes affect each other.
+# Maximum number of partners with media: prompts with media of other shapes, in one forward with the first target. One
+# partner may not be enough, as the strides of an encoder decide which shapes affect each other.
 _MOST_PARTNERS = 3
 
 # Integer tensors with at most this many elements may hold sizes, so they are compared by value
@@ -24,9 +24,9 @@ class Traits:
 
     process: int
     index: int  # of the prompt on its process
-    length: int
-    shapes: str
-    fingerprints: dict[str, float]  # of the media of each modality
+    length: int  # in tokens
+    shapes: str  # of the media tensors, with the values of small integer tensors
+    fingerprints: dict[str, float]  # sum of all features, by modality
 
 
 def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
@@ -48,18 +48,20 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
 
     The longest prompt of each modality, and the longest prompt of text alone, are checked, as their masks are the
     hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone,
-    as they get the most padding, which may change their scores.
+    as they get the most padding, which may change their scores. For example, of prompts of 20 tokens with an image,
+    15 tokens with an image of another size, and 10 and 3 tokens of text, the prompts of 20 and 10 tokens are checked,
+    the donor has 15 tokens, and the partners have 15 and 3.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
     traits_by_kind = {
-        kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])
+        kind: matches for kind in MODALITIES if (matches := [trait for trait in longest if kind in trait.fingerprints])
     }
     text_only = [trait for trait in longest if not trait.fingerprints]
     candidates = dict.fromkeys([*(matches[0] for matches in traits_by_kind.values()), *text_only[:1]])
     targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
     donors = {}
     for kind, (first, *remaining) in traits_by_kind.items():
-        donor = next((o for o in remaining if o.fingerprints[kind] != first.fingerprints[kind]), None)
+        donor = next((trait for trait in remaining if trait.fingerprints[kind] != first.fingerprints[kind]), None)
         if donor is not None:
             donors[kind] = donor
     others = [trait for trait in longest if trait is not targets[0]]
@@ -82,9 +84,10 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
     Returns a prompt with a donor's features, cut or repeated to the prompt's shapes. Without a donor, reverses the
-    prompt's features.
+    prompt's features in all dimensions, and subtracts floats from 1, so that a uniform image changes, too.
 
-    Zeros stay 0, and no other number becomes 0, since some models take zeros for padding and drop them.
+    For 3 patches and a donor of 2 patches, the patches 0, 1 and 0 of the donor replace the prompt's. Zeros stay 0, and
+    no other number becomes 0, since some models take zeros for padding and drop them.
     """
     media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
     for name, value in _features_of(prompt, kind).items():

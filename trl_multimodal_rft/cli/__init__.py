@@ -79,7 +79,7 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
 
 
 def _exit_without_command(argv: list[str]) -> None:
-    """Ends the process with the help, the version or an error if the first argument is no command."""
+    """Prints the help, the version or an error, and ends the process. The first word of `argv` isn't a command."""
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter

@@ -44,7 +44,7 @@ class RunArguments(PromptArguments):
         False, "Show transformers' progress bar and dictionaries instead of one line per log."
     )
     dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
-    # Fields that aren't options: values that the user set, the run's command, and the state of the trainer
+    # Fields that aren't options: the options that the user set, the command of the run, and the trainer's state
     user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
     state: TrainerState | None = field(default=None, init=False, repr=False)

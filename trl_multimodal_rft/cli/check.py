@@ -71,7 +71,10 @@ class CheckedRow:
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """Dataset that encodes rows as the trainers do. A key is a row index, or a tuple of row index and row."""
+    """
+    Dataset that encodes rows as the trainers do. A key is the index of a row in `rows`, or for a stream a tuple of row
+    index and row.
+    """
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class RowChecker(torch.utils.data.Dataset):
         return checked
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
+        """Encodes a row and fills in `checked`. Raises the errors that training would raise."""
         check_has_prompt(row)
         ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
         if all(name in row for name in COMPLETIONS):
@@ -118,7 +122,7 @@ class RowChecker(torch.utils.data.Dataset):
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
-            prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media
+            prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media columns
         refs, answer_refs = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
         for ref in refs + answer_refs:
             checked.n_media[ref.modality] = checked.n_media.get(ref.modality, 0) + 1
@@ -134,7 +138,7 @@ class RowChecker(torch.utils.data.Dataset):
         except ValueError as error:
             if "audio" not in checked.n_media:
                 raise
-            try:  # if the row is valid with cut audio, its audio is too long
+            try:  # if encoding succeeds with cut audio, the error was that the audio is too long
                 encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.row_index)
             except ValueError:
                 raise error from None
@@ -143,6 +147,7 @@ class RowChecker(torch.utils.data.Dataset):
                 raise
         checked.n_tokens = len(encoded)
         checked.opens_thoughts = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
+        # Media that the encoder read: a digest for repeated rows, silence, and the sizes of sampled frames
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         audio_columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
@@ -159,7 +164,7 @@ class RowChecker(torch.utils.data.Dataset):
             modality: int(torch.isin(encoded.input_ids, ids).sum()) for modality, ids in self.placeholder_ids.items()
         }
         if checked.n_media.keys() == {"video"} and not counts["video"]:
-            counts["video"] = counts["image"]  # some processors write videos with the image's token
+            counts["video"] = counts["image"]  # some processors use the image's placeholder for videos
         checked.n_placeholders = {modality: counts[modality] for modality in checked.n_media}
         checked.digest = digest.digest()
 
@@ -195,7 +200,7 @@ class Finding:
 
     example: str = ""  # error of the first row
     count: int = 0
-    # Row indices of the first rows, with the name of a file or the index of an earlier equal row
+    # The first rows as text: `"7"`, `"7 (dog.wav)"` with a file's name, or `"7 (as 3)"` if row 3 is equal
     first_rows: list[str] = field(default_factory=list)
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
@@ -229,7 +234,7 @@ class Report:
     is_refused: bool = False  # whether the dataset as a whole would not train
     n_rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)  # by measure
-    causes: dict[tuple[str, str], Finding] = field(default_factory=dict)  # by column and masked error
+    causes: dict[tuple[str, str], Finding] = field(default_factory=dict)  # rows with errors, see `add`
     overlong_prompts: Finding = field(default_factory=Finding)
     overlong_audio: Finding = field(default_factory=Finding)
     silent: Finding = field(default_factory=Finding)
@@ -255,7 +260,7 @@ class Report:
         if row.has_overlong_audio:
             self.overlong_audio.add(row)
         if row.error is not None:
-            # Errors with one cause quote different names, numbers and objects, so these are masked
+            # Errors with one cause differ in quoted names, numbers and objects. Masked, they are one key of `causes`.
             masked_error = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
             column = re.sub(r"\[\d+\]", "[]", row.error_column or "")
             self.causes.setdefault((column, masked_error), Finding(row.error)).add(row)
@@ -311,6 +316,7 @@ class Report:
 
 
 def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
+    """Returns a table's rows: name, number of values, and the percentiles of `_POINTS`."""
     rows = []
     for name, values in numbers.items():
         if values:
@@ -326,6 +332,7 @@ def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> li
 
 
 def run(args: argparse.Namespace) -> None:
+    """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
     check_ignored(args.ignored_media_columns)
     check_plot(args.plot)
     model_source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}

@@ -32,6 +32,7 @@ def input_error(error: BaseException) -> str | None:
         return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
+    # The package that raised the error, directly or by a call of the standard library
     raising_package, frame = "", error.__traceback__
     while frame is not None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]

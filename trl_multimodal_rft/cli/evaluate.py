@@ -126,7 +126,7 @@ def score_by_name(
     split: str,
     accelerator: Accelerator,
 ) -> EvaluationResult:
-    """Loads a reward model and pairs by their names, and measures the model on the pairs."""
+    """Loads a reward model and a dataset of pairs by name, and measures the model on the pairs."""
     name = str(script_args.reward_model_name_or_path)
     if model_args.model_name_or_path is not None:
         raise ValueError(
@@ -156,8 +156,8 @@ def evaluate_by_name(
     default_rewards: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
     """
-    Loads and evaluates a model on a dataset, both by name. If `script_args` has no rewards, they are the benchmark's,
-    or `default_rewards` without a benchmark.
+    Loads a model and a dataset by name, evaluates the model, and returns the rows and the result. If `script_args` has
+    no rewards, the rewards are the benchmark's, or `default_rewards` without a benchmark.
     """
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
@@ -212,7 +212,7 @@ def main(
     model_args: ModelConfig,
     harness_args: HarnessArguments,
 ) -> None:
-    """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
+    """Evaluates a model, a judge or a reward model, prints metrics and some answers, and saves metrics and rows."""
     check_plot(evaluation_args.plot)
     baseline = evaluation_args.compare_with
     if baseline is not None and not Path(baseline, "rows.parquet").is_file():
@@ -220,7 +220,7 @@ def main(
     accelerator, train_split = Accelerator(), script_args.dataset_train_split
     split, name, benchmark = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     single_split = only_split(name, script_args.dataset_config) if benchmark is None and name is not None else None
-    # If a file or folder has a single split, "test", the default of `dataset_test_split`, stands for this split
+    # The default of `dataset_test_split`, "test", stands for the only split of a file or folder with a single one
     split = single_split if single_split is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if is_harness(benchmark):

@@ -22,7 +22,7 @@ def rows() -> list[tuple[str, str, str, str]]:
 
 
 def classes_with_media() -> dict[str, str]:
-    """Returns the names of the model classes that take media, by `model_type`."""
+    """Returns the names of the classes in transformers that take media, by `model_type`."""
     from transformers.models.auto import modeling_auto
 
     classes = {

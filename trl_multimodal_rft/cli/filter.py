@@ -26,7 +26,6 @@ from .preflight import check_ablated_modality
 # File name of the report, in the folder of the kept rows
 REPORT = "filter.json"
 
-
 # Defaults for `--by accuracy`: completions per row, and their temperature
 _SAMPLES, _TEMPERATURE = 8, 1.0
 
@@ -87,11 +86,12 @@ def drop_reason_by_contribution(
 
 
 def _share_correct(correct: Sequence[bool | None] | None) -> float | None:
+    """Returns the share of correct completions of a row, `None` if any of them isn't scored."""
     return None if correct is None or None in correct else sum(map(bool, correct)) / len(correct)
 
 
 def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArguments) -> dict[str, Any]:
-    """Returns the content of `filter.json`."""
+    """Returns the content of `filter.json`. `dropped` has the reason for each dropped row, by row index."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
     thresholds, keys_of_shares = ["min", "max"], {PASS_RATE: "correct"}

@@ -56,7 +56,7 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
     if size is not None:
         if script_args.streaming:
             raise ValueError("A stream can't be split; leave out `streaming` or `test_split_size`.")
-        # TRL would split with a random seed: other rows in each process and in a resumed run
+        # TRL would split with a random seed, so that processes and resumed runs would have different splits
         splits = splits["train"].train_test_split(test_size=size, seed=0)
     if split not in splits:
         raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")

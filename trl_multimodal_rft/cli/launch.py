@@ -17,9 +17,9 @@ from .preflight import check_run, is_harness
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Checks the options without heavy imports, and launches a script."""
+    """Checks the options without heavy imports, launches a script, and exits with its exit code."""
     check_run(name, args)
-    # lmms-eval and EvalScope send requests to a server, for which one process is enough
+    # Harnesses (lmms-eval and EvalScope) only send requests to a server, so this process runs them without a launch
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
         from . import arguments, evaluate
 

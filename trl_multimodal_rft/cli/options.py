@@ -60,7 +60,7 @@ Value = bool | int | float | str | list | dict | None
 
 
 def read_config(path: str) -> dict[str, Value]:
-    """Returns the values of a config file by option. Scalars stay strings, as on the command line."""
+    """Returns the values of a config file by option. Scalars but null stay strings, as on the command line."""
     import yaml
 
     try:
@@ -73,6 +73,7 @@ def read_config(path: str) -> dict[str, Value]:
         if duplicate is not None:
             raise ValueError(f"{path}: `{duplicate}` is set twice; remove one.")
         loader.flatten_mapping(node)
+        # The value of a node, and its source: a text for a scalar, nodes for a list or mapping
         values = {
             _option_name(key.value): (loader.construct_object(value, deep=True), value.value)
             for key, value in node.value
@@ -146,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
-        """Adds options of a launched command by name. `defaults` maps further names to new defaults."""
+        """Adds options of a launched command: those in `names`, and those in `defaults` with a new default."""
         options = {option["name"]: option for option in options_of(command)}
         trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
@@ -160,8 +161,8 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """
         Parses a command line, and the file or built-in recipe of its `--config`. The command line takes precedence.
-        `convert_run_config` converts the config of a training run to options of this command. If it is passed, entries
-        that aren't options of the command are dropped.
+        `convert_run_config` is for commands that also take the config of a training run. It converts the config's
+        entries to options of the command, and other entries are dropped.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
@@ -195,7 +196,10 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _parse_entries(self, entries: dict[str, Value], namespace: argparse.Namespace) -> None:
-        """Parses a config file's entries like a command line. Options that the file sets are no longer required."""
+        """
+        Parses a config file's entries like a command line. The command line must set the required options that the
+        file doesn't set.
+        """
         words = []
         for name, value in entries.items():
             action = self._option_string_actions.get(f"--{name}")
@@ -211,6 +215,7 @@ class Parser(argparse.ArgumentParser):
                 words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        # Required options that aren't in the file must not be missed here, only on the command line
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
@@ -220,14 +225,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help formatter that leaves out trivial defaults."""
+    """Help formatter that adds the default to an option's help, see [`_with_default`]."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and _with_default(action.help, action.default)
 
 
 class _Help(argparse.Action):
-    """Action that shows the options of examples and recipes, one line each, or all options that match a word."""
+    """Action of `--help` and `--help WORD`: shows the options of examples and recipes, or those that match a word."""
 
     def __call__(
         self,
@@ -300,7 +305,7 @@ def options_of(command: str) -> list[dict[str, Any]]:
 def launched_command_parser(
     prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
 ) -> Parser:
-    """Returns the parser of a launched command."""
+    """Returns the parser of a launched command. `shows_all` adds the help of options in `_ONLY_IN_FULL_HELP`."""
     epilog = (
         "The first options are those of the examples and recipes. `--help_all` shows the others of "
         "transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and of `accelerate launch`, "
@@ -333,6 +338,7 @@ def launched_command_parser(
 
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
+    """Adds an option of [`table`] to a parser or group. Without help text, `--help` hides it."""
     name, kind, choices = option["name"], option["type"], option["choices"]
     arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
     text = argparse.SUPPRESS

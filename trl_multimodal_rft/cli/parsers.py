@@ -38,7 +38,7 @@ SHARDS = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
-# Bytes of optimizer state, per byte of the weights (True) or per weight (False)
+# Bytes of optimizer state per trained weight (False), or per byte of the trained weights (True)
 OPTIMIZERS = {
     "adamw_torch_fused": (2, True),
     "adamw_torch": (2, True),
@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": (0, False),
     "sgd": (0, False),
 }
-# Options of the launched commands that `check` and `estimate` have, too, and options that set the size of a batch
+# Names of options that `check` and `estimate` share with launched commands, and of options that set a batch's size
 _CHECK_OPTIONS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs")
 _CHECK_OPTIONS += ("trust_remote_code", "vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
 _ESTIMATE_OPTIONS = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
@@ -148,7 +148,7 @@ def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
-    if isinstance(parallelism, dict):  # `gpus` counts the GPUs that shard one copy of the weights
+    if isinstance(parallelism, dict):  # with replicas of sharded weights, `gpus` counts the GPUs of one replica
         shard_key = "parallelism_config_dp_shard_size"
         options["gpus"] = run_config.get(shard_key, parallelism.get(shard_key, 1))
     options |= {**run_config, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}

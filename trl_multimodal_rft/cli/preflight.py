@@ -58,8 +58,8 @@ def check_ablated_modality(ablate: str | None) -> None:
 
 def check_names(args: argparse.Namespace) -> None:
     """
-    Checks that local models and datasets exist, and that rules of media such as `media_dir` are valid. The error about
-    a missing dataset of a recipe shows the command that prepares the dataset.
+    Checks that local models and datasets exist, and that rules of media such as `media_dir` are valid. If the dataset
+    of a recipe is missing, the error shows the command that prepares it, from a comment in the recipe.
     """
     mixture_paths = [
         source.get("path") for source in getattr(args, "datasets", None) or () if isinstance(source, dict)
@@ -88,7 +88,7 @@ def check_functions(names: Sequence[str], kind: str = "reward function") -> None
 
 
 def check_batch(command: str, args: argparse.Namespace) -> None:
-    """Checks that batches hold whole groups of completions, if the number of processes is known."""
+    """Checks that batches hold whole groups of completions. Passes if the number of processes is unknown."""
     defaults = {option["name"]: option["default"] for option in options_of(command)}
     processes = process_count(getattr(args, "launch", {}), getattr(args, "accelerate_config", None))
     if processes is None or "num_generations" not in defaults:

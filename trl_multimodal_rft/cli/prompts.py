@@ -22,6 +22,7 @@ _BRACED_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """Adds the text columns that `templates` define, by column name. Media aren't read or copied."""
+    # Templates and used columns by name. The name of a new column is also the name of its option, such as `--prompt`.
     chosen_templates = {name: template for name, template in templates.items() if template is not None}
     used_columns = {
         name: option for option, text in chosen_templates.items() for _, name in _BRACED_NAMES.findall(text) if name
@@ -99,6 +100,8 @@ def _with_columns(
 
 
 def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option: str) -> str:
+    """Fills a template: `"{question} {{x}}"` with the question "Why?" becomes "Why? {x}"."""
+
     def value(match: re.Match) -> str:
         literal, name = match.groups()
         if literal:
@@ -114,6 +117,7 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
 
 
 def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) -> Prompt | None:
+    """Adds a system message to a prompt. Only a teacher's prompt may be missing, or have a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if column != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages

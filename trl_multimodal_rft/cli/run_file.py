@@ -23,8 +23,8 @@ _TRANSIENT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK
 
 def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
     """
-    Writes the options that the user set. A resumed run doesn't change `max_steps` in the file. If the folder has the
-    file of an earlier run with other options, this file is renamed to `run-1.yaml`, or a higher number.
+    Writes the options that the user set. A resumed run replaces the file, but keeps its `max_steps`. Any other run
+    renames an earlier run's file with other options to `run-1.yaml`, or to the next free number.
     """
     entries, path = {**options, **options.get("launch", {})}, Path(folder, FILE_NAME)
     if resumed:

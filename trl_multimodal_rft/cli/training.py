@@ -94,10 +94,10 @@ class ScriptCallback(TrainerCallback):
 def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
     Context for the training of a script with [`ScriptCallback`]. At the end, or at Ctrl-C, prints the next commands.
-    For a dry run, turns off saving and publishing, and uses a temporary `output_dir`.
+    For a dry run, turns off saving and publishing, uses a temporary `output_dir`, and prints no commands.
     """
     if script_args.dry_run:
-        if checkpoint_of(training_args) is True:  # stands for the last checkpoint in `output_dir`, which changes below
+        if checkpoint_of(training_args) is True:  # the last checkpoint in `output_dir`, which changes below
             folders = checkpoints(str(training_args.output_dir))
             if not folders:
                 raise ValueError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")

@@ -109,7 +109,7 @@ class GenerationEvalCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: EventPart,
     ):
-        # The callback may have evaluated in this step already, because of `freq` or of another dataset of the trainer
+        # The callback may have evaluated in this step already, due to `freq` or to another of several eval datasets
         is_current = self.trainer.is_in_train and state.global_step == self._last_step
         if not is_current and (
             self.freq is None or self.trainer.is_in_train and self._can_add_best_metric(args, metrics)
@@ -130,19 +130,20 @@ class GenerationEvalCallback(TrainerCallback):
         return self.result is None or name in self._metrics
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        # The trainer may have loaded the best weights since the last evaluation
+        # After the evaluation in the last step, the trainer may have loaded the best weights
         if state.global_step != self._last_step or args.load_best_model_at_end:
             self._evaluate(state, control)
 
     def _evaluate(self, state: TrainerState, control: TrainerControl) -> None:
+        """Evaluates, saves the result, and logs its metrics with the prefix `eval_`."""
         self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
         self._last_step = state.global_step
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
         self._metrics = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
-        # Logging resets `should_log`, but a log of training metrics may still be due
+        # `Trainer.log` resets `should_log`, but a log of training metrics may still be due in this step
         should_log = control.should_log
-        # TRL's `log` would add the training metrics since its last call, and the next log would miss them
+        # `Trainer.log`, not TRL's `log`, which would move the training metrics since its last call to this log
         log: Callable[..., None] = Trainer.log
         log(self.trainer, dict(self._metrics))
         control.should_log = should_log

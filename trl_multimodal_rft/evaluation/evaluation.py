@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The loop of an evaluation over batches, which collects prompts, samples, calls reward functions and records rows."""
+"""The loop of an evaluation over batches: it encodes prompts, samples completions, scores them and records rows."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ logger = get_logger(__name__)
 class Policy:
     """A policy, and the objects that sample its completions."""
 
-    model: nn.Module  # in evaluation mode while it samples
+    model: nn.Module  # its mode is evaluation while it samples, and restored afterwards
     encoder: PromptEncoder
     # Returns the token ids of one completion per prompt, up to the end of the completion
     complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
@@ -64,7 +64,12 @@ class Policy:
 
 
 class Evaluation:
-    """An evaluation of a policy on the batches of a dataset, which are distributed over the ranks."""
+    """
+    An evaluation of a policy on the batches of a dataset, which are distributed over the ranks.
+
+    With 5 batches and 2 ranks, rank 0 evaluates batches 0, 2 and 4, and rank 1 batches 1 and 3. If sampling is
+    collective, rank 1 then repeats batch 0 and drops its records.
+    """
 
     def __init__(
         self,
@@ -99,12 +104,13 @@ class Evaluation:
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
         self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
-        self.unstorable_columns: set[str] = set()  # columns with values that the table of rows can't hold
+        self.unstorable_columns: set[str] = set()  # columns with values that a parquet file can't hold
         self.logged_metrics: list[tuple[str, float]] = []  # metrics of reward functions
         self.skipped: dict[int, str] = {}  # errors of unreadable rows, by row index
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:
+        """Evaluates this rank's batches, and returns the result of all ranks."""
         args, n_ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
         rows_per_batch = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + rows_per_batch, n)) for start in range(0, n, rows_per_batch)]
@@ -122,7 +128,7 @@ class Evaluation:
                     ]
                     n_answers, n_correct = n_answers + len(verdicts), n_correct + sum(verdicts)
                     bar.set_postfix_str(f"accuracy {n_correct / n_answers:.1%}" if n_answers else "", refresh=False)
-                elif self.policy.is_collective:  # repeats the first batch, as calls of other ranks wait for this rank
+                elif self.policy.is_collective:  # other ranks' calls of `complete` wait for a call of this rank
                     n_logged = len(self.logged_metrics)
                     self._answer_batch(batch_index, batches[0])
                     del self.logged_metrics[n_logged:]
@@ -173,6 +179,7 @@ class Evaluation:
             logger.warning_once(warning)  # once for all evaluations of a run
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Samples and scores completions of the rows at `indices`, also without media, and returns their records."""
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.read_row, indices))
@@ -200,8 +207,8 @@ class Evaluation:
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
             self.unstorable_columns.update(name for name, value in columns.items() if not _is_plain(value))
             if self.args.group_by is not None:
-                # A separate entry, as the record may lack this column: its values may be unstorable, or another entry
-                # may have its name
+                # A separate entry, as the record may lack the column: a parquet file can't hold its values, or another
+                # entry has its name
                 columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= columns
         return records
@@ -210,8 +217,8 @@ class Evaluation:
 
     def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Rollout | None, dict[int, str]]:
         """
-        Returns the rollout of readable rows, or `None` if there are none, and errors of unreadable rows by row index.
-        With `ablates`, a view replaces media of the ablated modality.
+        Returns the rollout of readable rows, or `None` if all rows are unreadable, and errors of unreadable rows by
+        row index. With `ablates`, a view replaces media of the ablated modality.
         """
         for row in () if self.toolbox else rows:
             check_has_prompt(row)
@@ -235,6 +242,7 @@ class Evaluation:
         return self._collect(readable_rows, ablates) if readable_rows else None, errors
 
     def _collect(self, rows: Sequence[Row], ablates: bool) -> Rollout:
+        """Returns a rollout with `num_samples` entries per row, next to one another. Raises `MediaError`."""
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox:
@@ -255,7 +263,10 @@ class Evaluation:
         )
 
     def _view(self, row: Row) -> View:
-        """Returns the view that replaces a row's ablated media. Some views need media of another, random row."""
+        """
+        Returns the view that replaces a row's ablated media. A view that needs other media, such as `"other_row"`,
+        gets the media of the first row with different media, from a random row index on.
+        """
         modality = str(self.args.ablate)
         view = as_view(self.args.ablate_with).for_modality(modality).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
@@ -284,8 +295,8 @@ class Evaluation:
 
     def _answer_without_media(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
         """
-        Samples completions without the ablated media, and returns them and their correctness as further entries of
-        records, by row index.
+        Samples completions without the ablated media. Returns `completions_without` and `correct_without`, further
+        entries of records, by row index. Metrics that reward functions log are dropped.
         """
         rollout, _ = self._read_rollout(rows, ablates=True)
         set_seed(seed)  # the seed of the answers with media, so that only the media differ
@@ -300,7 +311,7 @@ class Evaluation:
         }
 
     def _answer_rollout(self, rollout: Rollout | None) -> list[dict[str, Any]]:
-        """Samples and scores completions of a rollout, and returns entries for the record of each row."""
+        """Samples and scores completions of a rollout. Returns a dictionary of record entries per row."""
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
@@ -352,6 +363,7 @@ class Evaluation:
         ]
 
     def _sample_completions(self, rollout: Rollout) -> list[Trajectory]:
+        """Samples a trajectory per prompt: one completion, or with tools all turns within the limits of `args`."""
         policy, config, args = self.policy, self.generation_config, self.args
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
@@ -401,6 +413,7 @@ class Evaluation:
 def _generation_config(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
 ) -> GenerationConfig:
+    """Returns the config of sampling. Of the model's own config, only the EOS and suppressed tokens apply."""
     default = encoder.model.generation_config
     eos_token_ids = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
     eos_token_ids = [

@@ -126,7 +126,7 @@ def evaluate(
         install_prefix_attention(base)
     else:
         install_encoder_attention(base)
-    # No accelerator, since ranks have different batches and must not wait for each other
+    # Without an accelerator, ranks don't wait for each other. They have different batches, of different lengths.
     forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
     encoder = PromptEncoder(
         base,
@@ -146,6 +146,7 @@ def evaluate(
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:
+    """Adds the toolbox's tools to the prompts, and the loop that calls tools to the policy."""
     encoder = policy.encoder
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
@@ -237,7 +238,7 @@ def evaluate_trainer(
 
 
 def check_has_sampler(candidate: MultimodalTrainer) -> None:
-    """Raises `ValueError` if a trainer doesn't sample completions with this package."""
+    """Raises `ValueError` if a trainer has no sampler of this package, such as a trainer for supervised training."""
     if not hasattr(candidate, "sampler"):
         raise ValueError(
             f"The trainer is a {type(candidate).__name__}, which doesn't sample completions; evaluate its model with "

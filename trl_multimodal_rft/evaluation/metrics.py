@@ -46,7 +46,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
         )
     if ((c < 0) | (c > n)).any():
         raise ValueError("`c` must be between 0 and `n`, for it counts the right ones of `n` samples.")
-    # Probability that try `i` fails if all earlier tries failed. It is 0 once all wrong completions are drawn.
+    # Probability that try `i` draws a wrong completion, if tries 0 to `i - 1` did; 0 if no wrong one is left
     failures = [np.clip(n - c - i, 0, None) / (n - i) for i in range(k)]
     return 1 - np.prod(failures, axis=0)
 

@@ -58,6 +58,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     print(result.metrics["accuracy"], result.metrics["flips"])
     ```
     """
+    # Rows `2 * i` and `2 * i + 1` hold the two orders of pair `i`; a pair with an unreadable row is left out
     args = EvaluationConfig(**{option.name: result.settings[option.name] for option in fields(EvaluationConfig)})
     rows_by_pair: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
@@ -84,7 +85,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
 
 
 def _join_orders(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of a pair, with the completions of both orders."""
+    """Returns the record of a pair. Its lists have the items of the first order before those of the second."""
     lists = [name for name in first if name in _LIST_NAMES or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
     return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
@@ -167,6 +168,7 @@ def score_pairs(
                 [row[name] for name in ("prompt", *COMPLETIONS)]
                 for row in rows_to_messages(placed_rows, rules=media_rules)
             ]
+            # Scores alternate: chosen and rejected completion of a pair
             for i, row, messages in zip(range(0, len(scores), 2), batch, conversations, strict=True):
                 prompt, *texts = (as_text(strip_media(chat)) for chat in messages)
                 pair: dict[str, Any] = {"index": row.row_index, "prompt": prompt, "fingerprint": checksum(messages)}
@@ -186,8 +188,9 @@ def score_pairs(
 
 def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """
-    Returns the arguments of a reward function for both completions of each pair, as trainers pass them. `placed_rows`
-    are the rows of the batch with media inside completions. Columns of media aren't arguments.
+    Returns the arguments of a reward function, as trainers pass them, with the chosen and the rejected completion of a
+    pair next to each other. `placed_rows` are the rows of the batch by [`put_answer_media`]. Columns of media aren't
+    arguments.
     """
     for row in batch:
         for name in COMPLETIONS:

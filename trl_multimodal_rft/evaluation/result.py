@@ -25,8 +25,8 @@ GROUP = "\0group"
 
 SCORE = "score/"  # prefix of the row columns with the per-row metrics of an external harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
-_N_METRICS = 8  # number of metrics in a `repr`
-_N_ANSWERS = 3  # number of answers in a summary
+_N_METRICS = 8  # maximum number of lines of metrics in a `repr`
+_N_ANSWERS = 3  # maximum number of answers in a summary
 _LONGEST_TEXT = 200  # maximum length of a text in a summary, in characters
 
 
@@ -105,7 +105,10 @@ class EvaluationResult:
 def aggregate(
     records: list[dict[str, Any]], reward_names: Iterable[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
-    """Computes the metrics of an [`EvaluationResult`] from the records of its rows."""
+    """
+    Computes the metrics of an [`EvaluationResult`] from the records of its rows. Accuracies count the rows in which
+    the first reward function scored all completions.
+    """
     scored_records = [record for record in records if None not in record["correct"]]
     n = len(scored_records[0]["correct"]) if scored_records else args.num_samples
     n_right = np.array([sum(record["correct"]) for record in scored_records])
@@ -118,7 +121,7 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers agree if they differ only in case, whitespace or punctuation
+        # Answers agree if they differ only in case, whitespace or punctuation. A single block is right or wrong.
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
         add(
             f"majority@{k}",
@@ -178,7 +181,7 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
     for column in ("prompt", "solution", "fingerprint"):
         columns = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
         if columns[0] != columns[1] and (
-            column == "prompt" or not any(all(x is None for x in values) for values in columns)
+            column == "prompt" or not any(all(value is None for value in values) for values in columns)
         ):
             index = next((i for i, (a, b) in enumerate(zip(*columns, strict=False)) if a != b), min(map(len, columns)))
             content = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
@@ -187,6 +190,7 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
                 "of these rows."
             )
     metrics: dict[str, float | None] = {}
+    # Metrics with intervals whose values per row are saved: `accuracy`, and the scores of a harness
     for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
         column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
         scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
@@ -207,7 +211,7 @@ def _flat(values: Iterable[list]) -> list:
 
 
 def summary(result: EvaluationResult) -> str:
-    """Returns the lines of metrics and a few answers, which include wrong answers if there are any."""
+    """Returns the lines of metrics and a few answers, among them wrong or unscored ones if there are any."""
     right = [row for row in result.rows if row["correct"][0]]
     wrong = [row for row in result.rows if not row["correct"][0]]
     examples = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]

@@ -74,7 +74,7 @@ def answerer(
 
 
 def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
-    """Returns a message's content. Media go to tags in the text such as `<image>`, or else before the text."""
+    """Returns a message's content. Media take the places of tags such as `<image>`, or precede a text without tags."""
     if not files:
         return text
     columns = defaultdict(list)
@@ -91,7 +91,7 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
 
 
 def example_of(name: str) -> tuple[str, str, list[str]]:
-    """Returns the system prompt and question in a trained model's card, and the paths of media in its folder."""
+    """Returns the system prompt and question in a model's card, and one file of its folder per modality in them."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     text = Path(card).read_text(encoding="utf-8") if card else ""
     line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
@@ -119,6 +119,7 @@ def page(
     system: str = "",
     example: tuple[str, list[str]] | None = None,
 ) -> "ChatInterface":
+    """Returns the page. Each model answers a message in the context of its own earlier completions."""
     gradio, lock, (name, *other_names) = require_module("gradio", "chat"), Lock(), answerers
 
     def chat(
@@ -235,6 +236,7 @@ def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
+    """Loads the model and its base. Returns their answerers by shown name, and the modalities that the model takes."""
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
     answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}

@@ -50,15 +50,15 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 class Usage:
     """Result of [`measure`]: sizes of a model, and memory and operations of a micro-batch on one GPU."""
 
-    trained: int  # number of trained weights
-    frozen: int  # number of frozen weights
+    trained: int  # number of trained weights, without a separate critic
+    frozen: int  # number of frozen weights, without a separate critic
     in_4_bits: int  # number of frozen weights of linear layers, stored in 4 bits
     tensors: int  # number of trained tensors
     modules: dict[str, tuple[int, int]]  # numbers of all and of trained weights, by part such as the vision tower
     critic: int  # number of trained weights of a separate critic
     frozen_critic: int  # number of frozen weights of a separate critic
     layer: int  # number of weights of the largest layer
-    ends: int  # number of weights of embeddings and LM head
+    ends: int  # number of weights of token embeddings and LM head; tied weights count once
     held: int  # bytes of activations at the start of the backward pass
     peak: int  # maximum bytes in use by a micro-batch, without weights and gradients
     cache: list[tuple[float, int | None]]  # per layer: bytes of keys and values per token, sliding window
@@ -67,7 +67,7 @@ class Usage:
     vocabulary: int  # vocabulary size of the LM head
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
-    parts: int  # number of forwards of a micro-batch
+    parts: int  # number of forwards into which `max_tokens_per_microbatch` splits a micro-batch
     operations: float  # floating-point operations of an update, reference included
 
 
@@ -78,11 +78,12 @@ def target_modules(args: argparse.Namespace) -> str | list[str]:
 
 
 def _is_sharded(args: argparse.Namespace) -> bool:
-    """Returns whether the run uses DeepSpeed or FSDP. Both compute in bfloat16, whatever the dtype of the weights."""
+    """Returns whether the run uses DeepSpeed or FSDP. With `bf16`, both compute in bfloat16 without autocast."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
 def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """Returns a model in training mode, with uninitialized weights in the dtype that they have in forwards."""
     dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
     with no_init_weights():
         model = model_class._from_config(config, dtype=dtype)
@@ -97,6 +98,7 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
 def measure(args: argparse.Namespace) -> Usage:
     """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
+    # The models, and sizes that adapters would change
     mode = FakeFloats()
     with mode:
         base = _build(args, config, model_class)
@@ -108,12 +110,13 @@ def measure(args: argparse.Namespace) -> Usage:
             install_prefix_attention(item)
     logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
-    linear_layers = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
-    n_linear_weights = sum(item.weight.numel() for item in linear_layers) if args.use_peft else 0
-    layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
-    largest_layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
+    linear_layers = [layer for layer in base.modules() if isinstance(layer, torch.nn.Linear) and layer is not lm_head]
+    n_linear_weights = sum(layer.weight.numel() for layer in linear_layers) if args.use_peft else 0
+    layers = [layer for layer in base.modules() if type(layer).__name__ in set(base._no_split_modules or [])]
+    largest_layer = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     # A set, in which tied weights count once
-    outer_weights = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}
+    outer_weights = {module.weight for module in (base.get_input_embeddings(), lm_head) if module is not None}
+    # Adapters and frozen parts
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
@@ -130,11 +133,13 @@ def measure(args: argparse.Namespace) -> Usage:
     freeze(model, as_names(args.freeze))
     if critic is not None:
         freeze_backbone(critic.model, as_names(args.freeze))
+    # A micro-batch: 4 completions of 2 prompts under 2 views have `unique` prompts p0 to p3, and `prompts` p0 p0 p1 p1
+    # for one view, p2 p2 p3 p3 for the other
     prompt, encoder_inputs = synthetic_prompt(base, args)
     group_size = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group_size)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
-    # Prompts get different positions, because prompts that start alike would share tokens
+    # Prompts get different positions, because prompts with the same first tokens would share their states
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
@@ -151,7 +156,8 @@ def measure(args: argparse.Namespace) -> Usage:
     held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoder_inputs, prompt_first
     )
-    # If a group is split into chunks, the operations on its prompt count once
+    # Ratio of the operations of all forwards to those of the largest one. If the prompt is forwarded first, its share
+    # of operations counts once per prompt, and the others count per completion.
     scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
     n_extra_forwards = (len(forwards) > 1) + (args.beta > 0)
     prompts_of_largest = group_by_prompt(largest) if packed else largest
@@ -197,7 +203,7 @@ def _measure_micro_batch(
     prompt_first: bool,
 ) -> tuple[int, int, int, int, int]:
     """
-    Measures a micro-batch. Returns the bytes in use at the start of the backward pass, the bytes in use at the peak,
+    Measures one forward and backward pass. Returns the bytes in use at the start of the backward pass and at the peak,
     and three numbers of operations: of the forward pass, of the forward and backward pass, and of the prompt alone.
     With `prompt_first`, the prompt is forwarded first, and all chunks of its completions share its states. Otherwise,
     the operations of the prompt aren't counted separately, and are 0.
@@ -245,6 +251,7 @@ def _measure_micro_batch(
 def _cache_of_layers(
     args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel
 ) -> list[tuple[float, int | None]]:
+    """Returns the bytes per token and the sliding window of each layer's KV cache, measured on 16 tokens."""
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
         ids = torch.zeros(1, 16, dtype=torch.long)
@@ -257,7 +264,7 @@ def _cache_of_layers(
 
 
 def _cache_bytes(usage: Usage, n_tokens: int) -> float:
-    """Returns the bytes of the KV cache of one sequence."""
+    """Returns the bytes of one sequence's KV cache. Layers with a sliding window keep only the window's tokens."""
     return sum(size * min(n_tokens, window or n_tokens) for size, window in usage.cache)
 
 
@@ -268,6 +275,7 @@ def _n_completions(args: argparse.Namespace) -> int:
 
 def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     """Returns bytes by name: a GPU's memory by purpose, its peaks during update and generation, and host memory."""
+    # Weights, gradients and optimizer state. A width is the number of bytes of one weight.
     loaded_width = 4 if args.dtype == "float32" else 2
     adapter_width = 2 if args.load_in_4bit else 4
     trained, frozen = usage.trained, usage.frozen
@@ -284,6 +292,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
         width = 2 if args.strategy.startswith("zero") else loaded_width
         reference = (trained + frozen) * width / (args.gpus if shards_weights else 1)
+    # Buffers for gradients, and weights that sharded runs gather
     buffers = gathered = gathered_to_sample = 0.0
     if args.strategy == "ddp":
         buffers = gradients
@@ -295,6 +304,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
         # `ds3_gather_for_generation`
         gathered_to_sample = 2 * (trained + frozen + usage.critic + usage.frozen_critic)
+    # Sampling. Completions share the keys and values of a long prompt.
     n_prompt = usage.prompt_tokens
     if usage.sharing > 1 and n_prompt > SHORT_PROMPT:
         kv_bytes = _cache_bytes(usage, n_prompt) / usage.sharing + _cache_bytes(usage, args.completion_tokens)
@@ -309,6 +319,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.use_vllm:
         cache = decoding_graph = cast_weights = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
+    # Peaks during update and generation
     states = weights + gradients + optimizer + critic + reference + buffers
     vllm_awake = 0.0 if args.vllm_enable_sleep_mode else vllm
     update = states + gathered + usage.peak + vllm_awake
@@ -322,6 +333,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         if cast_weights > (args.gpu_memory * GIB - generation) / 2:
             cast_weights = 0.0
         generation += cast_weights
+    # Memory that moves to the host while the GPU samples
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(critic_states[1:])
@@ -360,7 +372,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
 def _states(
     args: argparse.Namespace, trained: int, frozen: int, trained_width: int, frozen_width: int
 ) -> tuple[float, ...]:
-    """Returns the bytes of weights, gradients and optimizer state. A width is the number of bytes of one weight."""
+    """Returns a GPU's bytes of weights, gradients and optimizer state. A width is the bytes of one weight."""
     factor, per_byte = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
         trained_width = 4
@@ -417,6 +429,7 @@ def estimate(args: argparse.Namespace) -> dict:
 
 
 def verdict(args: argparse.Namespace, usage: Usage) -> dict:
+    """Returns whether a run fits, with its memory by purpose and, if it doesn't fit, advice."""
     sizes = memory(args, usage)
     result = {"fits": sizes["peak"] <= USABLE * args.gpu_memory * GIB, "memory": sizes, "measured": vars(usage)}
     if not result["fits"]:

@@ -51,7 +51,7 @@ class FakeFloats(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         if not tensors and func is not _ATEN.linspace.default:  # models read drop rates from `linspace`
-            with self.fake:  # allocates nothing; results that must be real are computed again below
+            with self.fake:  # allocates nothing; a result that must stay real is computed again below
                 result = func(*args, **kwargs)
             if _can_be_fake(result):
                 return result
@@ -91,15 +91,16 @@ class Watch(TorchDispatchMode):
     storages that were created within the context count. Storages of the tensors in `baseline` never count.
 
     On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
-    `FlopCounterMode` and `MemTracker` count the same, but `MemTracker` takes time quadratic in the number of layers.
+    `FlopCounterMode` and `MemTracker` return the same numbers, but `MemTracker` takes time quadratic in the number of
+    layers.
     """
 
     def __init__(self, baseline: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
-        # FLOP counters that torch lacks, such as for CPU operators. Torch's own are looked up when an operator runs,
-        # because torch registers some on first use.
+        # FLOP counters that torch lacks, such as for CPU operators. Torch's counters are looked up when an operator
+        # runs, because torch registers some of them on first use.
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
                 q.shape, *_shapes_with_query_heads(q, k, v)
@@ -137,7 +138,7 @@ class Watch(TorchDispatchMode):
 
 
 def _shapes_with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns shapes of keys and values with the number of query heads, which torch before 2.13 requires."""
+    """Returns the shapes of keys and values with as many heads as the query, as counters before torch 2.13 require."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
 
 

@@ -29,7 +29,7 @@ _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confid
 
 
 def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) -> EvaluationResult:
-    """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other arguments."""
+    """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other argument objects."""
     options = {name: value for argument in arguments for name, value in vars(argument).items()}
     defaults = {name: value for argument in arguments for name, value in vars(type(argument)()).items()}
     benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
@@ -72,7 +72,7 @@ def flags(options: dict) -> list[str]:
 
 @contextmanager
 def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
-    """Context manager that runs `vllm serve` and yields its URL."""
+    """Runs `vllm serve` with further `words` within the context, and yields the URL once the server is healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

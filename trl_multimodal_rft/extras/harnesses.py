@@ -18,7 +18,7 @@ from ..evaluation.result import SCORE, EvaluationResult, estimate
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
 _FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores if a request failed
-# Keys of the score in a row of lmms-eval, for tasks that store a dictionary
+# Keys of a row's score in lmms-eval, for tasks with a dictionary as score. The first key in the dictionary counts.
 _SCORE_KEYS = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
@@ -88,7 +88,7 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def _check_complete(harness: str, task: str, indices: Sequence[int], expected: int | None) -> None:
-    """Raises `ValueError` if rows of a task are missing or repeated in a harness's files."""
+    """Raises `ValueError` if a harness's files repeat rows of a task, or don't have the `expected` number of rows."""
     repeated = sorted(index for index, count in Counter(indices).items() if count > 1)
     if repeated:
         raise ValueError(f"{harness} wrote row {repeated[0]} of {task!r} more than once; run it again.")

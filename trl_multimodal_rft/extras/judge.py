@@ -165,7 +165,7 @@ class JudgeReward(Server):
             log_metric(f"{self.name}/requests", self.n_requests)
         rewards: list[float | None] = []
         for index, completion in enumerate(completions):
-            # A missing or too long answer gets 0.0 without a request
+            # Without a request, a missing or too long answer gets 0.0, and an answer without a reference `None`
             score = scores[index] if index in keys else 0.0 if index in payloads else None
             results = [] if isinstance(completion, str) else [entry for entry in completion if entry["role"] == "tool"]
             bonus = self.tool_bonus if score is not None and score > 0.5 and has_media(results) else 0.0
@@ -235,6 +235,7 @@ class JudgeReward(Server):
                     file.write(f"\n{json.dumps({'key': key, 'reply': reply})}\n")
 
     def _restore_replies(self, path: Path) -> None:
+        """Reads the replies in a file of `cache_dir`. Skips lines that a killed process left incomplete."""
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -243,6 +244,7 @@ class JudgeReward(Server):
                 continue
 
     def _score(self, reply: str) -> float | None:
+        """Returns the score in a reply, divided by `max_score`, or `None` if it is missing or out of range."""
         matches = [match[1] for match in re.finditer(self.pattern, reply)]
         try:
             share = float(matches[-1] if matches else reply) / self.max_score
@@ -272,6 +274,7 @@ def _question(prompt: str | list[dict[str, Any]]) -> str:
 def _media_blocks(
     prompt: str | list[dict[str, Any]], encode: Callable[[MediaRef], str | list[str]]
 ) -> list[dict[str, Any]]:
+    """Returns a prompt's media as content blocks of OpenAI's format. Each frame of a video is an image."""
     blocks: list[dict[str, Any]] = []
     for ref in iter_refs(prompt):
         data = encode(ref)
@@ -284,7 +287,7 @@ def _media_blocks(
 
 
 def _reply_in(response: Answer) -> str | None:
-    """Returns the reply in a chat completion, or `None` if the response is something else."""
+    """Returns the reply in a chat completion, `""` for a reply without text, or `None` for any other response."""
     if response.status != 200:
         return None
     try:

@@ -43,7 +43,8 @@ class Session:
     def ask(self, request_type: str, data: Json, opens: bool = False) -> Json:
         """
         Sends a request and returns the data of the server's response. With `opens`, starts a session if none is open.
-        Raises `ValueError` if an action fails, and `EnvironmentFailure` if the session fails or isn't open.
+        Raises `ValueError` for a failed action, after which the session goes on, and `EnvironmentFailure` if the
+        session fails or isn't open.
         """
         client = require_module("websockets.sync.client", "environments")
         errors = require_module("websockets.exceptions", "environments")
@@ -93,7 +94,7 @@ class Session:
 class ServedEnvironment:
     """Environment with the tools of a server."""
 
-    _call_tool: Callable[..., Observation]  # takes a tool's name on the server, and the call's arguments
+    _call_tool: Callable[..., Observation]  # takes a tool's remote name, and the call's arguments by remote name
 
 
 class OpenEnvironment(ServedEnvironment):
@@ -109,7 +110,7 @@ class OpenEnvironment(ServedEnvironment):
     def reset(self, **row: Value) -> Observation:
         """Starts an episode with a row's columns. Servers ignore unknown columns. Media are sent as `null`."""
         self.rewards = []
-        with suppress(EnvironmentFailure):  # the server may have closed the session; the next request opens another
+        with suppress(EnvironmentFailure):  # the server may have closed the session; the second try opens another
             return self._observation(self._session.ask("reset", row, opens=True))
         return self._observation(self._session.ask("reset", row, opens=True))
 
@@ -194,7 +195,10 @@ def tool_name(remote_name: str, tools: Collection[str]) -> str:
 
 
 def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[str, str] | None) -> Callable:
-    """Returns a method that calls `_call_tool` with the tool's remote name. Its signature follows a JSON schema."""
+    """
+    Returns a method that calls `_call_tool` with the tool's remote name. The method's signature and docstring, from
+    which the chat template describes the tool, follow a JSON schema.
+    """
 
     def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
         return self._call_tool(remote_name, {fields.get(key, key): value for key, value in arguments.items()})
@@ -225,7 +229,7 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
 
 
 def observation_of(value: Value, media: Mapping[str, str], note: str = "") -> Observation:
-    """Returns a value's media and texts, and `note`, as content blocks, or as one text if there are no media."""
+    """Returns a value's media and texts, then `note`, as content blocks, or as one text if there are no media."""
     blocks: list[Json] = []
     remaining = [part for part in _move_blocks(value, blocks, media) if part not in (None, {})]
     texts = [part if isinstance(part, str) else json.dumps(part) for part in remaining]
@@ -248,7 +252,9 @@ def _pixels(value: Value) -> np.ndarray:
 def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modality: str | None = None) -> list[Any]:
     """
     Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, or an empty list.
-    Blocks hold data, never paths or URLs, which a server could choose at will.
+    Blocks hold data, never paths or URLs, which a server could choose at will. A value of `modality` is a medium.
+
+    For example, `{"text": "hi", "shot": "data:image/png;base64,AA=="}` adds an image block, and returns `["hi"]`.
     """
     n_before, block_type = len(blocks), value.get("type") if isinstance(value, dict) else None
     if block_type == "text" and isinstance(value.get("text"), str):

@@ -21,6 +21,7 @@ _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
+    """Loads the splits of a dataset by its layout's loader, with the options that the loader has."""
     load: Callable[..., Dataset] = getattr(data, LAYOUTS[args.layout])
     parameters = inspect.signature(load).parameters
     options = {name: getattr(args, name, None) for name in _OPTIONS}

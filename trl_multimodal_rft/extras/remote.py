@@ -33,7 +33,7 @@ _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """Base class of reward functions that ask a server. Holds the address and the limits of requests."""
+    """Base class of reward functions that ask a server. For the fields, see [`RemoteReward`]."""
 
     url: str
     _: KW_ONLY
@@ -64,7 +64,7 @@ class Server:
             try:
                 return list(pool.map(partial(ask, session), items))
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # the remaining calls would wait for the same server
+                pool.shutdown(cancel_futures=True)  # otherwise, the remaining calls would wait for the same server
                 raise
 
     def _post(

@@ -24,12 +24,13 @@ from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 
 
-# Image encoder inputs for a model without a processor. The length of the prompt includes the tokens of these images.
+# Image encoder inputs by name, for a model without a processor. Its prompts have no placeholders, and their length
+# includes the tokens of the images.
 EncoderInputs = dict[str, torch.Tensor]
 
 
 def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, n_prompts: int) -> Iterator[torch.Tensor]:
-    """Yields the image encoder's outputs for `n_prompts` copies of the inputs."""
+    """Yields the image encoder's outputs for `n_prompts` copies of the inputs, and nothing without inputs."""
     if inputs:
         encode: Any = getattr(model, "get_image_features", None)
         batch = {
@@ -47,7 +48,7 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """Returns a prompt of the length and media in `args`. A model without a processor gets encoder inputs, too."""
+    """Returns a prompt with the length and media in `args`, and encoder inputs if the model has no processor."""
     has_vision, has_audio = (modality in model.input_modalities for modality in ("image", "audio"))
     n_images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds

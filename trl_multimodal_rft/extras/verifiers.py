@@ -31,7 +31,7 @@ class VerifiersEnvironment(ServedEnvironment):
 
     def reset(self, task: int, **row: Value) -> None:
         """Starts the servers of a task. Tool calls wait until the servers run."""
-        if hasattr(self, "_rollout"):  # the last rollout may not have ended with a reward
+        if hasattr(self, "_rollout"):  # closes the last rollout, which may have ended without a reward
             self._url_future.cancel()
             self._run(self._rollout.aclose())
         self._rollout = self._play(task)
@@ -133,19 +133,20 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
 
 async def _call_server(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
+    """Returns the result of a method of an MCP client, such as `call_tool`."""
     async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 
 
 def _prompt_of(data: "TaskData") -> list[Json]:
-    """Returns the messages of a task's prompt in OpenAI's format."""
+    """Returns the messages of a task's prompt in OpenAI's format, with the system message."""
     prompt = data.model_dump(exclude_none=True)["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
 
 
 def _with_call_ids(completion: list[Json]) -> Iterator[Json]:
-    """Yields messages in OpenAI's format, where tool results refer to their calls by id."""
+    """Yields messages in OpenAI's format. Calls get ids in order, and the result `n` refers to the call `n`."""
     call_numbers, result_numbers = itertools.count(), itertools.count()
     for message in completion:
         functions = [function["function"] for function in message.get("tool_calls") or ()]

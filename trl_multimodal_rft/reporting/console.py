@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers.utils.notebook import NotebookTrainingTracker
 
 PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # callbacks of transformers that print logs
-_LONGEST_TEXT = 2000  # maximum number of characters of a prompt or completion
+_LONGEST_TEXT = 2000  # maximum number of characters of a prompt or completion that are shown
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
 
@@ -73,10 +73,10 @@ class CompactLogCallback(TrainerCallback):
     def __init__(self):
         self.needs_example = True
         self._trainer_name: str | None = None  # `None` once the parts of the model are shown
-        self._timed_until = 0.0  # time of the last step or evaluation, from which the next step counts
+        self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
-        self._bars: dict[str, tqdm] = {}  # of training and of an evaluation
-        self._table: NotebookTrainingTracker | None = None  # in a notebook, in place of lines and the bar of training
+        self._bars: dict[str, tqdm] = {}  # open bars by name, `"train"` and `"eval"`
+        self._table: NotebookTrainingTracker | None = None  # replaces lines and the bar `"train"` in a notebook
 
     def begin(self, trainer_name: str) -> None:
         """
@@ -121,7 +121,7 @@ class CompactLogCallback(TrainerCallback):
             print_above_bars(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
-            # An optimizer that the user passed has rates of its own
+            # An optimizer that the user passed may have other rates than `args`; then no rates are shown
             optimizer_rates = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
             show_parts(model, rates if optimizer_rates.issuperset(chain(*rates.values())) else {})
 
@@ -234,6 +234,7 @@ class CompactLogCallback(TrainerCallback):
             self._seconds, self._steps = 0.0, 0
 
     def _pace(self, state: TrainerState) -> list[str]:
+        """Returns the seconds per step and the remaining time, such as `["2.1 s/step", "7 min left"]`."""
         if not self._steps:
             return []
         seconds_per_step = self._seconds / self._steps
@@ -243,6 +244,7 @@ class CompactLogCallback(TrainerCallback):
     def _print(
         self, state: TrainerState, label: str, values: Mapping[str, str] | None = None, times: Sequence[str] = ()
     ) -> None:
+        """Prints a line, or adds a row to a notebook's table."""
         values = values or {}
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
@@ -290,7 +292,7 @@ def _count(number: int) -> str:
 
 
 def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
-    """Returns durations and sizes of media by modality, `None` for unreadable media."""
+    """Returns the duration or size of each medium as text, such as `"0.62 s"`, by modality; `None` if unreadable."""
     descriptions: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         text = None
@@ -337,9 +339,11 @@ def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tup
     """
     Returns the (start, stop) spans of placeholders, one per image, sound or video if there are enough gaps between
     placeholders. The largest gaps separate media. Smaller gaps are inside of an image or a video, such as the ends of
-    an image's rows or the times of a video's frames.
+    an image's rows or the times of a video's frames. For two images with placeholders at 0, 1, 3, 4 and 9, the spans
+    are (0, 5) and (9, 10).
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
+    # The gap `i` is between the placeholders `i` and `i + 1`; its size is 1 if no other token is between them
     gaps = [(after - before, i) for i, (before, after) in enumerate(zip(indices, indices[1:], strict=False))]
     separators = {i for gap, i in gaps if gap > 1}
     if 0 < n_media <= len(separators):
@@ -411,6 +415,7 @@ def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _number(value: float | None) -> str:
+    """Returns a number as a short text, such as `0.75`, or `3e-04` below 0.005; `-` for no number."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.0e}"

@@ -34,9 +34,12 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 
 
 class _Panel(NamedTuple):
+    """A panel of the picture, with a curve per metric."""
+
     title: str
-    unit: str
-    metrics: dict[str, str]  # regular expressions of names, by label; the label "" stands for the text of the group
+    unit: str  # of the vertical axis
+    # Regular expressions of the metrics' names, by a curve's label. For "", the label is the text of the first group.
+    metrics: dict[str, str]
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
 
 
@@ -66,7 +69,7 @@ _PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
     _Panel(
         "Contribution of media",
         "nats per token",
-        {"all": "media/contribution", **{kind: f"media/contribution/{kind}" for kind in MODALITIES}},
+        {"all": "media/contribution", **{modality: f"media/contribution/{modality}" for modality in MODALITIES}},
         (0.0, math.inf),
     ),
     _Panel("KL divergence from the reference", "nats per token", {"kl": "kl"}),
@@ -139,7 +142,7 @@ def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
 
 
 def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
-    """Returns the names of a panel's metrics that have values, by label."""
+    """Returns the names of a panel's metrics that have values, by the labels of their curves."""
     names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():
@@ -166,6 +169,7 @@ def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Se
 def _draw(
     axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number_format: str, first_colour: int
 ) -> None:
+    """Draws metrics, by the labels of their curves, with bands and last values."""
     for i, (label, name) in enumerate(curves.items(), start=first_colour):
         values, band, colour = metrics[name], _band(name, metrics), f"C{_COLOURS.get(label, i) % 10}"
         last, is_long = number_format.format(values.dropna().iloc[-1]), len(values) > _LONGEST_UNSMOOTHED
@@ -231,7 +235,7 @@ class TrainingCurvesCallback(TrainerCallback):
         if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return
         start, folder = time.perf_counter(), Path(str(args.output_dir))
-        # A run that resumes from a checkpoint with more steps than `max_steps` takes no further step
+        # A run can resume from a checkpoint with more steps than `max_steps`, and then takes no further step
         steps = max(state.global_step, state.max_steps)
         title = f"{folder.absolute().name}: update {state.global_step} of {steps}"
         figure = figure_of(state.log_history, title)

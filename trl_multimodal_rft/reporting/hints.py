@@ -15,8 +15,8 @@ logger = get_logger(__name__)
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Returns the reward functions that gave all completions of a run the same reward, each with the number of steps and
-    the reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
+    Returns the number of steps and the reward of each reward function that gave all completions of a run the same
+    reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
     """
     constant = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
@@ -29,6 +29,7 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
         if all(
             None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in means_and_stds
         ):
+            # Steps count from the log before the first one with the function
             previous = next(i for i, logs in enumerate(history) if key in logs) - 1
             constant[name] = (history[-1]["step"] - (0 if previous < 0 else history[previous]["step"]), reward)
     return constant
@@ -39,8 +40,8 @@ class EqualRewardsHint(TrainerCallback):
     Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function with such
     rewards.
 
-    With `grouped`, rewards are compared within groups. If advantages depend on the positions of rewards
-    (`by_steps`), the only warning is about advantages that all stay 0.
+    With `grouped`, rewards are compared within groups. With `by_steps`, advantages depend on the positions of rewards
+    in a completion, so equal rewards may have a signal, and the only warning is about advantages that all stay 0.
     """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
@@ -51,10 +52,10 @@ class EqualRewardsHint(TrainerCallback):
 
     def record_rewards(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
-        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. The logged
-        rewards can't show this, because RLOO's logged rewards include the KL penalty, as in TRL.
+        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Logs don't
+        tell whether rewards differ, because RLOO's logged rewards include the KL penalty, as in TRL.
 
-        Shapes: `rewards` and `live` (whether the group has a signal) `(N,)`, of all ranks.
+        Shapes: `rewards` and `live` (whether the completion's group has a signal) `(N,)`, of all ranks.
         """
         numbers = rewards[~rewards.isnan()]
         differs = live if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()

@@ -53,7 +53,7 @@ def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
 
 
 class SaveBeforePush(TrainerCallback):
-    """A callback that saves the model before its repository on the Hub is created, which can fail."""
+    """A callback that saves the model before the trainer creates its repository on the Hub, as that can fail."""
 
     def __init__(self, save: Callable[[], None]):
         self.save = save

@@ -44,7 +44,7 @@ TABLES = "completions"  # folder of the tables
 _FRAMES_SHOWN = 8  # of a video, in boards that show only images
 
 # Columns of media that tools returned
-_TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _DATASET_FEATURES}
+_TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
@@ -62,7 +62,8 @@ class MediaLog:
     A store of the media in the rows of TRL's logs. It encodes the media when the rows are logged.
 
     Rows of all processes are numbered since the start of the run in TRL's order: by batch, then by process. Media stay
-    undecoded until [`gather`], and are kept as long as TRL keeps the texts.
+    undecoded until [`gather`], and are kept as long as TRL keeps the texts. With two processes, and 4 completions of 2
+    prompts on each, rows 4 to 7 of the first batch are process 1's, and rows 4 and 6 have its prompts' media.
     """
 
     def __init__(self, max_rows: int, with_media: bool, accelerator: Accelerator):
@@ -71,11 +72,11 @@ class MediaLog:
         self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_total = 0  # rows of all processes since the start of the run
-        self._refs: dict[int, Any] = {}  # lists of `MediaRef` by row, `None` beyond the limit of prompts
+        self._refs: dict[int, Any] = {}  # this process's lists of `MediaRef` by row; `None` beyond `max_prompts`
         self._groups: deque[int] = deque(maxlen=max_rows)  # for each row, the first row of its prompt
         self._gathered_total: int | None = None  # `n_total` of the last `gather`
-        self._rows_with_media: set[int] = set()
-        self._media: dict[int, PromptMedia] = {}
+        self._rows_with_media: set[int] = set()  # of all processes, also beyond `max_prompts`
+        self._media: dict[int, PromptMedia] = {}  # encoded media by row, on the main process
         self._warned_topics: set[str] = set()
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
@@ -95,18 +96,19 @@ class MediaLog:
 
     def gather(self) -> None:
         """Encodes the media of the first prompts and sends them to the main process. A collective call."""
-        if self._gathered_total == self.n_total:  # the main process has the media of the latest rows
+        if self._gathered_total == self.n_total:  # no row is new
             return
         self._gathered_total = self.n_total
         local_entries = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
         entries = sorted(gather_object(local_entries))
         first_rows = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
         encoded = [(row, self._encode_media(row)) for row, process in first_rows if process == self.process_index]
-        # One process at a time, which bounds the memory in flight
+        # One process sends at a time, to bound the memory of messages
         results = list(encoded) if self.process_index == 0 else []
         for process in sorted({process for _, process in first_rows} - {0}):
             (received,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += received if self.process_index == 0 else []
+        # A text in place of media is the reason why encoding failed
         if self.process_index == 0:
             self._rows_with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
@@ -197,7 +199,10 @@ def _labels(files: LabelledMedia) -> str:
 def _with_cells(
     frame: pd.DataFrame, media: list[PromptMedia], make_cell: Callable[[LabelledMedia], Any]
 ) -> pd.DataFrame:
-    """Adds the columns of media to a table. `make_cell` makes a cell of a list of media with their labels."""
+    """
+    Adds the columns of media to a table. `make_cell` makes a cell from media and their labels, such as
+    `completions/images/0.1` for the second image of the first row with media.
+    """
     prompt_numbers = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():
@@ -214,6 +219,7 @@ def _with_cells(
 
 
 def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
+    """Returns the table for wandb. A cell holds one medium, so `images` becomes the columns `images_0`, `images_1`."""
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
@@ -282,7 +288,7 @@ class MediaLogCallback(TrainerCallback):
     """
     A callback that logs completions with their media, in place of TRL's tables, which lack audio and video.
 
-    Media are gathered in events that all processes reach, since some processes don't always reach `log`.
+    Media are gathered in events that all processes reach, since not all of them call `log`.
     """
 
     def __init__(
@@ -312,7 +318,7 @@ class MediaLogCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        if not self._is_evaluating:  # an evaluation logs metrics before media are gathered
+        if not self._is_evaluating:  # an evaluation logs metrics before `on_evaluate` gathers media
             self._log_table(state.global_step)
 
     def on_prediction_step(
@@ -363,8 +369,9 @@ class MediaLogCallback(TrainerCallback):
     def _prepare_for_trackers(
         self, frame: pd.DataFrame, media: list[PromptMedia]
     ) -> tuple[pd.DataFrame, list[PromptMedia]]:
+        """Returns the table and its media with the prompts as text, rounded numbers, and a row per prompt if set."""
         if self.args.log_unique_prompts:
-            # Texts alone don't tell prompts apart, which can differ in their media only
+            # Prompts with the same text may differ in their media, so the group counts, too
             mask = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
             frame = frame[mask].reset_index(drop=True)
             media = [row for row, keep in zip(media, mask, strict=True) if keep]
@@ -373,6 +380,7 @@ class MediaLogCallback(TrainerCallback):
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
     def _send_table(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+        """Sends a table to wandb, trackio and TensorBoard, as far as the run reports to them."""
         trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:
@@ -385,7 +393,8 @@ class MediaLogCallback(TrainerCallback):
             writer = callback.tb_writer if isinstance(callback, TensorBoardCallback) else None
             if writer is not None:
                 folder = Path(callback.logging_dir or "runs").absolute()
-                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):  # the output folder is published
+                # `Trainer` publishes the output folder, but not its folder `PRIVATE`
+                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):
                     self._writer = self._writer or type(writer)(str(self.folder / "runs" / folder.name))
                     writer = self._writer
                 write_tensorboard(writer, frame, media, step)

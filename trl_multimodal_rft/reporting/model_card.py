@@ -132,7 +132,7 @@ def base_metadata(name: str) -> dict[str, str]:
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns a card's line on the held-out accuracy, or no line if no [`GenerationEvalCallback`] measured it."""
+    """Returns a card's line on the held-out accuracy, if a [`GenerationEvalCallback`] measured it, in a list."""
     evaluations = [logs for logs in history if "eval_accuracy" in logs]
     if not evaluations:
         return []
@@ -199,7 +199,7 @@ class CardRun:
 
 
 def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -> None:
-    """Replaces TRL's model card in the output folder, and keeps its metadata."""
+    """Replaces the model card that TRL wrote to the output folder, and keeps TRL's metadata except wrong entries."""
     folder, modalities, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
     path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
@@ -207,7 +207,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
-    # Replaces TRL's names of base model and dataset, since the Hub can't resolve all of them
+    # Replaces TRL's names of base model and dataset, since the Hub can't resolve local ones
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, is_reward = type(base).__name__, is_reward_model([type(base).__name__])
@@ -294,6 +294,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
         lines.append(("Tokens trained on", share + _paper_suffix("top_entropy_quantile")))
     lines += common_lines(options)
+    # Options without a sentence
     shown_options = [name for name in _IF_ON if options.get(name)]
     shown_options += [name for name in _IF_SET if options.get(name) is not None]
     return [*lines, *((f"`{name}`", f"`{options[name]}`{_paper_suffix(name)}") for name in shown_options)]
@@ -312,6 +313,7 @@ def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _divergence(options: dict[str, Any]) -> str:
+    """Returns the text of the line on the KL divergence: its coefficient, its estimator, and where it is applied."""
     beta, estimator = options["beta"], options.get("kl_estimator")
     if beta == 0:
         return "none"
@@ -332,7 +334,7 @@ def _option_with_paper(value: str, name: str) -> str:
 
 
 def _paper_suffix(name: str) -> str:
-    """Returns a comma and the link of an option's paper, for options with one paper for all values, else `""`."""
+    """Returns `", <link>"` for an option with one paper for all its values, or `""` for an option without a paper."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 

@@ -80,7 +80,7 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
             Metrics of an [`~evaluation.EvaluationResult`].
     """
     values = {name: value for name, value in metrics.items() if value is not None}
-    # The ends of intervals are metrics, too, but have no interval
+    # `accuracy/a_low` is also the end of an interval, and has no interval itself
     names = [name for name in values if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
