@@ -323,7 +323,7 @@ def _join_info(infos: list[dict | None]) -> dict | None:
 
 
 def _join_values(values: list) -> Any:
-    """Joins the samples' values of a key: dicts to a dict, tensors of one shape and dtype to a tensor, else to a list."""
+    """Joins the samples' values of a key: dicts to a dict, else tensors of one shape and dtype to a tensor."""
     if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
         return _join_info(values)
     is_tensor = all(isinstance(value, torch.Tensor) for value in values)
