@@ -175,16 +175,16 @@ def opened_of(watch):
 def main(folder, seed, seconds, only=None):
     secrets, files = folder / "secrets", folder / "files"
     secrets.mkdir(), files.mkdir()
-    seeds = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
+    intact_files = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
     decoy = secrets / "decoy.mp4"
-    decoy.write_bytes(seeds["video"]["mp4"])
+    decoy.write_bytes(intact_files["video"]["mp4"])
     texts = [data.replace(b"SECRET", os.fsencode(decoy)) for data in LISTS.values()]
-    all_files = [data for entry in seeds.values() for data in entry.values()]
+    all_files = [data for entry in intact_files.values() for data in entry.values()]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
     # Intact files: one of the decoders must load each. Loading also imports the decoders, before files are watched.
-    for kind, entry in seeds.items():
+    for kind, entry in intact_files.items():
         for name, data in entry.items():
             ref, loaded = MediaRef(kind, data, {}, kind, 0, rules=RULES), False
             for number in range(6):
@@ -199,12 +199,12 @@ def main(folder, seed, seconds, only=None):
     assert libc.inotify_add_watch(watch, os.fsencode(secrets), IN_OPEN) >= 0
     sys.addaudithook(listen)
     # Damaged files, half of them on disk
-    ends, number, n_loaded, n_rejected = time.monotonic() + seconds, -1, 0, 0
-    while only is not None or time.monotonic() < ends:
+    deadline, number, n_loaded, n_rejected = time.monotonic() + seconds, -1, 0, 0
+    while only is not None or time.monotonic() < deadline:
         number += 1
         chance = random.Random(f"{seed} {number if only is None else only}")
-        kind = chance.choice(list(seeds))
-        name, data = chance.choice(list(seeds[chance.choice([kind, kind, kind, *seeds])].items()))
+        kind = chance.choice(list(intact_files))
+        name, data = chance.choice(list(intact_files[chance.choice([kind, kind, kind, *intact_files])].items()))
         way, data = damaged(data, all_files, texts, chance)
         source, allowed = data, []
         if chance.random() < 0.5:

@@ -62,7 +62,7 @@ class Case:
 
     trainer: type
     family: str
-    rows: Callable
+    rows: Callable  # returns rows of a given number
     options: dict
     stops: list[int]  # steps to resume from
     moving: Collection[str] = ()  # metrics that must not stay 0

@@ -125,8 +125,8 @@ KINDS = {
 
 class Proxy(ThreadingHTTPServer):
     """
-    Proxy that passes requests on to a server. `change` spoils the next `n_spoiled` answers that hold completions. Paths
-    in `hang` get no answer. Paths in `fail` get an error. `drops` counts, by path, the next connections to close.
+    Proxy that passes requests on to a server. `change` spoils the next `n_spoiled` answers that hold completions.
+    Paths in `hang` get no answer, paths in `fail` an error. `drops` counts, by path, the next connections to close.
     """
 
     daemon_threads = True

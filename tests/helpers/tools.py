@@ -81,8 +81,8 @@ def with_turns_of_tools(processor):
 class Saying(Wrapped):
     """
     Sampler that returns the texts of a script by completion and turn, and then a final answer. With the script `{0:
-    [call(number=0)]}`, completion 0 calls a tool, and says "Done 0" in the next turn. Completion 1 says "Done 1" in the
-    first turn. A completion `i` in `unanswered` ends with its call of turn `unanswered[i]`.
+    [call(number=0)]}`, completion 0 calls a tool, and says "Done 0" in the next turn. Completion 1 says "Done 1" in
+    the first turn. A completion `i` in `unanswered` ends with its call of turn `unanswered[i]`.
     """
 
     def __init__(self, trainer, script: dict[int, list[str]], unanswered: dict[int, int] | None = None):

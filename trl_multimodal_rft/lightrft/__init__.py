@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's classes and functions under LightRFT's module paths. No module outside of this folder depends on it."""
+"""LightRFT's classes and functions under LightRFT's module paths. The package exports them, but doesn't use them."""
 
 import functools
 import importlib

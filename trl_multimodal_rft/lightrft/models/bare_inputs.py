@@ -78,10 +78,12 @@ def padded_completions(
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    # Columns up to a row's last placeholder
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
     # The first text token after media stays in the prompt: packed rows repeat a prompt's last token, but no media
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
+    # Without their padding, the rows are packed samples
     packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
     completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed_media)

@@ -74,7 +74,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
             loaded and run.
         reward_fn (`Callable`, *optional*):
-            Function that combines the rewards of the other sources. By default, they are summed. It takes any of
+            Function that combines the rewards of the other sources, instead of a sum. It takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
             `(B,)`, or rewards and a dictionary of metrics. Without other sources, it is a reward function as in TRL.
         reward_fn_label_map (`dict[str, int]`, *optional*):
@@ -331,7 +331,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
         """
-        Scores and rewards samples. [`make_experience_list`] adds advantages and returns. Models keep their mode.
+        Scores and rewards samples. [`make_experience_list`] adds advantages and returns. Models keep their training
+        or evaluation mode.
 
         Args:
             samples ([`Samples`]):

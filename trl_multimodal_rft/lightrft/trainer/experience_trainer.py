@@ -247,6 +247,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
+        # Fields of actions, and whether the update needs them
         requirements = {"action_mask": True, "action_log_probs": True, "advantages": True}
         requirements |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
         requirements |= {"returns": self.critic is not None, "values": self.critic is not None}

@@ -59,8 +59,8 @@ class BufferItemVL(MediaFields, BufferItem, VisionFields[torch.Tensor]):
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 
-# Media tensors by modality, a grid first. A grid has one row per image or video. Rows of other tensors depend on the
-# model, and possibly on the grid.
+# Media tensors by modality. A grid has one row per image or video, and comes first: the tensor after the grid has one
+# row per patch. Without a grid, rows depend on the model.
 _MEDIA = {
     "image": ("image_grid_thws", "pixel_values"),
     "video": ("video_grid_thws", "pixel_values_videos"),
@@ -323,7 +323,7 @@ def _join_info(infos: list[dict | None]) -> dict | None:
 
 
 def _join_values(values: list) -> Any:
-    """Joins the samples' values of a key: dicts to a dict, else tensors of one shape and dtype to a tensor."""
+    """Joins values of a key: dicts to a dict, tensors of one shape and dtype to a tensor, all others to a list."""
     if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
         return _join_info(values)
     is_tensor = all(isinstance(value, torch.Tensor) for value in values)

@@ -80,7 +80,7 @@ class RolloutAdvantages:
         """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
         infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
         rewards = torch.cat(shaped_rewards)
-        # `sums` become the logged return of a completion
+        # `sums` are the returns of whole completions, for logs
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
