@@ -87,7 +87,7 @@ def image_or_video_prompts() -> list[list[dict]]:
 
 
 def omni_prompts(cell: int = 28) -> list[list[dict]]:
-    """Returns prompts for omni models, which don't resize videos. A token stands for `cell` x `cell` pixels."""
+    """Returns prompts for omni models, which don't resize videos. A token covers `cell` x `cell` pixels."""
     return [
         chat(audio(0.6, seed=1), text("What do you hear?")),
         chat(

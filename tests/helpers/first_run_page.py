@@ -30,7 +30,7 @@ def typed(page: Path = PAGE) -> list[tuple[str, str]]:
 
 
 def masked(console: str, folder: Path) -> list[str]:
-    """Returns lines of output with marks for numbers, times, folders and completions, which differ between runs."""
+    """Returns lines of output with constants for numbers, times, folders and completions, which differ by run."""
     text = console.replace(str(folder), "FOLDER").split("\r")[-1]  # after the last state of a progress bar
     text = re.sub(r"(?m)^completion \(.*", "completion", text)
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()

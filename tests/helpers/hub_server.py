@@ -42,7 +42,7 @@ class Blob:
 
 @dataclass
 class Commit:
-    """A state of a repository: its hash, the commit message, and all files by path."""
+    """A state of a repository: its id, the commit message, and all files by path."""
 
     sha: str
     message: str

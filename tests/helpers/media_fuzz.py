@@ -183,7 +183,7 @@ def main(folder, seed, seconds, only=None):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
-    # Intact files: one of the decoders must load each. Loading also imports the decoders, before files are watched.
+    # Intact files: at least one decoder must load a file. This also imports the decoders, before opened files count.
     for kind, entry in intact_files.items():
         for name, data in entry.items():
             ref, loaded = MediaRef(kind, data, {}, kind, 0, rules=RULES), False
