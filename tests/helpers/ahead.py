@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Asynchronous sampling of trainers without vLLM: completions are a function of prompt, seed and salt."""
+"""
+Asynchronous sampling of trainers without vLLM: completions are a function of prompt, seed and salt. The salt names the
+version of the weights that sample.
+"""
 
 import hashlib
 from contextlib import nullcontext
@@ -10,7 +13,7 @@ from trl_multimodal_rft.engines.in_flight import InFlight
 from trl_multimodal_rft.engines.vllm_server import EngineRequest
 
 
-LENGTH = 6
+LENGTH = 6  # tokens of a completion
 
 
 def answer(ids: list[int], seed: int, salt: str) -> list[int]:
@@ -20,7 +23,7 @@ def answer(ids: list[int], seed: int, salt: str) -> list[int]:
 
 
 def answers(request: EngineRequest, salt: str, turn: int, attempt: int) -> list:
-    """Returns the completions of a request, all tokens with the same log-probability."""
+    """Stands in for `send` of [`InFlight`]: returns a request's completions and their log-probabilities, all -1."""
     return [(answer(request.ids, request.seed + i, salt), [-1.0] * LENGTH) for i in range(request.count)]
 
 
@@ -28,15 +31,19 @@ class Engine:
     """The part of vLLM's interface that asynchronous sampling uses."""
 
     def server_requests(self, prompts):
-        runs = [[*run] for _, run in groupby(prompts, key=id)]
-        return [EngineRequest(run[0].input_ids.tolist(), None, len(run), LENGTH, None) for run in runs]
+        # Completions of a group hold one prompt object
+        groups = [[*group] for _, group in groupby(prompts, key=id)]
+        return [EngineRequest(group[0].input_ids.tolist(), None, len(group), LENGTH, None) for group in groups]
 
     def check_restarts(self):
         pass
 
 
 class Ahead(Wrapped):
-    """Sampler of a trainer. `events` lists requests and uses of batches, and loads of weights, in their order."""
+    """
+    Asynchronous sampler of a trainer. `events` lists, in order, requests `("ask", batch_index)`, uses of their
+    completions `("use", batch_index)`, and loads of weights `("weights", step)`.
+    """
 
     def __init__(self, trainer, max_staleness: int = 2, send=answers, patience: float = 20.0):
         super().__init__(trainer)

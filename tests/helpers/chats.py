@@ -20,7 +20,10 @@ def text(words: str) -> dict:
 
 
 def mosaic(frames: int, height: int, width: int, seed: int) -> np.ndarray:
-    """Returns random colours in blocks of 14 x 14 pixels. Patches of white noise would all look alike to a tower."""
+    """
+    Returns frames `(frames, height, width, 3)` with random colours in blocks of 14 x 14 pixels. Patches of white noise
+    would all look alike to a tower.
+    """
     rows, columns = -(-height // 14), -(-width // 14)
     colours = np.random.default_rng(seed).integers(0, 256, (frames, rows, columns, 3), dtype=np.uint8)
     return colours.repeat(14, axis=1).repeat(14, axis=2)[:, :height, :width]
@@ -84,7 +87,7 @@ def image_or_video_prompts() -> list[list[dict]]:
 
 
 def omni_prompts(cell: int = 28) -> list[list[dict]]:
-    """Returns prompts for omni models, which don't resize videos. `cell` is the side of one token in pixels."""
+    """Returns prompts for omni models, which don't resize videos. A token covers `cell` x `cell` pixels."""
     return [
         chat(audio(0.6, seed=1), text("What do you hear?")),
         chat(
@@ -104,7 +107,7 @@ def image_audio_prompts() -> list[list[dict]]:
 
 
 def phi4_prompts() -> list[list[dict]]:
-    """Returns prompts with flat images, as an image that fills its crop has 545 tokens. The minimum is 290."""
+    """Returns prompts with flat images, to have few tokens: an image that fills its crop has 545, the least is 290."""
     return [
         chat(image(64, 10, seed=1), text("What is in the image?")),
         chat(audio(0.7, seed=1), text("What do you hear?")),
@@ -134,7 +137,10 @@ def always_image_prompts() -> list[list[dict]]:
 
 
 def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
-    """Returns prompts for processors that accept one audio per prompt. The second audio is longer than the window."""
+    """
+    Returns prompts for processors that accept one audio per prompt. The second audio is longer than the encoder's
+    window: `longest` seconds.
+    """
     return [
         chat(audio(0.7, seed=1), text("What do you hear?")),
         chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy and prompts for the checks, in a trainer's format, without a trainer."""
+"""A policy, prompts and settings for the package's checks, as a trainer passes them, without a trainer."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ class Subject:
     settings: RunSettings
 
     def check(self, **media: float) -> SelfCheck:
+        """Runs the check. `media` are effects of media by modality, from an earlier check."""
         return run_self_check(self.policy, self.model, self.prompts, self.messages, self.settings, media)
 
 
@@ -48,7 +49,10 @@ def subject(
     objects: Any = None,
     **more: Any,
 ) -> Subject:
-    """Returns inputs of a check: a tiny policy, or `objects`, and prompts of rows. `more` changes settings."""
+    """
+    Returns inputs of a check: a tiny policy and its processor, or those in `objects`, and prompts of rows. `more`
+    replaces settings of the run.
+    """
     model, processor = objects or load(family)
     fallbacks = Fallbacks(
         packing=sharing_obstacle(model) is None,
@@ -102,6 +106,7 @@ def released(family: str, rows: Any, **options: Any) -> Subject:
     generator, half = torch.Generator().manual_seed(1), torch.finfo(torch.bfloat16).eps / 2
 
     def rounded(module, args, output):
+        # Half of a unit in the last place up or down, for a fifth of the values each
         factors = torch.rand(output.shape, generator=generator)
         return (output * (1 + half * (factors < 0.2) - half * (factors > 0.8))).to(output.dtype)
 

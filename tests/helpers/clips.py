@@ -10,10 +10,11 @@ import numpy as np
 from .files import video_file
 
 
-WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12
+WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12  # in pixels, frames per second, and frames
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 
-# Groups of 12 frames. In open groups, 3 frames that refer to a keyframe come before it.
+# A group of 12 frames begins with a keyframe. In an open group, up to 3 frames that refer to a keyframe are shown
+# before it.
 _GROUPS = "keyint=12:min-keyint=12:scenecut=0:bframes=3:b-adapt=0"
 CODECS = {
     "H.264": ("libx264", {"x264-params": _GROUPS}),
@@ -34,8 +35,8 @@ def encoded(name, container="mp4"):
 @functools.cache
 def trimmed(data, start, hidden, container="mp4"):
     """
-    Returns a clip with copied packets, from `start` packets behind the second keyframe on. Its time 0 is `hidden`
-    frames after that keyframe, so earlier frames are hidden.
+    Returns a clip with the packets from `start` packets behind the second keyframe on, not re-encoded. The clip's time
+    0 is `hidden` frames after this keyframe, so that players hide earlier frames.
     """
     out = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(out, "w", format=container) as target:
@@ -52,10 +53,10 @@ def trimmed(data, start, hidden, container="mp4"):
 
 
 def placed(data, matrix):
-    """Returns an MP4 whose header declares a turned or mirrored camera."""
-    a, b, c, d = (n % 2**16 * 2**16 for n in matrix)
+    """Returns an MP4 whose header declares a turned or mirrored camera, by four whole numbers of a 2 x 2 matrix."""
+    a, b, c, d = (n % 2**16 * 2**16 for n in matrix)  # fixed point with 16 bits behind the point
     matrix = [a, b, 0, c, d, 0, 0, 0, 2**30]
-    offset = data.index(b"tkhd") + 4 + 40
+    offset = data.index(b"tkhd") + 4 + 40  # the matrix in the header of the track
     return data[:offset] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[offset + 36 :]
 
 

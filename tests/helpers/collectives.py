@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Gathered(TorchDispatchMode):
-    """Mode that counts the bytes that collectives gather from shards."""
+    """Mode that counts the bytes of whole tensors that this rank gathers from all ranks' shards."""
 
     n_bytes = 0
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
+A pytest plugin that prints the CPU seconds of each file of tests at the end. They include processes that tests start.
 
-Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. The
+Files run by their times in `cpu_seconds.json`, the longest first, so that no worker ends long after the others. The
 JSON file has the times of each suite. `--write-cpu-seconds` stores the times of a run. A file without a time counts as
 the mean of its suite. `--write-results` writes the results of a run, which `weekly.py` reads.
 
@@ -27,6 +27,7 @@ _seconds: Counter[str] = Counter()
 
 
 def _so_far() -> float:
+    """Returns the CPU seconds of this process, of its children that have ended, and of forked commands."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system + forked
 
@@ -64,12 +65,12 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
+def pytest_testnodedown(node):  # a worker of pytest-xdist has ended
     _seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
 
 
 def text(suites: dict[str, dict[str, float]]) -> str:
-    """Returns the content of `cpu_seconds.json`: times of existing files, sorted by file so that branches merge."""
+    """Returns the content of `cpu_seconds.json`: times of existing files, sorted, so that branches merge."""
     present = {
         suite: {file: round(seconds[file], 1) for file in sorted(seconds) if (STORED.parent / file).exists()}
         for suite, seconds in suites.items()
@@ -85,7 +86,7 @@ def store(suite: str, seconds: dict[str, float]) -> None:
 @pytest.hookimpl(tryfirst=True)  # runs before the terminal's summary
 def pytest_sessionfinish(session):
     config = session.config
-    if hasattr(config, "workeroutput"):
+    if hasattr(config, "workeroutput"):  # only in a worker
         config.workeroutput["cpu_seconds"] = dict(_seconds)
     elif config.getoption("write_cpu_seconds"):
         store(_run(config), _seconds)

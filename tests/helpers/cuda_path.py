@@ -1,5 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The path of CUDA on a CPU: a strict stand-in for torch's variable-length kernel, and counts of operations."""
+"""
+The path of CUDA on a CPU: a strict stand-in for torch's variable-length kernel, and counts of operations.
+
+Queries, keys and values have the shape `(tokens, heads, head_dim)`. `sequences` holds the first token of each sequence
+for queries and for keys, `int32`, and the length of the longest sequence for both: `([0, 2, 5], [0, 4, 7], 3, 4)` for
+sequences of 2 and 3 queries with 4 and 3 keys. `window` is the number of keys that a query sees to its left and to its
+right, -1 for all.
+"""
 
 import itertools
 from collections import Counter
@@ -14,7 +21,7 @@ from trl_multimodal_rft.forward import head, kernels
 
 
 class _Kernel(torch.autograd.Function):
-    """Attention of sequences, aligned to the last key."""
+    """Attention within sequences. The last query of a sequence stands at the position of its last key."""
 
     @staticmethod
     def forward(ctx, query, key, value, sequences, scale, window):
@@ -29,7 +36,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def attend(query, key, value, sequences, window, scaling):
-    """Returns attention and the log-sum-exp of scores as a kernel on CUDA does. Asserts what that kernel requires."""
+    """Returns attention and the log-sum-exp of scores, `(heads, tokens)`. Asserts what the CUDA kernel requires."""
     _check(query, key, value, sequences)
     outputs, lses = [], []
     for _, _, q, k, v in _sequences(query, key, value, sequences):
@@ -40,7 +47,10 @@ def attend(query, key, value, sequences, window, scaling):
 
 
 def gradients(gradient, query, key, value, output, lse, sequences, window, scaling):
-    """Returns gradients of attention to some keys; `lse` is over all keys. Asserts what the CUDA kernel requires."""
+    """
+    Returns the gradients of queries, keys and values. `lse` is the log-sum-exp over all keys, of which `key` may be a
+    part. Asserts what the CUDA kernel requires.
+    """
     _check(query, key, value, sequences)
     assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
     assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
@@ -82,7 +92,7 @@ def _wide(states):
 
 
 def _sequences(query, key, value, sequences):
-    """Yields for each sequence the bounds of its queries, and its states `(heads of queries, n, head_dim)`."""
+    """Yields each sequence: bounds of its queries, and queries, keys and values `(heads of queries, n, head_dim)`."""
     groups = query.size(1) // key.size(1)
     bounds = (itertools.pairwise(tensor.tolist()) for tensor in sequences[:2])
     for (a, b), (c, d) in zip(*bounds, strict=True):
@@ -93,6 +103,7 @@ def _sequences(query, key, value, sequences):
 def _scores(query, key, window, scaling):
     n, m = query.size(1), key.size(1)
     left, right = (side if side >= 0 else n + m for side in window)
+    # Positions of keys relative to queries, `(n, m)`
     distances = torch.arange(m)[None] - torch.arange(m - n, m)[:, None]
     return (query @ key.mT * scaling).masked_fill((distances < -left) | (distances > right), -torch.inf)
 
@@ -117,7 +128,7 @@ class VarlenKernel:
 
 
 def _computed(queries, keys, window) -> int:
-    """Returns the number of pairs of queries and keys in a window."""
+    """Returns the number of pairs of queries and keys in a window, for sequences with these numbers of both."""
     total, (left, right) = 0, window
     for n, m in zip(queries, keys, strict=True):
         last = torch.arange(m - n, m)  # the key at the position of each query
@@ -130,8 +141,7 @@ def _computed(queries, keys, window) -> int:
 @contextmanager
 def cuda_path(monkeypatch):
     """
-    Takes the path of CUDA within the context: variable-length kernels, and the head on labels alone.
-
+    Takes the path of CUDA within the context: variable-length kernels, and scores of positions with labels alone.
     Yields the [`VarlenKernel`].
     """
     kernel = VarlenKernel()
@@ -158,8 +168,8 @@ class Counts(TorchDispatchMode):
 
 class Attentions(TorchFunctionMode):
     """
-    Mode that records the shapes of queries and keys in scaled dot product attention: of all calls in `calls`, and of
-    calls that cuDNN may take, and makes plans for, in `planned`.
+    Mode that records the shapes of queries and keys in scaled dot product attention. `calls` lists the shapes of all
+    calls. `planned` holds those of calls that cuDNN may take, which makes a plan for each shape.
     """
 
     def __init__(self):

@@ -19,7 +19,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 IS_REHEARSAL = "REHEARSAL" in os.environ and not torch.cuda.is_available()
 DEVICE = "cpu" if IS_REHEARSAL else "cuda"
 GPU_OR_REHEARSAL = [pytest.mark.gpu, *([] if IS_REHEARSAL else GPU)]
-# For tests that the stand-in can't run
+# Devices of tests that the stand-in can't run. These tests also run on a CPU, in the slow suite.
 GPU_OR_CPU = [
     pytest.param("cuda", marks=GPU),
     pytest.param("cpu", marks=[pytest.mark.slow, *([pytest.mark.gpu] if IS_REHEARSAL else [])]),
@@ -28,7 +28,10 @@ NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
 
 
 def gpu_only(values: Iterable, *kept) -> list:
-    """Marks all parameters for real GPUs but those to keep: the others differ in kernels, or run in other tests."""
+    """
+    Marks all parameters but `kept` as needing a real GPU. On the stand-in, the marked parameters would test nothing
+    new: they differ from `kept` only in kernels, or other tests have them.
+    """
     return slow_but(values, *kept, mark=NO_STAND_IN)
 
 

@@ -18,7 +18,7 @@ def _single_turn(trainer, prompt_ids, *args, **kwargs):
 
 
 def _calling_turn(trainer, prompt_ids, *args, **kwargs):
-    """Calls tools like [`Calling`]."""
+    """Returns completions that call tools like those of [`Calling`], and samples later turns."""
     if len(prompt_ids) == trainer.args.per_device_train_batch_size:
         return first_calls(len(prompt_ids), trainer._tokenizer)
     return DistillationTrainer._generate_single_turn(trainer, prompt_ids, *args, **kwargs)
@@ -33,7 +33,7 @@ class InjectedOurs(RemembersPacking, Injected, MultimodalDistillationTrainer):
 
 
 def teacher(family: str, distance: float = 0.05):
-    """Returns a model of a family with other weights."""
+    """Returns a model of the family whose weights differ from the student's."""
     return shifted(load(family)[0], distance, seed=7)
 
 
@@ -48,15 +48,15 @@ def distill(trainer_class, family: str, dataset, objects=None, **options):
 
 def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0, top_k=None):
     """
-    Returns the mean divergence of the completions' tokens with its gradients, and the student's mean entropy. The
-    equations are applied to plain forward passes of single completions. `read` holds the teacher's contents if they
-    differ from the student's. With `top_k`, all but the teacher's most likely tokens count as one token.
+    Returns the mean divergence over the completions' tokens, the student's mean entropy, and the divergence's
+    gradients, by the equations, from plain forward passes of single completions. `contents` are content blocks of
+    prompts. `read` has the teacher's if they differ. With `top_k`, tokens beyond the teacher's `top_k` count as one.
     """
     total, entropy, n_tokens = 0.0, 0.0, sum(map(len, completions))
     for content, teacher_content, ids in zip(contents, read or contents, completions, strict=True):
         log_probs = []
         for model, blocks in ((student, content), (teacher, teacher_content)):
-            with torch.set_grad_enabled(not log_probs):
+            with torch.set_grad_enabled(not log_probs):  # gradients of the student, which comes first
                 inputs = encode(processor, [{"role": "user", "content": blocks}])
                 logits = model(**extended(inputs, torch.tensor(ids))).logits[0, -len(ids) - 1 : -1]
                 log_probs.append((logits / temperature).log_softmax(-1))
@@ -72,14 +72,14 @@ def by_hand(student, teacher, processor, contents, completions, *, beta, read=No
 
 
 def with_rest(student, teacher, top_k):
-    """Returns log-probabilities of the teacher's most likely tokens, and of all other tokens as one."""
+    """Returns log-probabilities of the teacher's `top_k` most likely tokens and, as the last entry, of all others."""
     ids = teacher.topk(top_k, dim=-1).indices
     chosen = [log_probs.exp().gather(-1, ids) for log_probs in (student, teacher)]
     return [torch.cat([log_probs, 1 - log_probs.sum(-1, keepdim=True)], dim=-1).log() for log_probs in chosen]
 
 
 def divergence(student, teacher, beta):
-    """Returns the generalized Jensen-Shannon divergence of log-probabilities."""
+    """Returns the generalized Jensen-Shannon divergence: KL(teacher, student) for a `beta` of 0, reversed for 1."""
 
     def kl(p, q):
         return (p.exp() * (p - q)).sum(-1)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts of chats as the package encodes them, and a plain forward pass of their completions."""
+"""Prompts of chats as the package encodes them, and plain forward passes of their completions."""
 
 import functools
 
@@ -46,11 +46,12 @@ def assert_same_features(prompt, expected):
         got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
         if "second_per_grid" in key:  # frames in an array have no known rate
             continue
+        # A prompt without media may lack outputs that the processor has for all prompts
         assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
 
 
 def extended(inputs, ids: torch.Tensor, **fill) -> dict:
-    """Returns a prompt's inputs with a completion appended. Its values per token are 0, or the values in `fill`."""
+    """Returns a prompt's inputs with a completion appended. The completion's token fields are 0, or as in `fill`."""
     shape, fill = inputs["input_ids"].shape, {"attention_mask": 1, **fill}
     per_token = {name: value for name, value in inputs.items() if value.shape == shape}
     padded = {
@@ -60,7 +61,7 @@ def extended(inputs, ids: torch.Tensor, **fill) -> dict:
 
 
 def own_logps(model, inputs, ids: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities of a completion of a prompt by the model's plain forward pass."""
+    """Returns log-probabilities `(len(ids),)` of a completion, by the model's plain forward pass."""
     with torch.no_grad():
         logits = model(**extended(inputs, ids)).logits[0, -len(ids) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]

@@ -11,7 +11,7 @@ from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
 class Compared(Wrapped):
-    """Sampler that samples like the trainer's, and compares the result with the trainer's model."""
+    """Sampler that calls the trainer's sampler, and compares log-probabilities with those of the trainer's model."""
 
     def __call__(self, model, prompts, **options):
         completions, logps = super().__call__(model, prompts, **options)
@@ -21,11 +21,11 @@ class Compared(Wrapped):
 
 class Recorded(MultimodalGRPOTrainer):
     """
-    Trainer that records its draws. `draws` holds ids of prompt and completion, and the largest difference between the
-    log-probabilities of sampling and of the model's forward pass at the model's default positions.
+    Trainer that records its draws. A draw in `draws` lists ids of prompt and completion, and the largest difference
+    between log-probabilities of the engine and of the model's forward pass.
     """
 
-    own_positions = True
+    own_positions = True  # whether the forward pass computes positions itself
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -43,13 +43,14 @@ class Recorded(MultimodalGRPOTrainer):
         model, n = self._unwrapped(self.model), len(ids)
         fields = {name: torch.nn.functional.pad(value, (0, n))[None] for name, value in prompt.token_fields.items()}
         if not self.own_positions:
-            after = prompt.position_ids[..., -1:] + 1 + torch.arange(n)
+            after = prompt.position_ids[..., -1:] + 1 + torch.arange(n)  # positions of the completion, as of text
             fields = {"position_ids": torch.cat([prompt.position_ids, after], dim=-1)}
         sequence = torch.cat([prompt.input_ids, ids])[None]
         inputs = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **fields, **prompt.media}
         with torch.no_grad(), self.accelerator.autocast():
             logits = model(**{name: value.to(model.device) for name, value in inputs.items()}).logits
         logits = logits[0, len(prompt) - 1 : -1].float().cpu()
+        # The engine never samples placeholders
         logits[:, sorted(all_placeholder_ids(model, self.processing_class))] = -torch.inf
         return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
@@ -59,13 +60,16 @@ class Recorded(MultimodalGRPOTrainer):
 
 
 class RecordedOmni(Recorded):
-    """Trainer that compares at fixed positions, as the model would take a sampled `<|audio_bos|>` for a sound."""
+    """Trainer that passes positions to the model, which would take a sampled `<|audio_bos|>` for a sound otherwise."""
 
     own_positions = False
 
 
 def make(trainer_class, family, rows, tmp_path, objects=None, engine=None, **options):
-    """Returns a trainer of three updates of all weights in float32, with options for its config and engine."""
+    """
+    Returns a trainer that makes three updates of all weights in float32. `objects` are arguments of the trainer,
+    `engine` of the engine, and `options` of the config.
+    """
     engine = {**vllm_cpu.ENGINE, "max_model_len": 512, **(engine or {})}
     options = {
         "per_device_train_batch_size": 8,

@@ -2,8 +2,8 @@
 """
 vLLM's server without an engine, in a process of its own: `fake_server.py CONFIG`.
 
-A completion is a function of its prompt, its seed and the version of the weights, and takes a random time. Some
-requests fail on command.
+A completion is a function of its prompt, its seed and the version of the weights, and takes a random time. Requests
+fail on command, see `FakeServer.fault`.
 """
 
 import contextlib
@@ -37,13 +37,14 @@ SHORTEST, LONGEST = 0.2907, 8.0  # bounds of latencies with the mean 1
 
 def latency(number: int) -> float:
     """
-    Returns the time of a completion relative to the mean time. It is drawn from a bounded Pareto distribution with a
-    shape of 1, independently for each number in the order of arrival.
+    Returns the time of a completion relative to the mean time, drawn from a bounded Pareto distribution of shape 1.
+    `number` counts completions in the order of arrival, and seeds the draw.
     """
     return 1 / random.Random(number).uniform(1 / LONGEST, 1 / SHORTEST)
 
 
 def digest(*values: Any) -> bytes:
+    """Returns 32 pseudo-random bytes that depend on the values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
@@ -51,18 +52,21 @@ def digest(*values: Any) -> bytes:
 class Group:
     """The completions of a request."""
 
-    arrival: float
-    n_left: int
+    arrival: float  # time of the engine's clock
+    n_left: int  # completions that run or wait
     over: threading.Event = field(default_factory=threading.Event)
 
 
 class Engine:
-    """Engine that runs up to `slots` completions at once, in order of arrival. Its clock stops while it pauses."""
+    """
+    Engine that runs up to `slots` completions at once, in order of arrival. Its clock stops while it pauses. With one
+    slot, two completions of 3 s that arrive at 0 end at 3 and at 6.
+    """
 
     def __init__(self, slots: int):
         self.slots, self.paused = slots, False
-        self.waiting: deque[tuple[Group, float]] = deque()
-        self.running: list[tuple[float, int, Group]] = []  # heap by the time of their end
+        self.waiting: deque[tuple[Group, float]] = deque()  # groups and seconds
+        self.running: list[tuple[float, int, Group]] = []  # heap by the end, with numbers that decide ties
         self._numbers, self._changed = itertools.count(), threading.Condition()
         self._time, self._last = 0.0, time.monotonic()
         threading.Thread(target=self._run, daemon=True).start()
@@ -74,6 +78,7 @@ class Engine:
         return self._time
 
     def add(self, seconds: list[float]) -> Group:
+        """Adds completions that take these seconds."""
         with self._changed:
             group = Group(self._now(), len(seconds))
             self.waiting.extend((group, duration) for duration in seconds)
@@ -82,7 +87,7 @@ class Engine:
         return group
 
     def drop(self, group: Group) -> None:
-        """Ends the completions of a client that is gone."""
+        """Removes the completions of a client that is gone."""
         with self._changed:
             now = self._now()
             self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
@@ -110,13 +115,13 @@ class Engine:
                     group.n_left -= 1
                     if group.n_left == 0:
                         group.over.set()
-                    self._fill(end)  # waiting completions start at that time, even if this thread wakes late
+                    self._fill(end)  # waiting completions start at `end`, even if this thread wakes later
                 idle = self.paused or not self.running
                 self._changed.wait(None if idle else max(0.0, self.running[0][0] - self._time))
 
 
 class Server(ThreadingHTTPServer):
-    """A server. Its `state` outlives it."""
+    """A server. Its `state` goes on to the next server if it dies."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -136,41 +141,41 @@ class Server(ThreadingHTTPServer):
         if path == "/fake/fault":
             self.state.faults.append(body)
             return {}
-        state, engine, posted = self.state, self.engine, body
+        state, engine, record = self.state, self.engine, body
         if path in ("/pause", "/resume"):
             engine.pause(path == "/pause")
-            posted = {name: value for name, [value] in query.items()}
+            record = {name: value for name, [value] in query.items()}
         elif path == "/collective_rpc":  # as tests/shims/vllm_cpu.py sends weights
             file = Path(body["kwargs"]["weights_path"], "model.safetensors")
-            posted = hashlib.sha256(file.read_bytes()).hexdigest()
+            record = hashlib.sha256(file.read_bytes()).hexdigest()
             state.count("torn", bool(engine.running and not engine.paused))
         elif path == "/v1/load_lora_adapter":
             assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
             self.adapters.append(body["lora_name"])
         elif path == "/v1/unload_lora_adapter":
             self.adapters = [adapter for adapter in self.adapters if adapter != body["lora_name"]]
-        state.posts.append((path, posted))
+        state.posts.append((path, record))
         # Running requests keep the cache, unless the engine is paused
         is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
         return {"success": not is_kept}
 
     def complete(self, handler: "Handler", body: Any) -> Any:
-        """Returns completions once their time is over, `None` if the client is gone."""
+        """Returns completions once their time is over, or `None` as soon as the client is gone."""
         state, params = self.state, body["sampling_params"]
         prompt = [body["token_ids"], body["features"] and body["features"]["mm_hashes"]]
-        first = 0 if params.get("temperature") == 0 else params.get("seed")
-        first = random.getrandbits(32) if first is None else first
-        number = state.asked(digest(prompt, first, params["n"]), params["n"])
-        times = [state.config["unit"] * latency(number + i) + handler.delay for i in range(params["n"])]
+        first_seed = 0 if params.get("temperature") == 0 else params.get("seed")
+        first_seed = random.getrandbits(32) if first_seed is None else first_seed
+        first_number = state.asked(digest(prompt, first_seed, params["n"]), params["n"])
+        times = [state.config["unit"] * latency(first_number + i) + handler.delay for i in range(params["n"])]
         group = self.engine.add(times)
         while not group.over.wait(0.1):
             if handler.is_gone():
                 self.engine.drop(group)
                 return None
-        choices, words = [], state.config["words"]
+        choices, vocabulary = [], state.config["words"]
         for i in range(params["n"]):
-            drawn = digest(prompt, first + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
-            ids = [words[item % len(words)] for item in drawn]
+            drawn_bytes = digest(prompt, first_seed + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
+            ids = [vocabulary[item % len(vocabulary)] for item in drawn_bytes]
             logprobs = {"content": [{"logprob": -1.0}] * len(ids)}
             choices.append({"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": "length"})
         state.count("answers", 1)
@@ -184,14 +189,14 @@ class Server(ThreadingHTTPServer):
 
 
 class State:
-    """Config and records. They outlive a server that dies."""
+    """Config and records of servers that run one after another."""
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
         self.posts: list[tuple[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
         self.counters: Counter[str] = Counter()
-        self.away = 0.0  # seconds until it comes back
+        self.away = 0.0  # seconds from a server's end to the start of the next
         self._seen: set[bytes] = set()
         self._lock = threading.Lock()
 
@@ -202,13 +207,13 @@ class State:
             return self.counters[name] - n
 
     def asked(self, request: bytes, n: int) -> int:
-        """Records a request for `n` completions and returns the number of the first completion."""
+        """Records a request for `n` completions. Returns the number of the first one, from 0 in order of arrival."""
         self.count("asked again", request in self._seen)
         self._seen.add(request)
         return self.count("completions", n)
 
     def fault(self) -> dict[str, Any]:
-        """Returns the fault that is due at a request, or an empty dictionary."""
+        """Returns the fault of a request, or an empty dictionary. Faults behind a fault that is due don't count it."""
         with self._lock:
             for fault in self.faults:
                 fault["after"] -= 1
@@ -320,7 +325,7 @@ class FakeServer:
     A running fake server.
 
     `unit` is the mean time of a completion in seconds, `slots` the number of completions that run at once, and `words`
-    the ids to sample from. The server tells versions of weights apart by `cache_salt` of requests.
+    are the token ids to sample from. `cache_salt` of a request names the version of the weights.
     """
 
     def __init__(self, model_config: dict[str, Any], **options):
@@ -334,7 +339,7 @@ class FakeServer:
         self._ask("/health")
 
     def _ask(self, path: str, body: Any = None) -> Any:
-        """Returns the answer to a request. Repeats the request while the server starts or is gone for a while."""
+        """Returns the answer to a request. Repeats the request for up to 60 s while no server answers."""
         request = Request(self.url + path, None if body is None else json.dumps(body).encode())
         deadline = time.monotonic() + 60
         while True:
@@ -347,8 +352,9 @@ class FakeServer:
 
     def fault(self, kind: str, after: int = 0, count: int = 1, seconds: float = 0.0) -> None:
         """
-        Makes `count` requests for completions fail after the first `after`: `"error"` (status 500), `"drop"` (no
-        answer), `"slow"` (by `seconds`) or `"die"` (with all running requests; the server is gone for `seconds`).
+        Makes `count` requests for completions fail after the next `after` requests: by `"error"` (status 500),
+        `"drop"` (no answer), `"slow"` (an answer later by `seconds`) or `"die"` (no answer to any running request; the
+        server is gone for `seconds`).
         """
         self._ask("/fake/fault", {"kind": kind, "after": after, "count": count, "seconds": seconds})
 

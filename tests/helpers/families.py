@@ -2,10 +2,10 @@
 """
 Tiny random models of real transformers architectures, each with its real processor, without network access.
 
-A family is a function decorated with [`family`], which names its table, its prompts and their media. Every model has
-fewer than a million parameters, two or three decoder layers, a small vocabulary, and large weights from a seeded
-initialization. With the usual small weights, attention is nearly uniform and media hardly reach the logits, so that a
-wrong mask, a wrong position or a lost image would go unnoticed.
+A family is a function with the decorator [`family`], which registers it in a table, with prompts and their modalities.
+A model has fewer than a million parameters, two or three decoder layers, a small vocabulary, and large weights from a
+seeded initialization. With small weights, attention would be nearly uniform and media would hardly reach the logits.
+A wrong mask, a wrong position or a lost image would then go unnoticed.
 """
 
 import base64
@@ -55,8 +55,8 @@ class Family:
 
     name: str
     builder: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]
-    prompts: Callable[[], list[list[dict]]]
-    modalities: tuple[str, ...]
+    prompts: Callable[[], list[list[dict]]]  # returns chats of one message
+    modalities: tuple[str, ...]  # of the prompts
     since: str = "5.16"  # minimum version of transformers
 
     def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
@@ -90,7 +90,7 @@ def _made(make: Callable) -> tuple:
 
 
 def fresh(make: Callable):
-    """Returns a copy of the result of `make()`, which runs once. Sets torch's random state to its state afterwards."""
+    """Returns a copy of the result of `make()`, which runs once. Any call sets torch's random state as the run did."""
     result, state = _made(make)
     torch.set_rng_state(state)
     return copy.deepcopy(result)
@@ -119,7 +119,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.
 
 
 def greedy(model, processor, messages, length=6) -> str:
-    """Returns the answer to a chat by `generate` alone, without placeholders."""
+    """Returns the text that `generate` alone decodes greedily from a chat, with placeholders suppressed."""
     names = (f"{kind}_token_{name}" for kind in ("image", "audio", "video") for name in ("id", "index"))
     config = hf.GenerationConfig(
         max_new_tokens=length,
@@ -136,7 +136,7 @@ def greedy(model, processor, messages, length=6) -> str:
 
 
 def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer with ChatML tokens and `named` ones, such as `image_token="<image>"`."""
+    """Returns a byte-level BPE tokenizer with tokens of ChatML and of `named`, such as `image_token="<image>"`."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *dict.fromkeys(named.values())]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,7 +156,7 @@ def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
 
 
 def tile_tokens(mark: str, side: int) -> dict[str, str]:
-    """Returns the tokens of an image's tiles, by row and column."""
+    """Returns tokens of an image's tiles by names such as `row_1_col_2`, up to `side` rows and columns."""
     positions = [(row, column) for row in range(1, side + 1) for column in range(1, side + 1)]
     return {f"row_{row}_col_{column}": mark.format(row, column) for row, column in positions}
 
@@ -183,7 +183,7 @@ def instantiate(model_class: type, config: hf.PreTrainedConfig, processor: hf.Pr
         for parameter in model.parameters():
             if parameter.ndim >= 2 and not parameter.any():  # such as the image projection of Gemma 3
                 parameter.normal_(std=0.1)
-            elif parameter.ndim >= 2 and parameter.abs().max() < 0.5:
+            elif parameter.ndim >= 2 and parameter.abs().max() < 0.5:  # others are large already
                 parameter.mul_(scale)
     special = special_ids(processor.tokenizer)
     model.generation_config = hf.GenerationConfig(**special)
@@ -304,7 +304,7 @@ SQUARE = square(28)
 CROP = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 
-# No weight of an expert is square, because nothing could tell the two layouts of a square weight apart
+# No weight of an expert is square: a square weight would fit both layouts, so that a wrong one would go unnoticed
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 # Settings of released configs that vLLM reads and transformers doesn't write
@@ -794,7 +794,7 @@ QWEN3_VISION = {**QWEN3_5_VISION, "deepstack_visual_indexes": [0, 1]}
 
 
 def qwen_pixels(cell: int) -> dict[str, int]:
-    """Returns limits for resizing, from 1 to 24 cells of `cell` x `cell` pixels. A cell is one token."""
+    """Returns the pixels of the smallest and the largest image: 1 and 24 tokens of `cell` x `cell` pixels."""
     return {"shortest_edge": cell * cell, "longest_edge": 24 * cell * cell}
 
 
@@ -906,7 +906,7 @@ GLM_VISION = {**QWEN_VISION, "image_size": 56, "out_hidden_size": 64}
 
 
 def of_glm(name: str, processor: str, vision: dict = GLM_VISION, **text):
-    """No prompt has both an image and a video: they share a token, and the model miscounts."""
+    """No prompt has both an image and a video, because the two share a token, and the model miscounts them."""
     pixels = {"size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}}
     tokens = {"image": "<|image|>", "video": "<|video|>", "boi": "<|begin_of_image|>", "eoi": "<|end_of_image|>"}
     tokens |= {"bov": "<|begin_of_video|>", "eov": "<|end_of_video|>"}
@@ -1118,7 +1118,7 @@ def inkling():
 
 @family(SPECIAL, image_video_prompts, "image", "video", since="5.24")
 def hy_v4_vl():
-    """The layers attend to keys that an indexer chooses. If it had fewer heads, many keys would score 0 and tie."""
+    """Layers attend to keys that an indexer chooses. With fewer heads of the indexer, many keys would tie at 0."""
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
     index = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8, "rope_parameters": QWEN2_ROPE}
     return build(
@@ -1193,5 +1193,5 @@ ONE_OF_EACH_KIND = {"qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "gem
 
 
 def every_family(names: Iterable[str] = FAMILIES) -> list:
-    """Returns the parameters of a test that asserts the same of every family."""
+    """Returns parameters of a test of every family, slow for all families that the default run leaves out."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH_KIND)) for name in names]

@@ -18,7 +18,7 @@ from .chats import RATE, video
 
 
 def ref(kind, source, rules=DEFAULT_RULES, **options):
-    """Returns a medium of row 3, in a column named after its kind."""
+    """Returns a reference to an image, sound or video of row 3, in a column with the name of its modality."""
     return MediaRef(kind, source, options, kind, 3, rules=rules)
 
 
@@ -29,7 +29,7 @@ def load(medium):
 
 
 def load_by_qwen(medium, patch):
-    """Returns an image or a video sampled and resized as by qwen-vl-utils, by the options of its block alone."""
+    """Returns an image or a video as qwen-vl-utils samples and resizes it, by the options of its content block."""
     if medium.modality == "image":
         from qwen_vl_utils import vision_process
 
@@ -75,8 +75,8 @@ def image_file(picture, name="PNG", **options) -> bytes:
 
 def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None, **settings) -> bytes:
     """
-    Returns the bytes of a video file. `frames` are arrays of one size, `mux` are options of the container, and
-    `settings` are attributes of the stream. Some options of the container need an output at a `path`.
+    Returns the bytes of a video file. `frames` are arrays `(height, width, 3)` of one size, `rate` is in Hz,
+    `mux` are options of the container, and `settings` attributes of the stream. Some options need a file at `path`.
     """
     import av
 
@@ -99,7 +99,8 @@ def write_film(path, frames=20, width=96, height=64, rate=10) -> str:
     return str(path)
 
 
-# Playlists that make FFmpeg open SECRET. FFmpeg skips ID3 tags, and finds some playlists behind other data.
+# Playlists by which FFmpeg would open the file SECRET, or a port. FFmpeg skips ID3 tags, and finds some playlists
+# behind other data.
 _TAG = b"ID3\x04\0\0\0\0\0\x02ab"
 _SDP = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=No\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
 _HLS = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nSECRET\n#EXT-X-ENDLIST\n"

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The files and commands of the pages for a first day, with the standard library alone."""
+"""The files and commands on the pages for a user's first day. This module imports the standard library alone."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ def write_files(folder: Path, page: Path = PAGE) -> None:
 
 
 def typed(page: Path = PAGE) -> list[tuple[str, str]]:
-    """Returns the commands of a page, each with the output that the page shows."""
+    """Returns commands of a page with their outputs: the next fence if it names no language, else an empty string."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     commands = []
     for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
@@ -30,14 +30,14 @@ def typed(page: Path = PAGE) -> list[tuple[str, str]]:
 
 
 def masked(console: str, folder: Path) -> list[str]:
-    """Returns lines of output without numbers, times, folders and completions, which differ between runs."""
-    text = console.replace(str(folder), "FOLDER").split("\r")[-1]
+    """Returns lines of output with constants for numbers, times, folders and completions, which differ by run."""
+    text = console.replace(str(folder), "FOLDER").split("\r")[-1]  # after the last state of a progress bar
     text = re.sub(r"(?m)^completion \(.*", "completion", text)
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
 
 
 def play(command: Callable[..., CompletedProcess], folder: Path, page: Path = PAGE) -> dict[str, CompletedProcess]:
-    """Runs the commands and asserts that they print the lines of a page in order. Returns results by command."""
+    """Runs the commands of a page. Asserts that they print the page's lines in order. Returns results by command."""
     runs = {}
     for line, shown in typed(page):
         runs[line] = command(*shlex.split(line)[1:])
@@ -45,5 +45,6 @@ def play(command: Callable[..., CompletedProcess], folder: Path, page: Path = PA
         remaining = iter(printed)
         missing = [text for text in masked(shown, folder) if text not in remaining]
         assert not missing, "\n".join([line, *missing, "isn't in", *printed])
+        # A dry run writes no folder
         assert not line.endswith("digits.yaml --dry_run") or not (folder / "digits").exists()
     return runs

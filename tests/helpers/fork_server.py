@@ -1,10 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The process from which `forked.py` forks: it imports everything, starts no thread, and runs nothing itself.
+The process from which `forked.py` forks: it imports everything, starts no thread, and runs no command itself.
 
-A request comes with the three standard streams. The answers are two lines: the child's process id and, when it has
-ended, its exit status and the CPU seconds of the child and of its own children. A child whose client disconnects is
-killed.
+A request is a line of JSON, with the command's three standard streams. The answer has two lines, such as `4711` and
+`256 1.5`: the child's process id and, when the child has ended, its status as of `os.wait` and the CPU seconds of the
+child and of its children. A child is killed if its client disconnects.
 """
 
 import atexit
@@ -45,14 +45,16 @@ trl_multimodal_rft.trainers.grpo_trainer
 trl_multimodal_rft.trainers.ppo_trainer trl_multimodal_rft.trainers.rloo_trainer
 trl_multimodal_rft.trainers.sft_trainer
 """.split()
-FORKABLE = "jemalloc_bg_thd"  # a thread of Arrow, which starts again in a child
+FORKABLE = "jemalloc_bg_thd"  # a thread of Arrow that Arrow starts again in a child
 
 
 @dataclass
 class Child:
+    """A command that runs."""
+
     connection: socket.socket
     client: int  # process id
-    seconds: float = 0.0  # CPU seconds
+    seconds: float = 0.0  # CPU seconds of the command's children that have ended, in the end also its own
 
 
 class Forks:
@@ -72,7 +74,7 @@ class Forks:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def request(self) -> dict:
-        """Serves forever. In a child, returns the request that the child has to perform."""
+        """Serves forever. Returns only in a child, with the request for [`perform`]."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
@@ -81,7 +83,7 @@ class Forks:
                         return request
                 elif key.fileobj is self._wakes:
                     self._wakes.recv(4096)
-                else:  # clients send nothing more, so this client has gone
+                else:  # a client sends one request, so this event is the end of its connection
                     self._selector.unregister(key.fileobj)
                     for pid, child in self._children.items():
                         if child.connection is key.fileobj:
@@ -89,6 +91,7 @@ class Forks:
             self._reap()
 
     def _fork(self, connection: socket.socket) -> dict | None:
+        """Reads a request and forks. Returns the request in the child, and `None` in the server."""
         _, streams, _, _ = socket.recv_fds(connection, 1, 3)
         if not streams:  # the client has gone already
             connection.close()
@@ -99,12 +102,12 @@ class Forks:
         assert len(names) - names.count(FORKABLE) == 1, (
             f"{names}: a child may wait for locks of these threads for ever"
         )
-        ready, is_ready = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for finalizer in weakref.finalize._registry:  # a finalizer would delete a folder in use
+            for finalizer in weakref.finalize._registry:  # would delete folders that the server uses
                 finalizer.atexit = False
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -115,13 +118,13 @@ class Forks:
                 handle.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            for handle in (*streams, ready, is_ready):
+            for handle in (*streams, read_end, write_end):
                 os.close(handle)
             return request
-        for handle in (*streams, is_ready):
+        for handle in (*streams, write_end):
             os.close(handle)
-        os.read(ready, 1)  # until the child has a session and closes its end
-        os.close(ready)
+        os.read(read_end, 1)  # waits until the child has its session, and closes its end of the pipe
+        os.close(read_end)
         client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self._children[pid] = Child(connection, client)
         self._selector.register(connection, selectors.EVENT_READ)
@@ -129,13 +132,14 @@ class Forks:
         return None
 
     def _reap(self) -> None:
+        """Answers the clients of children that have ended."""
         for pid, child in [*self._children.items()]:
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if not ended:
                 continue
             del self._children[pid]
             child.seconds += usage.ru_utime + usage.ru_stime
-            if child.client in self._children:
+            if child.client in self._children:  # a child of a child
                 self._children[child.client].seconds += child.seconds
             if child.connection in self._selector.get_map():
                 self._selector.unregister(child.connection)
@@ -177,7 +181,7 @@ def perform(words: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 
 def end_as_python_does(error: BaseException | None) -> None:
-    """Ends the process as Python does, but without clearing its modules."""
+    """Ends the process as Python does, but without clearing modules."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -3,9 +3,9 @@
 Runs Python commands in children of one process that has imported everything.
 
 Importing the trainers costs 10 CPU seconds, a short training less than a second. `Popen` and `run` work as in
-`subprocess`, but a command of this interpreter (a script, `-m` or `-c`) is forked from the server of the test run,
-with arguments, environment, working directory, standard streams and session of its own. Commands that the child
-starts in this way, such as the ranks of `torch.distributed.run`, are forked, too. Other commands run as usual.
+`subprocess`, but a command of this interpreter (a script, `-m` or `-c`) is forked from the server of the test run. The
+child has its own arguments, environment, working directory, standard streams and session. Python commands that the
+child starts, such as the ranks of `torch.distributed.run`, are forked, too. Other commands run as usual.
 
 Python starts and imports only once, in the server. Use `subprocess` itself for tests of imports, of environment
 variables that imports read (`HF_HUB_OFFLINE`), and of signals to a process group or from a dying parent.
@@ -35,7 +35,7 @@ ADDRESS = "TESTS_FORK_SERVER"  # environment variable with the path of the serve
 
 
 class Popen(subprocess.Popen):
-    """Command as of `subprocess.Popen`, but with Python forked from the server."""
+    """Command like `subprocess.Popen`. A command of this interpreter is forked from the server."""
 
     seconds = 0.0  # CPU seconds of a forked command that has ended
     _connection: socket.socket | None = None  # connection of a forked command to the server
@@ -46,6 +46,7 @@ class Popen(subprocess.Popen):
         if words[0] != sys.executable or not is_script or executable or preexec_fn or pass_fds:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
         pipes = more[3:9]  # ends of stdin, stdout and stderr, each to read and to write
+        # A stream without a pipe is the number of this process's stream
         streams = [end if end != -1 else number for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
         environment = dict(os.environ if env is None else env)
         request = {"words": words[1:], "cwd": os.fspath(cwd or os.getcwd()), "environment": environment}
@@ -62,7 +63,7 @@ class Popen(subprocess.Popen):
             return super()._try_wait(wait_flags)
         if wait_flags == os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
             return 0, 0
-        # Without an answer, the server has ended
+        # Without an answer, the server has ended, and the command counts as killed
         status, seconds = (self._answers.readline() or f"{signal.SIGKILL:d} 0").split()
         self.seconds = float(seconds)
         cpu_seconds.forked += self.seconds

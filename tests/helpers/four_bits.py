@@ -18,7 +18,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 def save_wide(family, folder):
-    """Saves a tiny model that is wide enough for 4-bit kernels, which use blocks of 64 weights. Returns its class."""
+    """Saves a tiny model of a family, wide enough for the 64 weights of a 4-bit block. Returns the model's class."""
     model, processor = FAMILIES[family].build()
     config = copy.deepcopy(model.config)
     if family == "qwen2_audio":
@@ -39,7 +39,10 @@ def save_wide(family, folder):
 
 
 def trained(folder, model, rows, output, **more):
-    """Trains. Returns the trainer, the update of each parameter with a gradient, and the parameters before."""
+    """
+    Trains a model with LoRA. If `model` is a path, the trainer loads it in 4 bits. Returns the trainer, the updates of
+    trained parameters, and all parameters before the training.
+    """
     options = {"beta": 0.1, "learning_rate": 1.0, "self_check": True, **more}
     processor = AutoProcessor.from_pretrained(folder)
     objects = {"model": model, "processing_class": processor, "peft_config": LORA}

@@ -18,7 +18,7 @@ TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "lear
 
 @functools.cache
 def dataset():
-    """Returns rows. Every fourth row is too hard, so all its completions get the same reward."""
+    """Returns rows with images. Every fourth row is hard: its completions get equal rewards from [`rough`]."""
     return image_rows().add_column("hard", [i % 4 == 1 for i in range(8)])
 
 
@@ -34,9 +34,10 @@ def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
 
 def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
     """
-    Asserts that the loss got the estimator's advantages for the rewards of one draw of completions.
+    Asserts that the loss got the estimator's advantages for the rewards of one draw of completions, which `shape` maps
+    to shaped rewards. `moments` and `drawn` are records of [`Recording`]: the draw's micro-batches, and the draw.
 
-    Returns the rewards, `None` for completions without one.
+    Returns the shaped rewards, with `None` for unscorable completions.
     """
     batch, names = drawn.batch, keys(drawn.batch)
     total = drawn.rewards.nansum(1).tolist()
@@ -62,6 +63,7 @@ def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward
     return rewards
 
 
+# Estimators by their aliases
 CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
 
 
@@ -69,6 +71,7 @@ def loss_by_hand(trainer, moment, logps, weights=None):
     """Returns the loss of a micro-batch by its formula, which `test_trl_losses.py` and `test_losses.py` test."""
     args, batch = trainer.args, moment.batch
     accumulation = args.gradient_accumulation_steps if moment.training else 1
+    # Number of the update's tokens: training has the number of a generation batch
     tokens = batch["num_items_in_batch"] * (accumulation / args.steps_per_generation if moment.training else 1)
     inputs = LossInputs(
         logps,

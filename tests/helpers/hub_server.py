@@ -2,8 +2,8 @@
 """
 A local Hub: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
 
-It accepts all files within commits, as the Hub does for files outside Git LFS. The tests check what the package
-publishes; the client handles the transfer of large files.
+It accepts all files within commits, as the Hub does for files outside Git LFS. The client, not the package, transfers
+large files, so no test needs Git LFS.
 """
 
 import base64
@@ -42,7 +42,7 @@ class Blob:
 
 @dataclass
 class Commit:
-    """A state of a repository: its name, the commit message, and all files by path."""
+    """A state of a repository: its id, the commit message, and all files by path."""
 
     sha: str
     message: str
@@ -103,6 +103,8 @@ class HubServer:
 
 
 class _Refused(Exception):
+    """An error response, with the Hub's code for the error."""
+
     def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None):
         self.status, self.message, self.code, self.commit = status, message, code, commit
 
@@ -150,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _chunk(self) -> bytes:
         chunk = self.rfile.read(int(self.rfile.readline(), 16))
-        self.rfile.readline()
+        self.rfile.readline()  # the line break behind a chunk
         return chunk
 
     def _answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
@@ -175,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.hub.tokens[value]
 
     def _writer(self, namespace: str | None = None) -> Token:
+        """Returns the token if it may write, in its user's namespace."""
         token = self._token()
         if token is None:
             raise _Refused(401, "Invalid username or password.")

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs of test_hub.py that publish models and load them again: `helpers/hub_worker.py <folder> <scenario> ...`, with the
-Hub in the environment. A scenario writes its results to `<folder>/<scenario>.json`.
+Runs of test_hub.py that publish models and load them again: `helpers/hub_worker.py <folder> <scenario> ...`. The
+environment has the address of the Hub. Results of a scenario go to `<folder>/<scenario>.json`.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def media_files(folder: Path) -> None:
 
 
 def ask(repo: str) -> dict:
-    """Runs the quick start of a repository's card verbatim. Returns parts of the card and the results."""
+    """Runs the quick start of a repository's model card verbatim. Returns the card, and the inputs and the answer."""
     card = ModelCard.load(repo)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", card.text, re.DOTALL)
     namespace, printed = {"__name__": "__main__"}, io.StringIO()
@@ -72,7 +72,7 @@ def ask(repo: str) -> dict:
 
 
 def refusal(call) -> dict:
-    """Returns the error of a call, which must fail."""
+    """Returns type and message of the error of a call. Asserts that there is one."""
     try:
         call()
     except Exception as error:
@@ -191,7 +191,7 @@ def ppo_image(folder: Path) -> dict:
 
 
 def strategies(folder: Path) -> dict:
-    """Publishes in consecutive steps with each strategy."""
+    """Publishes with every `hub_strategy`, in consecutive steps."""
     result = {}
     for strategy in ("end", "every_save", "all_checkpoints"):
         options = {**PUSHED, "hub_strategy": strategy, "hub_model_id": f"someone/{strategy}", "max_steps": 2}
@@ -200,7 +200,8 @@ def strategies(folder: Path) -> dict:
         if strategy != "end":
             published = type(trainer.model).from_pretrained(f"someone/{strategy}")
             result[strategy] = same(published, trainer.model)
-    # The first checkpoint is still uploading when the trainer writes the second and the third, which replaces it
+    # The first checkpoint is still uploading when the trainer writes the second and the third. The third replaces the
+    # second, since the first must stay.
     options = {**PUSHED, "hub_strategy": "all_checkpoints", "hub_always_push": False, "save_total_limit": 1}
     options |= {"hub_model_id": "slow/all_checkpoints", "hub_token": "hf_slow", "max_steps": 3}
     with warnings() as result["warned"]:
@@ -212,7 +213,7 @@ def strategies(folder: Path) -> dict:
 
 
 def refused(folder: Path) -> dict:
-    """Tries missing, wrong, revoked and read-only tokens, and an unreachable Hub."""
+    """Tries missing, wrong, revoked and read-only tokens, and an unreachable Hub. `whole`: the local folder loads."""
 
     def trainer(name, **options):
         options = {"max_steps": 1, **options}

@@ -8,7 +8,7 @@ from helpers.openenv_server import png
 
 
 class Lit(vf.State):
-    colors: list[str] = []
+    colors: list[str] = []  # of a rollout's calls, in order
 
 
 class Data(vf.TaskData):
@@ -16,7 +16,7 @@ class Data(vf.TaskData):
 
 
 class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
-    wanted, n_calls = "any", 0
+    wanted, n_calls = "any", 0  # color of the task, and calls of this server by all rollouts
 
     async def setup_task(self, task):
         self.wanted = task.wanted
@@ -48,6 +48,7 @@ class Task(vf.Task[Data, Lit]):
     async def replies(self, trace):
         calls = [call.id for message in trace.assistant_messages for call in message.tool_calls or ()]
         assert calls == [message.tool_call_id for message in trace.tool_messages]
+        # A second call: of a server for one task, and of the server for all tasks
         seen = [text in str(trace.messages) for text in ("green after 2 of 2", "any after 2 of 3")]
         return trace.num_turns / 8 + any(seen) / 16
 

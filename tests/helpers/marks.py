@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Selects the cases of a test for the default run."""
+"""Marks of parameters that the default run leaves out."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(values: Iterable, *kept, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
-    """Marks all parameters as slow, or in another way, except those to keep."""
+    """Marks all parameters as slow, or with another mark, except `kept`."""
     return [
         value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
         for value in values
@@ -15,7 +15,7 @@ def slow_but(values: Iterable, *kept, mark: pytest.MarkDecorator = pytest.mark.s
 
 
 def by_turns(cases: Iterable, others: Sequence, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
-    """Combines cases with other values. One combination per case isn't marked, with the values in turn."""
+    """Combines cases with others. One combination per case isn't marked: of 1, 2, 3 and a, b, those are 1a, 2b, 3a."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), other, marks=[mark] * (j != i % len(others)))
         for i, case in enumerate(cases)

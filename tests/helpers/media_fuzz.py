@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Loaders of damaged media, by modality: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
+Loads damaged media, and prints failures: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
 
-It prints only failures. An input is a function of seed and number, so that one input can run alone.
+A failure is any error but a [`MediaError`] that names the row, an invalid result, much memory or time, or a file or
+process that a damaged file opens. An input is a function of seed and number, so that one input can run alone.
 """
 
 import contextlib
@@ -33,10 +34,11 @@ from trl_multimodal_rft.data.reading.rules import MediaRules
 RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)
 MOST_MEGABYTES = 300  # memory that an input may add
 MOST_SECONDS = 15  # per input, also on a busy machine
-RATE, WIDTH, HEIGHT = 8000, 64, 48
+RATE, WIDTH, HEIGHT = 8000, 64, 48  # in Hz and pixels
 
+# Audit events of started processes
 STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
-IN_OPEN = 0x20  # of inotify
+IN_OPEN = 0x20  # inotify's mask for opened files
 
 
 def say(wrong):
@@ -92,7 +94,7 @@ def videos():
 
 
 def damaged(data, others, texts, chance):
-    """Damages a file in a random way. Returns the name of the way, and the damaged file."""
+    """Damages a file in a random way, maybe by parts of `others` or `texts`. Returns the way's name and the result."""
     start, end = sorted(chance.choices(range(len(data) + 1), k=2))
     early = chance.randrange(min(len(data), 256) + 1)
     other = chance.choice(others)
@@ -173,16 +175,16 @@ def opened_of(watch):
 def main(folder, seed, seconds, only=None):
     secrets, files = folder / "secrets", folder / "files"
     secrets.mkdir(), files.mkdir()
-    seeds = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
+    intact_files = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
     decoy = secrets / "decoy.mp4"
-    decoy.write_bytes(seeds["video"]["mp4"])
+    decoy.write_bytes(intact_files["video"]["mp4"])
     texts = [data.replace(b"SECRET", os.fsencode(decoy)) for data in LISTS.values()]
-    all_files = [data for entry in seeds.values() for data in entry.values()]
+    all_files = [data for entry in intact_files.values() for data in entry.values()]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
-    # At least one decoder loads each intact file. This also imports the decoders.
-    for kind, entry in seeds.items():
+    # Intact files: at least one decoder must load a file. This also imports the decoders, before opened files count.
+    for kind, entry in intact_files.items():
         for name, data in entry.items():
             ref, loaded = MediaRef(kind, data, {}, kind, 0, rules=RULES), False
             for number in range(6):
@@ -191,16 +193,18 @@ def main(folder, seed, seconds, only=None):
             if not loaded:
                 say(f"whole {kind} {name} doesn't load")
 
+    # Watch for opened files: those of this process by audit events, those of any process by inotify
     libc = ctypes.CDLL(None)
     watch = libc.inotify_init1(os.O_NONBLOCK)
     assert libc.inotify_add_watch(watch, os.fsencode(secrets), IN_OPEN) >= 0
     sys.addaudithook(listen)
-    ends, number, good, bad = time.monotonic() + seconds, -1, 0, 0
-    while only is not None or time.monotonic() < ends:
+    # Damaged files, half of them on disk
+    deadline, number, n_loaded, n_rejected = time.monotonic() + seconds, -1, 0, 0
+    while only is not None or time.monotonic() < deadline:
         number += 1
         chance = random.Random(f"{seed} {number if only is None else only}")
-        kind = chance.choice(list(seeds))
-        name, data = chance.choice(list(seeds[chance.choice([kind, kind, kind, *seeds])].items()))
+        kind = chance.choice(list(intact_files))
+        name, data = chance.choice(list(intact_files[chance.choice([kind, kind, kind, *intact_files])].items()))
         way, data = damaged(data, all_files, texts, chance)
         source, allowed = data, []
         if chance.random() < 0.5:
@@ -214,11 +218,11 @@ def main(folder, seed, seconds, only=None):
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
         try:
             loaded = loads(MediaRef(kind, source, {}, kind, 7, rules=RULES), chance)
-            good += 1
+            n_loaded += 1
             if not loaded:
                 say(f"{label}: neither a medium nor an error")
         except MediaError as error:
-            bad += 1
+            n_rejected += 1
             if not str(error).startswith("row 7, column"):
                 say(f"{label}: {error}")
         except Exception:
@@ -227,12 +231,12 @@ def main(folder, seed, seconds, only=None):
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         if grown > MOST_MEGABYTES:
             say(f"{label}: {grown:.0f} MB in {time.monotonic() - start:.1f} s")
-        stray = [entry for entry in heard if entry[0] != "open" or entry[1] not in allowed]
-        if stray or opened_of(watch):
-            say(f"{label}: opened or started {stray or decoy}")
+        unexpected = [entry for entry in heard if entry[0] != "open" or entry[1] not in allowed]
+        if unexpected or opened_of(watch):
+            say(f"{label}: opened or started {unexpected or decoy}")
         if only is not None:
             break
-    sys.stderr.write(f"{number + 1} inputs, {good} loaded, {bad} named\n")
+    sys.stderr.write(f"{number + 1} inputs, {n_loaded} loaded, {n_rejected} named\n")
 
 
 if __name__ == "__main__":

@@ -65,14 +65,14 @@ class LogsAlone(TrainerCallback):
 
 def processes(folder: Path) -> None:
     """
-    Runs three steps of three prompts each. Two ranks share the second prompt. A callback logs the first step, all
-    ranks log the second, and an evaluation logs the third. Then runs one step with a limit of logged media.
+    Runs three steps of three prompts each. Two ranks share the completions of the second prompt. A callback logs the
+    first step, all ranks log the second, and an evaluation logs the third. Another run logs at most two prompts.
     """
     size = 12 // int(os.environ.get("WORLD_SIZE", 1))
     alone = LogsAlone()
     objects = {"callbacks": [alone], "eval_dataset": dataset(3)}
     options = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, **OPTIONS}
-    make = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    schedule = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     trainer = make_trainer(
         InjectedOurs,
         "qwen2_5_omni",
@@ -80,7 +80,7 @@ def processes(folder: Path) -> None:
         folder / "all",
         objects=objects,
         **options,
-        **make,
+        **schedule,
     )
     alone.trainer = trainer
     trainer.train()

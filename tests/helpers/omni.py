@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Omni models as released, with a thinker, which trains, and speech modules."""
+"""Omni models as they are released: a thinker, which trains, and speech modules, which don't."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def released(family: str) -> hf.PreTrainedModel:
 
 
 def save_released(family: str, source: str | Path, folder: str | Path) -> hf.PreTrainedModel:
-    """Writes an omni model around the thinker of a family, with the processor of a folder, and returns the thinker."""
+    """Writes an omni model around the thinker of a family, with the processor in `source`. Returns the thinker."""
     folder = Path(shutil.copytree(source, folder))
     (folder / "model.safetensors").unlink()
     model = released(family)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Applications of the package OpenEnv, which uvicorn serves."""
+"""Applications of the package OpenEnv, for uvicorn to serve: environments with actions, and with tools of MCP."""
 
 from base64 import b64decode, b64encode
 from io import BytesIO
@@ -18,6 +18,7 @@ def png(color: str) -> str:
 
 
 def lamp():
+    """Returns an environment of 3 steps that switches a lamp. Its observations have pictures in three forms."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_app
     from pydantic import Field
 
@@ -57,6 +58,7 @@ def lamp():
 
 
 def album():
+    """Returns an environment whose tools of MCP show a picture, or nothing."""
     from fastmcp import FastMCP
     from fastmcp.utilities.types import Image
     from openenv.core.env_server import Observation, State, create_app

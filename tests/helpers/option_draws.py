@@ -22,12 +22,12 @@ _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotations(config)}
 OWN -= {"generation_batch_size", "loss_type", "num_generations", "steps_per_generation"}  # TRL has these, too
 OWN -= {"teacher_columns"}  # an attribute of the class, no option
-# Options that TRL's trainer implements differently, with the same updates
+# Options in `OWN` with which TRL's trainer makes the same updates, in another way
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "entropy_source"}
 
 
 def is_drawn(estimator: Estimator) -> bool:
-    """Returns whether an estimator reads rewards alone. Online DPO is left out, as it allows few other options."""
+    """Returns whether an estimator reads rewards alone, and isn't Online DPO, which allows few other options."""
     return estimator.needs != "critic" and estimator.step_input is None and estimator.name != "online_dpo"
 
 
@@ -114,6 +114,7 @@ VALUES = {
     "vf_coef": [0.1, 1.0, "0.1(cliprange=0.02)", "1.0(cliprange=None)"],
 }
 SHUFFLED = ["prefix(shuffle=True)", "padded(shuffle=True)"]
+# Values in place of `VALUES`, by trainer
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
     "ppo": {
@@ -149,7 +150,8 @@ NOT_DRAWN = {
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }
 
-# Options that a config refuses, or that have no effect, unless another option has one of these values
+# Options that depend on another option: unless it has one of these values, a config raises an error, or the dependent
+# option has no effect
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk", "value_learning_rate"]
 KL = ["kl_estimator", "kl_target", "sync_ref_model"]
 NEEDS = {
@@ -163,6 +165,7 @@ NEEDS = {
     "loss_add_tail": ("loss_top_k", [5]),
     "self_teacher": ("teacher_view", ["blank"]),
 }
+# Options that are drawn with a chance of 0.4, and others with 0.12
 OFTEN = {"advantage_estimator", "beta", "loss_type", "packing", "num_iterations", *NEEDS}
 OFTEN |= {
     "freeze",
@@ -175,7 +178,7 @@ OFTEN |= {
     "max_length",
 }
 
-# Completions per micro-batch, micro-batches per update and per generation batch, completions per prompt
+# Completions per micro-batch, micro-batches per update, micro-batches per generation batch, and completions per prompt
 SHAPES = [(8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 2, 2), (4, 1, 2, 4), (4, 2, 4, 2), (2, 4, 4, 4), (6, 2, 2, 3)]
 FAMILIES = {
     "text": ["qwen2_5_vl", "gemma3"],
@@ -198,9 +201,9 @@ class Draw:
     family: str
     reward: str
     lora_dropout: float | None  # `None` trains all weights without an adapter
-    lora_targets: str | list[str]  # modules with adapters; weights of adapters aren't 0
+    lora_targets: str | list[str]  # modules with adapters, whose weights aren't 0
     completions: str  # "sampled", "random" tokens, or "fixed" ones, which depend on prompt and step
-    options: dict  # the non-default options
+    options: dict  # options with values other than the default
 
     def config(self, folder: str | Path, config_class: type | None = None, **changes):
         """Returns the config of a run of two updates, limited to the class's fields."""
@@ -212,12 +215,13 @@ class Draw:
 
 
 def values_of(kind: str) -> dict[str, list]:
+    """Returns the values of the options of a trainer's config that are drawn."""
     names = {entry.name for entry in fields(CONFIGS[kind])}
     return {name: OWN_VALUES.get(kind, {}).get(name, values) for name, values in VALUES.items() if name in names}
 
 
 def neutral(draw: Draw, run: str) -> dict:
-    """Returns options of a run that must not affect its updates."""
+    """Returns options of one of a draw's runs. They must not affect the updates."""
     generator = random.Random(f"{draw.seed} {run}")
     names = {entry.name for entry in fields(CONFIGS[draw.kind])}
     if "shuffle" in str(draw.options.get("packing")):
@@ -246,12 +250,14 @@ KINDS = ["grpo", "grpo", "grpo", "rloo", "ppo", "ppo", "sft", "distillation"]
 
 
 def _drawn(seed: int, generator: random.Random) -> Draw:
+    # Trainer, media and batches
     kind, rows = generator.choice(KINDS), generator.choice([*FAMILIES])
     size, accumulated, batches, group = generator.choice(SHAPES)
     options = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
     if kind != "sft":
         options |= {"per_device_train_batch_size": size, "steps_per_generation": batches, "num_generations": group}
         options |= {"max_completion_length": 8, "ref_model_sync_steps": 1}
+    # Options to draw from, and their values
     values = values_of(kind)
     for_trl = kind in ("grpo", "rloo") and generator.random() < 0.42
     if for_trl:  # TRL's trainer must support the draw, too
@@ -267,9 +273,10 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     if "freeze" in values:
         other = "vision_tower" if rows == "audio" else "audio_tower"
         values["freeze"] = [value for value in values["freeze"] if other not in (value or ())]
+    # Draw options, those that others depend on first
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
-        needed, needed_values = NEEDS.get(name, (name, values[name]))
-        if name in options or (needed in values and options.get(needed, values[needed][0]) not in needed_values):
+        parent, parent_values = NEEDS.get(name, (name, values[name]))
+        if name in options or (parent in values and options.get(parent, values[parent][0]) not in parent_values):
             continue
         if values[name][1:] and generator.random() < (0.4 if name in OFTEN else 0.12):
             options[name] = generator.choice(values[name][1:])
@@ -277,6 +284,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         options["entropy_source"] = "current(scope='micro_batch')"
     if kind == "ppo":
         options.setdefault("num_ppo_epochs", 2)
+    # Rewards, completions and adapters
     rewards = ["one", "two", "equal"] if for_trl else ["one", "two", "equal", "missing"]
     completions = generator.choice(["sampled", "random", "random", "fixed", "fixed"])
     if completions == "sampled":

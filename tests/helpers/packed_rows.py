@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Log-probabilities, entropies and gradients of packed and of padded rows."""
+"""Models that run packed rows, and gradients and results of padded rows to compare with."""
 
 import inspect
 
@@ -40,7 +40,7 @@ def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
 
 
 def backward(model, logps, entropies=0, mask=1):
-    """Returns gradients of an objective that weights every token differently."""
+    """Returns gradients, by parameter, of an objective that weights every token differently."""
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1)).to(logps.device)
     model.zero_grad(set_to_none=True)
     ((logps * weights) * mask + 0.1 * entropies * mask).sum().backward()
@@ -48,7 +48,7 @@ def backward(model, logps, entropies=0, mask=1):
 
 
 def padded_reference(model, prompts, ids, mask):
-    """Returns results of each prompt's completions in a separate padded batch, isolated from other prompts."""
+    """Returns log-probabilities, entropies and gradients, from one padded batch for the completions of each prompt."""
     parts = [
         completion_scores(
             model, model, ScoreRequest(prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)

@@ -16,7 +16,7 @@ FAMILY = "qwen2_5_vl"
 
 
 class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
-    """Trainer that adds the values of each micro-batch and the weights before each update to [`Recording`]."""
+    """Trainer that also records the critic's values of each micro-batch and the weights before each update."""
 
     def __init__(self, *args, **kwargs):
         self.values, self.weights = [], []
@@ -53,7 +53,7 @@ class Ours(Injected, Sampled):
 
 @functools.cache
 def dataset():
-    """Returns rows. Every other row is too hard, so all its completions get the same reward."""
+    """Returns rows with images, and `hard` for every other row: tests reward all completions of a hard row equally."""
     return image_rows().add_column("hard", [i % 2 == 1 for i in range(8)])
 
 
@@ -68,6 +68,7 @@ def rough(completion_ids, **kwargs):
 
 
 def head_weights():
+    """Returns weight `(1, 64)` and bias `(1,)` of a critic's head."""
     generator = torch.Generator().manual_seed(3)
     return 0.2 * torch.randn(1, 64, generator=generator), torch.tensor([0.3])
 
@@ -82,7 +83,7 @@ def critic_of(family, distance=0.03):
 
 
 def encoded(processor, row, completion):
-    """Returns the inputs of a plain forward pass, and the length of the prompt."""
+    """Returns inputs of a plain forward pass of a row's prompt and a completion, and the prompt's number of tokens."""
     blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
     if "audio" in row:
         blocks[0]["audio"] = row["audio"]["array"]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Starts scripts in one or several separate processes."""
+"""Commands and environments of scripts that run in one or several other processes."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 TESTS = Path(__file__).parent.parent
-# Seconds that tests wait for a process, and that ranks wait for each other. Busy machines need far less, so only a
-# process that hangs fails.
+# Seconds that tests wait for a process, and that ranks wait for each other. Even on a busy machine, only a process
+# that hangs takes so long.
 PATIENCE, COLLECTIVE = 1800, 600
 
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def python_command(script: Sequence[str | Path], processes: int = 1, is_group: bool = False) -> list[str]:
-    """Returns a command for a script with its arguments. Several processes form a group, as does one if `is_group`."""
+    """Returns a command for a script with arguments. `is_group` starts a process group even of one process."""
     launcher = []
     if processes > 1 or is_group:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]

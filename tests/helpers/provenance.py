@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sources of the values of a recipe, as the comments of its file name them."""
+"""Sources of the values of a recipe, from the comments in the recipe's file."""
 
 import re
 
@@ -8,13 +8,13 @@ import yaml
 
 # A file at a commit, whose lines don't move
 _PINNED = re.compile(r"https://(?:github\.com|huggingface\.co)/\S+/blob/[0-9a-f]{40}/\S+")
-# The separator between several origins of a value. Other semicolons are parts of a note.
+# Separates the origins of a value. A semicolon before other text belongs to a note.
 _SEVERAL = re.compile(r"; (?=\w+(?: L\d|:|$))")
 _PAPER = re.compile(r"https://huggingface\.co/papers/([\d.]+)")
 
 
 def sources(text: str) -> dict[str, str]:
-    """Returns URLs in the field `Sources:` of a recipe's comments, by the names that comments on keys use."""
+    """Returns URLs by the names of sources, from lines such as `# Sources: easyr1 https://...` and the lines below."""
     urls, in_sources = {}, False
     for line in text.splitlines():
         field = re.match(r"# (\w+): ", line)
@@ -26,9 +26,9 @@ def sources(text: str) -> dict[str, str]:
 
 def origins(text: str) -> dict[str, tuple[str, ...]]:
     """
-    Returns names of sources by key of a recipe, from lines such as `beta: 0.01  # easyr1 L38: kl_coef`.
+    Returns names of sources by key of a recipe: `{"beta": ("easyr1",)}` for `beta: 0.01  # easyr1 L38: kl_coef`.
 
-    The comment names a source with its lines, or a paper with a note, or is `ours`; `; ` separates several sources.
+    The comment names a source with lines, or a paper with a note, or is `ours`. `; ` separates several origins.
     """
     urls, names = sources(text), {}
     for name, url in urls.items():

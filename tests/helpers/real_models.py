@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Pretrained models from two packages with weights, and questions for the models, see `examples/speech_model.py`."""
+"""Pretrained models, and questions for them. Two packages contain the weights, see `examples/speech_model.py`."""
 
 import functools
 import importlib.util
@@ -25,7 +25,7 @@ QUESTIONS = [
 
 @functools.cache
 def folder(kind: str) -> str:
-    """Returns the folder of a model that reads text or also hears sounds, made once in Hugging Face's cache."""
+    """Returns the folder of a model for text, or for text and sounds. It is made once in Hugging Face's cache."""
     return {"text": language_model, "sound": speech_model}[kind]()
 
 

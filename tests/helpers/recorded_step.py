@@ -10,8 +10,9 @@ from trl_multimodal_rft.engines.decoding import GraphedStep
 
 class Operations(TorchDispatchMode):
     """
-    Mode that records operations with the facts about arguments that a graph keeps: the address of a tensor from before
-    the step, a mark for a tensor made in the step, and the value of a number or of a tensor made of Python's numbers.
+    Mode that records a step's operations in `calls`, with the facts about arguments that a CUDA graph keeps: the
+    address of a tensor from before the step, a mark for a tensor made in the step, and the value of a number or of a
+    tensor made of Python's numbers. `overwritten` holds tensors that operations changed, with their previous values.
     """
 
     def __init__(self):
@@ -21,9 +22,9 @@ class Operations(TorchDispatchMode):
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "_local_scalar_dense" in str(function):
+        if "_local_scalar_dense" in str(function):  # reads a tensor's value on the host
             raise RuntimeError("operation not permitted when stream is capturing")
-        if function is torch.ops.aten.lift_fresh.default:
+        if function is torch.ops.aten.lift_fresh.default:  # a tensor made of Python's numbers
             self._made.add(args[0].untyped_storage().data_ptr())
             self.calls.append((str(function), args[0].tolist()))
         inputs = [*map(self._kept, tree_leaves([args, kwargs or {}]))]
@@ -52,7 +53,7 @@ def is_tensor(value) -> bool:
 
 
 class RecordedStep(GraphedStep):
-    """Step that counts its captures and replays. `instances` lists all of them."""
+    """Step that counts its captures and replays. `instances` lists all steps."""
 
     instances: "list[RecordedStep]" = []
 
@@ -69,7 +70,7 @@ class RecordedStep(GraphedStep):
 
     def replay(self):
         self.replays += 1
-        if self._is_new:  # the capture has run the step
+        if self._is_new:  # the first replay after a capture, which has already run the step
             self._is_new = False
             return
         calls, output = self._run()
@@ -84,7 +85,7 @@ class RecordedStep(GraphedStep):
         try:
             with operations:
                 output = self._step()
-        except Exception:  # a capture on a GPU would have changed no tensor
+        except Exception:  # restores tensors, since a failed capture on a GPU changes none
             for tensor, value in reversed(operations.overwritten):
                 tensor.copy_(value)
             raise

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Helpers for tests of the reference interface."""
+"""Media and injected completions for tests of LightRFT's interface."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from trl_multimodal_rft.lightrft.trainer.experience_maker import NaiveExperience
 
 
 def media_of(experience: Experience) -> dict[str, torch.Tensor]:
-    """Returns the media of an experience under the names of the actors' forward pass."""
+    """Returns the media of an experience by the argument names of an actor's `forward`."""
     names = {"image_grid_thws": "image_grid_thw", "video_grid_thws": "video_grid_thw"}
     fields = ["pixel_values", "pixel_values_videos", *names, "audio_values", "audio_attention_mask"]
     media = {names.get(name, name): getattr(experience, name, None) for name in fields}
@@ -25,7 +25,7 @@ def media_of(experience: Experience) -> dict[str, torch.Tensor]:
 
 
 def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]]]) -> AbstractContextManager:
-    """Returns a context in which `complete` makes truncated completions of prompts without a model."""
+    """Returns a context in which experience makers get completions from `complete(prompts, max_new_tokens)`."""
 
     def sample(forward, model, prompts, generation_config, pad_token_id, **options):
         rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))
@@ -35,7 +35,7 @@ def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]
 
 
 def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, drawn: Counter) -> list[list[int]]:
-    """Returns completions that depend on the prompt and its number of draws. Most completions end."""
+    """Returns completions that depend on a prompt and its draws so far, counted in `drawn`. Most completions end."""
     rows = []
     for prompt in prompts:
         generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])

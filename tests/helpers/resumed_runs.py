@@ -27,8 +27,8 @@ class Recording:
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-# A generation batch has four prompts and trains twice in two optimizer steps each. With five prompts in the dataset,
-# an epoch is one generation batch, and the omitted prompt depends on the order.
+# A generation batch has four prompts, and its two iterations make two optimizer steps each. With five prompts in the
+# dataset, an epoch is one generation batch, and the prompt that it omits depends on the order.
 REUSED = {
     "media_prefetch": 1,
     "per_device_train_batch_size": 4,
@@ -48,9 +48,10 @@ REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": 2}
 
 
 def few_live(prompts, trainer_state, **kwargs) -> list[float]:
-    """Returns rewards that are equal for one of five prompts in the first epoch, and for four of five afterwards."""
+    """Returns rewards. One of five groups is without signal in the first epoch, and four of five are afterwards."""
     step = trainer_state.global_step
     n_equal = 1 if step < STEPS_PER_EPOCH else 4
+    # The text of a prompt ends with the number of its row
     numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
     return [float(i % 2) if (number + step) % 5 >= n_equal else 1.0 for i, number in enumerate(numbers)]
 
@@ -61,13 +62,13 @@ class Case:
 
     trainer: type
     family: str
-    rows: Callable
+    rows: Callable  # returns rows of a given number
     options: dict
     stops: list[int]  # steps to resume from
     moving: Collection[str] = ()  # metrics that must not stay 0
     not_logged: Collection[str] = ()  # metrics that `Trainer` resets
     n_rows: int = 5
-    supervised: Callable | None = None
+    supervised: Callable | None = None  # returns the rows of the supervised loss
 
     @property
     def arguments(self) -> dict:
@@ -87,7 +88,7 @@ class Case:
 
 
 def stops_of(cases: dict[str, Case], quick: Collection[str]) -> list:
-    """Returns pairs of a case and a stop. All are slow but the last stop of `quick` cases."""
+    """Returns pairs of a case's name and a step. All are slow except the last stop of each case in `quick`."""
     return [
         pytest.param(name, step, marks=[] if name in quick and step == case.stops[-1] else pytest.mark.slow)
         for name, case in cases.items()
@@ -135,8 +136,8 @@ def same_weights(a, b) -> bool:
     return equal(a.model.state_dict(), b.model.state_dict())
 
 
-# A generation batch has four prompts and trains in two epochs of two optimizer steps each. The dataset has five
-# prompts, so that the omitted one depends on the order. Steps of two rows straddle epochs of three supervised rows.
+# A generation batch has four prompts, and its two PPO epochs make two optimizer steps each. The dataset has five
+# prompts, so that the omitted prompt depends on the order. Two supervised rows per step straddle epochs of three.
 EVERYTHING = {
     "media_prefetch": 1,
     "per_device_train_batch_size": 4,
@@ -163,7 +164,7 @@ EVERYTHING = {
 
 
 def answered(rows):
-    """Returns three supervised rows with media of other rows."""
+    """Returns the first three rows with completions, for the supervised loss."""
     return rows.select(range(3)).add_column("completion", ["It is a cat.", "There are two of them, I think.", "No"])
 
 

@@ -14,7 +14,7 @@ from .chats import image
 from .files import image_file
 
 
-# A slow answer may stall in a header, in the length of a chunk or in the body
+# Starts of an answer that then drips: within a header, within the length of a chunk, or within the body
 DRIPS = [b"X-Slow: ", b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9999\r\n\r\n"]
 
 
@@ -95,13 +95,14 @@ def serve(monkeypatch):
 
 @contextlib.contextmanager
 def dripping(start: bytes, drop: bytes = b"0"):
-    """Yields the address of a server that starts its answer with `start`, and then sends `drop` again and again."""
+    """Yields the address of a server that begins its answer with `start`, and then sends `drop` for ever."""
     over = threading.Event()
 
     def drip():
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             connection.recv(1000)
+            # Endless responses `100 Continue` have no status 200 before them
             connection.sendall((b"" if drop in start else b"HTTP/1.1 200 OK\r\n") + start)
             while not over.wait(0.02):
                 connection.sendall(drop)

@@ -5,7 +5,7 @@ import numpy as np
 
 
 class Wrapped:
-    """Sampler that wraps a trainer's sampler, and calls it unless a subclass has completions."""
+    """Sampler that calls a trainer's sampler. Subclasses record its completions, or replace them."""
 
     samples_policy = False
 
@@ -17,7 +17,10 @@ class Wrapped:
         return getattr(self.__dict__["inner"], name)
 
     def __call__(self, model, prompts, **options):
-        """Samples. After tool results, `options` has `room`, and `branches.continuations` indices of completions."""
+        """
+        Samples. After tool results, `options` has `room`, the largest number of tokens of each completion, and
+        `branches`, whose `continuations` begin with the indices of completions.
+        """
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:
@@ -25,7 +28,7 @@ class Wrapped:
 
 
 class Remembers(Wrapped):
-    """Sampler that records `calls`: prompts, completions and log-probabilities."""
+    """Sampler that records `calls`, which are tuples of prompts, completions and log-probabilities."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -38,7 +41,7 @@ class Remembers(Wrapped):
 
 
 def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
-    """Returns completions that depend only on prompts, step and mode."""
+    """Returns completions of 2 to 8 tokens that depend only on prompts, step and mode. 60 % end with EOS."""
     generator = np.random.default_rng([step, int(training), sum(map(sum, prompt_ids))])
     vocabulary = len(tokenizer)
     completions = []
@@ -51,7 +54,7 @@ def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokeni
 
 
 class PseudoRandom(Wrapped):
-    """Sampler of pseudo-random completions. With a `config`, as from an evaluation, the model samples."""
+    """Sampler of pseudo-random completions. With a `config`, which evaluations pass, the model samples."""
 
     def __call__(self, model, prompts, *, step, config=None, **options):
         if config is not None:
@@ -61,7 +64,7 @@ class PseudoRandom(Wrapped):
 
 
 class FromEngine(PseudoRandom):
-    """Sampler with log-probabilities as of an engine that rounds. One log-probability is missing."""
+    """Sampler of pseudo-random completions with made-up log-probabilities, as if from an engine. One is missing."""
 
     def __call__(self, model, prompts, **options):
         completions, _ = super().__call__(model, prompts, **options)

@@ -18,11 +18,15 @@ GENERATE = "/inference/v1/generate"
 
 
 class Spoiled(NamedTuple):
-    """Change of an answer, and its outcome for a run. If all answers are changed, the run's error contains `says`."""
+    """Change of an answer, and the outcome for a run. If all answers are changed, the run's error contains `says`."""
 
-    change: Callable[[dict], Any]  # returns the new answer, or its status and body
+    # Returns the new answer, or its status and body, or "cut" (20 of 120 bytes), "drip" (endless bytes), "never"
+    change: Callable[[dict], Any]
     outcome: str  # "again": the request is repeated; "ends": the run ends; "taken": the answer counts
     says: str = ""
+
+
+# Changes of an answer, from a change of each choice, of its ids, of its second id, or of its log-probabilities
 
 
 def each(change: Callable[[dict], Any]) -> Callable[[dict], dict]:
@@ -121,8 +125,8 @@ KINDS = {
 
 class Proxy(ThreadingHTTPServer):
     """
-    Proxy that passes requests on to a server. It spoils the next `n_spoiled` answers with completions. Paths in `hang`
-    get no answer, and paths in `fail` get an error. `drops` counts, by path, the next connections to close.
+    Proxy that passes requests on to a server. `change` spoils the next `n_spoiled` answers that hold completions.
+    Paths in `hang` get no answer, paths in `fail` an error. `drops` counts, by path, the next connections to close.
     """
 
     daemon_threads = True

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tiny random models of families without a processor here, and prompts of several sizes, with and without media."""
+"""Tiny random models without processors, and their prompts: random tensors, with media of several sizes or without."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 
 
 def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.PreTrainedModel, list[EncodedPrompt]]:
-    """Returns a model with `changes` of its config, and prompts with media of the modalities and sizes in `chats`."""
+    """Returns a model with `changes` of its config, and a prompt per chat. A chat lists modality and size of media."""
     class_name = classes_with_media().get(model_type)
     if class_name is None and Version(hf.__version__) < Version("5.24"):
         pytest.skip(f"this transformers has no {model_type}")
@@ -32,7 +32,7 @@ def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.Pre
 
 
 def of(kind: str) -> list[list[Medium]]:
-    """Returns chats with one medium, with two media of two sizes, and without media."""
+    """Returns three chats: with one medium of size 0, with two of sizes 1 and 0, and without media."""
     return [[(kind, 0)], [(kind, 1), (kind, 0)], []]
 
 
@@ -58,7 +58,7 @@ FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]
 
 
 def own_logps(model, prompts, ids, mask, temperature=1.0):
-    """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
+    """Returns log-probabilities `(B, C)` by plain forward passes of single completions, at the model's positions."""
     logps = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
         completion = ids[row, :length]

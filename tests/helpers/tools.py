@@ -38,13 +38,13 @@ def call(name: str = "show", **arguments) -> str:
 
 
 def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
-    """Returns first turns, half of which call a tool."""
+    """Returns the ids of `n` first turns. Every other turn calls a tool."""
     ids, end = tokenizer(call(tool, word="cat"))["input_ids"], tokenizer.eos_token_id
     return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(n)]
 
 
 class Calling(Wrapped):
-    """Sampler that calls a tool in half of the first turns, and samples later turns."""
+    """Sampler whose first turns call a tool for every other completion. The model samples later turns."""
 
     tool = "look_up"
     continued = 0
@@ -56,6 +56,7 @@ class Calling(Wrapped):
         return super().__call__(model, prompts, room=room, **options)
 
 
+# Part of a chat template that writes calls of tools
 _CALLS = (
     "{% if message.tool_calls %}{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n"
     "</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
@@ -63,7 +64,7 @@ _CALLS = (
 
 
 def talking(family: str) -> dict:
-    """Returns the arguments `model` and `processing_class`. The template has turns of tools, and numbers sounds."""
+    """Returns arguments of a trainer: model and processor. The template has turns of tools, and numbers sounds."""
     model, processor = load(family)
     return {"model": model, "processing_class": with_turns_of_tools(processor)}
 
@@ -79,8 +80,9 @@ def with_turns_of_tools(processor):
 
 class Saying(Wrapped):
     """
-    Sampler that returns the texts of a script for each completion, one per turn, and then a final answer. `unanswered`
-    has the turn whose call ends a completion, by completion.
+    Sampler that returns the texts of a script by completion and turn, and then a final answer. With the script `{0:
+    [call(number=0)]}`, completion 0 calls a tool, and says "Done 0" in the next turn. Completion 1 says "Done 1" in
+    the first turn. A completion `i` in `unanswered` ends with its call of turn `unanswered[i]`.
     """
 
     def __init__(self, trainer, script: dict[int, list[str]], unanswered: dict[int, int] | None = None):
@@ -108,7 +110,7 @@ class Scripted(Wrapped):
     """
     Sampler whose completion `i` calls the tool `show` `turns[i]` times, then answers.
 
-    The argument of `show` is the number of the turn, see [`shows`]. `scripts` has ids by turn and completion.
+    The argument of `show` is the number of the turn, see [`shows`]. `scripts` has ids by `(turn, completion)`.
     """
 
     turns = (0, 1, 2, 3, 4, 0, 1, 2)
@@ -117,7 +119,7 @@ class Scripted(Wrapped):
         if room is None:
             self.turn, self.scripts, self.n = 0, {}, len(prompts)
         indices = [*range(self.n)] if room is None else [index for index, _ in branches.continuations]
-        first = self.trainer.accelerator.process_index * self.n
+        first = self.trainer.accelerator.process_index * self.n  # index of the rank's first completion on all ranks
         for i in indices:
             n_turns = self.turns[(first + i) % len(self.turns)]
             text = call(number=self.turn) if n_turns > self.turn else f"The answer is {first + i} cat"
@@ -144,7 +146,7 @@ class RLOO(KeepsInputs, MultimodalRLOOTrainer):
 
 
 def shows(*media):
-    """Returns a tool that returns the list of content blocks at an index of `media`."""
+    """Returns a tool that shows an entry of `media`, which are lists of content blocks."""
 
     def show(number: int) -> list:
         """
@@ -159,7 +161,7 @@ def shows(*media):
 
 
 def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, **options):
-    """Returns a run of one step in environments, with the completions of a script."""
+    """Runs one step in environments, with the completions of a script. Returns the results."""
     sampler = functools.partial(sampler, script=script, unanswered=unanswered)
     options["objects"] = {**talking("qwen3_vl"), "environment_factory": factory}
     options = {"shuffle_dataset": False, "max_steps": 1, "reward": None, "max_completion_length": 1200, **options}
@@ -167,7 +169,7 @@ def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, *
 
 
 def check_rewards(result, name, rewards):
-    """Asserts that a run had the advantages and the mean of rewards, given as a list per group."""
+    """Asserts that a run had the mean, and the advantages by `"grpo"`, of `rewards`: a list per group."""
     rewards = np.array(rewards)
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     assert result.trainer.inputs["advantages"].tolist() == pytest.approx(advantages.flatten().tolist(), abs=1e-4)

@@ -62,7 +62,7 @@ def saved(family: str) -> Path:
 
 @functools.cache
 def checkpoint(family: str, side: str | None = None) -> str:
-    """Returns a folder of a family whose tokenizer config sets the padding side or, like most, doesn't set it."""
+    """Returns a family's folder whose tokenizer config sets the padding side, or doesn't, like most released ones."""
     folder = Path(_MODELS.name, f"{family}-{side}")
     shutil.copytree(saved(family), folder)
     path = folder / "tokenizer_config.json"
@@ -159,7 +159,7 @@ def with_media(rows: Dataset, column: str, media: list) -> Dataset:
 
 
 def forget_isolation(monkeypatch) -> None:
-    """Lets families share batches of prompts and media that they isolate otherwise."""
+    """Makes families run prompts and media in shared batches, also those families that isolate them."""
     rows = tuple(replace(family, isolate=None) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", rows)
 
@@ -172,7 +172,7 @@ def sound(seconds: float, seed: int = 0) -> dict:
 
 
 def length_and_sum(completion_ids, **kwargs) -> list[float]:
-    """Returns rewards that differ between most completions. TRL's trainers pass the same argument."""
+    """Returns rewards that differ between most completions, for trainers of this package and of TRL."""
     return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
 
 
@@ -215,9 +215,9 @@ class Recording:
     """
     Mixin that records every draw of completions and every micro-batch.
 
-    `draws` hold the rows, the `batch` before the split, the results of the reward functions, and the optimizer step.
-    `micro_batches` hold the `batch`, the log-probabilities and entropies of its forward pass, the loss, its gradient
-    with respect to the log-probabilities, and the step and KL coefficient.
+    A draw in `draws` has the rows, the `batch` before its split into micro-batches, the rewards of all functions, and
+    the optimizer step. A record in `micro_batches` has the micro-batch as `batch`, log-probabilities and entropies
+    of its forward pass, the loss, the loss's gradient by log-probabilities, the step and the KL coefficient.
     """
 
     def __init__(self, *args, **kwargs):
@@ -252,7 +252,7 @@ class Recording:
 
 
 class Weights(TrainerCallback, dict):
-    """Callback that keeps a model's weights before each optimizer step, by the number of the step."""
+    """Callback and dictionary: a model's weights before an optimizer step, by the number of steps so far."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         self[state.global_step] = copy.deepcopy(model.state_dict())
@@ -269,7 +269,7 @@ class Gradients(TrainerCallback):
 
 
 class ByName:
-    """Wrapper of a rollout that also reads tensors by name, and tensors of the rollout's parts by dotted names."""
+    """Wrapper of a rollout that also reads fields as `batch["advantages"]`, and nested ones as `["values.old"]`."""
 
     def __init__(self, rollout):
         self.rollout = rollout
@@ -363,8 +363,8 @@ class Run:
     """Results of a run."""
 
     trainer: GRPOTrainer
-    update: dict[str, torch.Tensor]
-    history: list[dict]
+    update: dict[str, torch.Tensor]  # change of each parameter
+    history: list[dict]  # logs
 
 
 # A short, plain run of any trainer
@@ -454,7 +454,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 
 def assert_update_is_gradient(before: dict[str, torch.Tensor], model, plain, learning_rate: float) -> None:
-    """Asserts that a model made one update of SGD by the gradient of a plain model, whose head scores in float32."""
+    """Asserts that one update of SGD moved a model from `before` by the gradient of `plain` (head in float32)."""
     update = {name: (before[name] - p.detach()) / learning_rate for name, p in model.named_parameters()}
     update = {name: value for name, value in update.items() if value.any()}
     gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
@@ -498,8 +498,8 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
 
 def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
     """
-    Returns the largest difference of two histories' metrics, relative to 1 or the metric, and its name. Entropies are
-    compared only if no update left out completions.
+    Returns the largest difference between metrics of two histories, and the metric's name. Differences are relative to
+    the metric if it exceeds 1. Entropies are compared only if no update left out completions.
     """
     skips = any(entry.get("packing/skipped_frac") for entry in [*a, *b])
     a, b = metrics(a), metrics(b)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's classes and functions under its module paths. The rest of this package never imports this folder."""
+"""LightRFT's classes and functions under LightRFT's module paths. The package exports them, but doesn't use them."""
 
 import functools
 import importlib
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
-# Modules of LightRFT that have no file here. The packages `models` and `trainer` define their names.
+# Names by modules of LightRFT that have no file here. `lightrft.models` and `lightrft.trainer` define the names: for
+# example, `lightrft.models.actor_vl.ActorVL` is `lightrft.models.ActorVL`.
 ALIASES = {
     "models.actor_al": ["ActorAL", "ActorOmni"],
     "models.actor_language": ["ActorLanguage"],
@@ -31,7 +32,7 @@ __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 
 def _load_name(package: str, names: list[str], name: str) -> type:
-    """Returns an attribute of an alias module, if it is among the names of the alias."""
+    """Returns the class or function `name` of a package, for an alias module that has only `names`."""
     if name not in names:
         raise AttributeError(name)
     return getattr(importlib.import_module(package, __name__), name)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's `get_strategy`, which returns a config of this package."""
+"""LightRFT's `get_strategy`, which converts command-line options to a [`MultimodalPPOConfig`]."""
 
 from argparse import Namespace
 from typing import Any
@@ -9,8 +9,8 @@ from ..spelling import join_settings
 from ..trainers.ppo_config import MultimodalPPOConfig
 
 
-# Fields of the config by LightRFT's command-line options. Options of models, sampling and the loop are missing, since
-# actors, the trainer and its `fit` take them as arguments.
+# Fields of the config by LightRFT's command-line options. Actors, the trainer and `PPOTrainerVL.fit` take options of
+# models, sampling and the loop as arguments instead.
 OPTIONS = {
     "save_path": "output_dir",
     "num_episodes": "num_train_epochs",
@@ -34,8 +34,8 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     Args:
         args (`argparse.Namespace`):
             Options by LightRFT's names: the keys of `OPTIONS`, `value_clip`, `advantage_estimator` with `gamma` and
-            `lambd`, `use_kl_loss` (KL divergence in the loss), and `use_kl_estimator_k3`. Other options are ignored,
-            and so are options that are `None`. Pass options of DeepSpeed and FSDP to `accelerate launch`.
+            `lambd`, `use_kl_loss` (KL divergence in the loss), and `use_kl_estimator_k3`. Other options, and options
+            that are `None`, are ignored. Pass options of DeepSpeed and FSDP to `accelerate launch`.
 
     Returns:
         [`MultimodalPPOConfig`]: The config, to pass as `strategy` to the PPO trainers.

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loading of tokenizers and processors as in `lightrft.utils`, but without running code of model repositories."""
+"""Loading of tokenizers and processors as in `lightrft.utils`, but without code from model repositories."""
 
 from typing import cast
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Actors: loading, LoRA, log-probabilities of actions, and sampling."""
+"""Actors, LightRFT's policies: loading, LoRA, log-probabilities of actions, and sampling."""
 
 import inspect
 import logging
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
     from ...trainers.grpo_config import MultimodalGRPOConfig
     from ...trainers.rloo_config import MultimodalRLOOConfig
 
-logger = logging.getLogger(__name__)  # accelerate's logger raises before accelerate's state is set up
+logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
 
-# Arguments of forwards that aren't media
+# Arguments of a model's forward that hold no media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES, "labels"}
 
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 _VISION_NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
-# Grids that a model doesn't take are dropped without an error. Pixels that it doesn't take raise one.
+# If a model's forward doesn't take a grid, the grid is dropped. Any other unknown tensor raises an error.
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
 class Actor(nn.Module):
     """
-    A policy that samples completions and computes log-probabilities of their tokens, the actions. Media are passed by
-    the argument names of the model's forward.
+    A policy that samples completions and returns log-probabilities of their tokens. The tokens of a completion are the
+    actions. Methods take media by the argument names of the model's forward.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -66,17 +66,17 @@ class Actor(nn.Module):
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`list[str]`, *optional*):
-            Suffixes of the names of linear layers for LoRA. Frozen encoders get no LoRA. By default all linear layers
-            except the LM head.
+            Suffixes of the names of linear layers for LoRA, by default all linear layers except the LM head. Frozen
+            encoders get no LoRA.
         ds_config, device_map (`dict`, *optional*):
             DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded.
         packing_samples (`bool`, *optional*, defaults to `False`):
-            Whether `forward` takes samples one after the other in one row, with `packed_seq_lens`.
+            Whether `forward` scores completions in packed rows, and also takes packed sequences.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
             Share of tokens with the highest entropy to train on, see [`~algorithms.entropy.high_entropy_mask`]. Above
             0, outputs hold `action_entropy`.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
-            Whether to load with 4-bit weights (NF4), for LoRA.
+            Whether to load 4-bit weights (NF4), which only LoRA can train.
         freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
             Whether to freeze the encoder of images and videos, and the encoder of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
@@ -85,11 +85,11 @@ class Actor(nn.Module):
     Raises:
         `ValueError`: If a number is out of range, if an argument of loading is passed with an instance, if there is no
             encoder to freeze or no layer for LoRA, if an instance for LoRA already has an adapter, if the model
-            doesn't support packing, or if its media tensors index each other.
+            doesn't support packing, or if some of the model's media tensors index other ones.
     """
 
     modality = "text"
-    _uses_vision = True  # otherwise `forward` ignores images and videos
+    _uses_vision = True  # `False` makes `forward` ignore images and videos
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # transformers has only a weak reference to this object, so the attribute keeps it alive
+            # The attribute keeps this object alive, since transformers has only a weak reference to it
             uses_zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if uses_zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
@@ -158,7 +158,7 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        # No accelerator is passed, since each rank holds the whole model, and its forwards don't wait for other ranks
+        # Without an accelerator, forwards don't wait for other ranks: each rank holds the whole model
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
@@ -204,6 +204,9 @@ class Actor(nn.Module):
         """
         Returns log-probabilities of the actions, the last tokens of each sequence.
 
+        For example, two padded sequences with `num_actions=2` give a result of shape `(2, 2)`. Packed, with
+        `num_actions=[2, 1]`, they give shape `(1, 3)`: two actions of the first sequence, then one of the second.
+
         Args:
             sequences (`torch.LongTensor`):
                 Prompts and completions, shape `(B, S)`. Packed sequences follow each other without padding, shape
@@ -214,13 +217,13 @@ class Actor(nn.Module):
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
             pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
-                Images and videos of all sequences, in the shape of the family: for Qwen, patches of shape
+                Images and videos of all sequences, as the family's processor returns them: for Qwen, patches of shape
                 `(sum of patches, D)`.
             image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
                 Numbers of patches of each image or video along time, height and width, shape `(number, 3)`.
             return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output, too. It holds the logits of all tokens. For packed sequences, it
-                holds only `aux_loss`.
+                Whether to return the model's output, too. For padded sequences, the output holds the logits of all
+                tokens. For packed sequences, it holds no logits, only the `aux_loss` of a mixture of experts.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
@@ -231,8 +234,8 @@ class Actor(nn.Module):
 
         Returns:
             `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
-            `(B, A)`, or `(1, sum of A)` for packed sequences. The output holds `action_entropy` of the same shape if
-            the actor has a `high_entropy_token_ratio`.
+            `(B, A)`, or `(1, sum of A)` for packed sequences. If `high_entropy_token_ratio` is above 0, the output
+            also holds `action_entropy`, of the shape of the log-probabilities.
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
@@ -280,23 +283,24 @@ class Actor(nn.Module):
         is_action: torch.Tensor,
     ) -> ModelOutput | tuple[torch.Tensor, ModelOutput]:
         """Returns log-probabilities and the output of the model's own forward, with the logits of all columns."""
-        base, (n, length) = self.base_model, (num_actions or 0, sequences.size(1))
+        base, (n_actions, length) = self.base_model, (num_actions or 0, sequences.size(1))
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         fields = {name: value for name, value in media.items() if name in TOKEN_FIELDS}
         if not fields:
             fields = token_fields(base, sequences)
+            # Some families mark text after the prompt in a token field
             for name, fill in family_of(base).token_field_fill.items():
-                fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n, 0)), fill)
+                fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n_actions, 0)), fill)
         inputs: dict[str, Any] = {**to_model(media, base, sequences.device), **fields, "attention_mask": mask}
         if self.config.get_text_config() is self.config:
-            # Without position ids, language models count left padding as positions
+            # A model without encoders counts left padding as positions unless it gets position ids
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
         if _has_router(base):
             inputs["output_router_logits"] = True
         output = self.model(input_ids=sequences, **inputs)
         if num_actions is None:
             return output
-        logits, ids = output.logits[:, length - 1 - n : length - 1], sequences[:, length - n :]
+        logits, ids = output.logits[:, length - 1 - n_actions : length - 1], sequences[:, length - n_actions :]
         logps, entropy = scores_of_logits(logits, ids, self.temperature, entropy_requires_grad=False)
         if self.high_entropy_token_ratio > 0:
             output["action_entropy"] = torch.where(is_action, entropy, 0)
@@ -324,9 +328,9 @@ class Actor(nn.Module):
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
                 Images and videos, see [`Actor.forward`].
             kwargs:
-                Further media by the names of the model's forward, and options of
-                [`~transformers.GenerationMixin.generate`]. Options default to the model's generation config. If
-                that sets no temperature, `top_k` or `top_p`, the policy's temperature is taken, without the other two.
+                Further media by the argument names of the model's forward, and options of
+                [`~transformers.GenerationMixin.generate`]. Options default to the model's generation config.
+                An unset temperature is the actor's; unset `top_k` and `top_p` are off.
 
         Returns:
             `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
@@ -347,7 +351,7 @@ class Actor(nn.Module):
         base, names = self.base_model, _media_names(self.base_model) | _GRIDS
         tensor_names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
         media = _accepted_media(base, {name: kwargs.pop(name) for name in tensor_names})
-        # In order of precedence: options of this call, its generation config, the model's generation config
+        # In order of precedence: options of this call, this call's generation config, the model's generation config
         config = kwargs.pop("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
         generation_config = GenerationConfig(**{**base.generation_config.to_dict(), **config})
@@ -366,7 +370,7 @@ class Actor(nn.Module):
             options |= sampling_options(self.temperature, generation_config.to_dict())
         generation_config.update(**options)
         prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
-        # Under ZeRO-3, transformers' own loop samples, without a shared prefill, since it keeps the ranks in step
+        # Under ZeRO-3, ranks must run equally many forwards, as they do in `generate`, which shares no prefill
         fallbacks = replace(
             self.policy_forward.fallbacks,
             shared_prefill=not is_deepspeed_zero3_enabled(),
@@ -450,7 +454,7 @@ class Actor(nn.Module):
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
         """
-        Saves the model, or only its adapter, if any. Other arguments go to the model's `save_pretrained`.
+        Saves the model, or, if the model has an adapter, the adapter alone. Other arguments go to the model's method.
 
         Args:
             folder (`str`):
@@ -467,8 +471,8 @@ class ActorVL(Actor):
 
 class ActorAL(Actor):
     """
-    A policy for prompts with audio, with the arguments of [`Actor`]. Its `forward` ignores images and videos, which
-    [`ActorOmni`] takes.
+    A policy for prompts with audio, with the arguments of [`Actor`]. Its `forward` ignores images and videos; only
+    [`ActorOmni`] takes all three modalities.
 
     Example:
 
@@ -502,7 +506,7 @@ class ActorAL(Actor):
 
 
 class ActorOmni(ActorAL):
-    """A policy for prompts with images, videos and audio, with the arguments of [`Actor`] and media of all actors."""
+    """A policy for prompts with images, videos and audio, with the arguments of [`Actor`]."""
 
     modality = "multimodal"
     _uses_vision = True
@@ -511,7 +515,7 @@ class ActorOmni(ActorAL):
 def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[str, Any]:
     """
     Returns `temperature`, `top_k` and `top_p` for sampling. By default, the temperature is the actor's, and `top_k`
-    and `top_p` are off. Warns if completions would be sampled from another distribution than the scored one.
+    and `top_p` are off. Warns if completions are drawn from a distribution that `forward` doesn't score.
     """
     defaults = {"temperature": actor_temperature, "top_k": 0, "top_p": 1.0}
     chosen = {name: value if options.get(name) is None else options[name] for name, value in defaults.items()}
@@ -526,7 +530,7 @@ def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[
 
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does. Buffers stay, since rounding would change rotary frequencies."""
+    """Casts parameters as `from_pretrained` does. Buffers stay: a cast would round the frequencies of RoPE."""
     fp32_modules = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in fp32_modules):
@@ -540,12 +544,12 @@ def _add_lora(
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # Full names, because PEFT would shorten them to suffixes, and the suffix "0" of a merger's layer would match
-        # whole blocks
+        # PEFT gets full names. From "all-linear", PEFT makes suffixes, and the suffix "0" of a merger's layer would
+        # match whole blocks.
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
-    # Full names, since suffixes of names in encoders often match layers of the language model, too
+    # Full names here, too: many suffixes of names in encoders also match layers of the language model
     excluded = rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None
     config = peft.LoraConfig(**lora_settings, target_modules=target_modules, exclude_modules=excluded, bias="none")
     base_modules = set(model.modules())
@@ -563,15 +567,17 @@ def _add_lora(
 
 
 def _has_router(model: PreTrainedModel) -> bool:
+    """Returns whether the model is a mixture of experts, with an auxiliary loss."""
     return hasattr(model.config.get_text_config(), "output_router_logits")
 
 
 def _media_names(model: PreTrainedModel) -> set[str]:
+    """Returns the arguments of the model's forward that may hold media."""
     return set(inspect.signature(type(model).forward).parameters) - _NOT_MEDIA
 
 
 def _accepted_media(model: PreTrainedModel, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Drops `None`, and grids that the model doesn't take. Raises a `TypeError` for other unknown media."""
+    """Returns media without `None` and without unknown grids. Raises a `TypeError` for any other unknown media."""
     names = _media_names(model)
     accepted = {n: value for n, value in media.items() if value is not None and (n in names or n not in _GRIDS)}
     for name, value in accepted.items():

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversion of token ids and media tensors to prompts and completions, without a processor."""
+"""Conversion of bare inputs (token ids and media tensors) to prompts and completions, without a processor."""
 
 import inspect
 from collections import defaultdict
@@ -26,9 +26,9 @@ from ...families import (
 from ...forward.scores import ScoreRequest
 
 
-Rows = torch.Tensor | Sequence[torch.Tensor]
+Rows = torch.Tensor | Sequence[torch.Tensor]  # ids, padded or one tensor per row
 
-# Names of media tensors in experiences by names in models, for tensors whose names differ
+# Names of media tensors in experiences by argument names of models. Other tensors have one name for both.
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
@@ -36,25 +36,30 @@ MEDIA_FIELDS = {
     **dict.fromkeys(AUDIO_MASKS, "audio_attention_mask"),
 }
 
-# Codes of the modalities in per-token fields such as `mm_token_type_ids`, as processors write them
+# Codes of the modalities in token fields such as `mm_token_type_ids`, as processors write them. Text has the code 0.
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass
 class BareCompletions:
-    """Prompts and completions of `B` sequences, and the action columns of the caller's batch."""
+    """
+    Prompts and completions of `B` sequences, and the action columns of the caller's batch.
+
+    Example: with `num_actions=2`, the padded rows `[p, q, a, b]` and `[0, 0, r, c]` have the completions `[a, b]` and
+    `[c]`. So `ids` are `[[a, b], [c, 0]]`, and `is_action` is `[[True, True], [False, True]]`.
+    """
 
     prompts: list[EncodedPrompt]  # one per sequence; equal prompts are one object
     ids: torch.Tensor  # (B, C), padded on the right
     mask: torch.Tensor  # (B, C)
-    is_action: torch.Tensor  # true on columns that get a value: (B, A), or (1, sum of A) if samples are packed
+    is_action: torch.Tensor  # whether an action column gets a value: (B, A), or (1, sum of A) if samples are packed
 
     def request(self, **options: Any) -> ScoreRequest:
         """Returns a request to score the completions. `options` are further fields of [`ScoreRequest`]."""
         return ScoreRequest(self.prompts, self.ids, self.mask, **options)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Moves values of completion tokens `(B, C)` to the action columns. Other columns are 0."""
+        """Moves values of completion tokens `(B, C)` to the action columns where `is_action` is true; others are 0."""
         return values.new_zeros(self.is_action.shape).masked_scatter(self.is_action, values[self.mask.bool()])
 
 
@@ -73,10 +78,12 @@ def padded_completions(
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    # Columns up to a row's last placeholder
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
-    # The first text token after media stays in the prompt, since packed rows repeat a prompt's last token as text
+    # The first text token after media stays in the prompt: packed rows repeat a prompt's last token, but no media
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
+    # Without their padding, the rows are packed samples
     packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
     completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed_media)
@@ -92,8 +99,9 @@ def packed_completions(
     media: dict[str, torch.Tensor],
 ) -> BareCompletions:
     """
-    Splits packed samples `(1, sum of S)` into prompts and completions. The completion is a sample's last `num_actions`
-    tokens.
+    Splits packed samples `(1, sum of S)` into prompts and completions. A completion is a sample's last `num_actions`
+    tokens. With `lengths=[4, 2]` and `num_actions=[2, 1]`, the row `[p, q, a, b, r, c]` has the prompts `[p, q]` and
+    `[r]`, and the completions `[a, b]` and `[c]`.
     """
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
@@ -132,7 +140,10 @@ def bare_prompts(
     model: PreTrainedModel,
     inputs: Iterable[tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor] | None]],
 ) -> list[EncodedPrompt]:
-    """Returns a prompt per tuple of ids, media and token fields. Equal prompts are one object for shared forwards."""
+    """
+    Returns a prompt per tuple of ids, media and token fields. Prompts with equal ids and media are one object, so that
+    forwards share them.
+    """
     prompts: list[EncodedPrompt] = []
     by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
     for ids, media, fields in inputs:
@@ -153,12 +164,12 @@ def bare_prompt(
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
     """
-    Returns a prompt on the CPU from token ids and media. Without `fields`, per-token fields are derived from the ids.
+    Returns a prompt on the CPU from token ids and media. Without `fields`, token fields are derived from the ids.
     Raises a [`MediaError`] if placeholders and media don't match, or if fields can't be derived because videos have
     the placeholders of images.
     """
     ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
-    split_media(model, [ids], media)
+    split_media(model, [ids], media)  # only checks
     if not fields:
         fields = token_fields(model, ids)
         videos = any(modality_of(name) == "video" for name in media)
@@ -173,8 +184,9 @@ def bare_prompt(
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Derives the model's per-token fields from placeholders in the ids. Videos with placeholders of images count as
-    images. Without these fields, models of the Qwen family silently give media the positions of text.
+    Derives the model's token fields from placeholders in the ids, such as `[0, 1, 1, 0]` for two image placeholders
+    within text. Videos with placeholders of images count as images. Without token fields, models of the Qwen family
+    silently give media the positions of text.
     """
     accepted = inspect.signature(type(model).forward).parameters
     types = torch.zeros_like(input_ids)
@@ -190,7 +202,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 
 
 def media_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns argument names of the model's forward by names in experiences, for tensors whose names differ."""
+    """Returns argument names of the model's forward by names in experiences, as far as the two names differ."""
     accepted = inspect.signature(type(model).forward).parameters
     return {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
@@ -219,8 +231,9 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     """
     Splits the media tensors of a batch among its rows, by the placeholders of each row.
 
-    Raises a [`MediaError`] if the placeholders don't match the media. Some models don't check this, and run with too
-    many or too few placeholders.
+    Example: three images have 4, 2 and 6 tokens. A row with 4 placeholders gets the first image, the next row, with 8
+    placeholders, gets the other two. Raises a [`MediaError`] if the placeholders don't match the media, since some
+    models run with too many or too few placeholders without an error.
     """
     masks = {
         modality: [_isin(row.cpu(), ids) for row in rows]
@@ -237,7 +250,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     for modality, features in tensors.items():
         if not features:
             continue
-        if len(rows) == 1:
+        if len(rows) == 1:  # the row gets all media, and only their number of tokens is checked
             is_counted = modality == "audio" or not videos_as_images
             if is_counted and _token_counts(model, modality, features) is not None:
                 _count_media(model, modality, masks[modality], features)
@@ -246,7 +259,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         counts = _count_media(model, modality, masks[modality], features)
         grid = features.get(f"{modality}_grid_thw")
         patch_counts = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
-        # Tensors have one entry per image, video or clip, per patch, or per row with media
+        # A tensor has one entry per image, video or clip, per patch, or per row with media, whichever fits its length
         for name, value in features.items():
             candidates = (counts, patch_counts, [min(count, 1) for count in counts])
             sizes = next((sizes for sizes in candidates if sum(sizes) == len(value)), None)
@@ -265,8 +278,8 @@ def _check_modalities(
     model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
 ) -> bool:
     """
-    Returns whether videos have image placeholders. Raises a [`MediaError`] if a modality has only media or only
-    placeholders, or if its grid or mask is missing.
+    Returns whether videos have image placeholders. Raises a [`MediaError`] if a modality has media without
+    placeholders, placeholders without media, or media without their grid or mask.
     """
     first_row_indices = {
         modality: next((i for i, mask in enumerate(row_masks) if mask.any()), None)
@@ -304,7 +317,7 @@ def _check_modalities(
 
 
 def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Raises a [`MediaError`] if clips of different lengths are padded, and the encoder doesn't mask their padding."""
+    """Raises a [`MediaError`] if clips of different lengths are padded, and the encoder doesn't mask the padding."""
     names = {name for row in rows for name in row if modality_of(name) == "audio" and name.endswith("mask")}
     for name in names if family_of(model).isolate is not None else ():
         if len({int(row[name].flatten(1).sum(1).max()) for row in rows if name in row}) > 1:
@@ -315,7 +328,7 @@ def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]
 
 
 def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """Raises a `ValueError` unless a token precedes the first action, to predict it."""
+    """Raises a `ValueError` unless a token precedes the first action, because that token predicts the action."""
     if not 0 <= num_actions < length:
         raise ValueError(
             f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
@@ -324,7 +337,7 @@ def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
 
 
 def _isin(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:
-    """Returns a mask, 1 on ids that are in `tokens`."""
+    """Returns a boolean mask of the ids that are in `tokens`."""
     return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
 
 
@@ -338,7 +351,7 @@ def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torc
     mask = next((tensors[name] for name in ("feature_attention_mask", "input_features_mask") if name in tensors), None)
     if modality != "audio" or mask is None:
         return None
-    lengths = mask.sum(1).long()
+    lengths = mask.sum(1).long()  # frames of each clip
     if (rule := family_of(model).audio_tokens) is not None:
         return rule(model, lengths).tolist()
     whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
@@ -369,8 +382,8 @@ def _count_media(
         if n_used < len(token_counts):
             raise MediaError(f"{len(token_counts) - n_used} {modality}s have no placeholder in any row.")
         return counts
-    # Token counts are unknown. There are three guesses: a medium per span of adjacent placeholders, a medium per row
-    # with placeholders, or equally many placeholders for all media. The first that adds up to `n_media` is taken.
+    # Token counts are unknown. Of three guesses, the first that adds up to `n_media` is taken: one image, video or
+    # clip per span of adjacent placeholders, one per row with placeholders, or equally many placeholders for each.
     n_media = max(len(value) for value in tensors.values())
     n_spans = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     one_per_row = [int(mask.any()) for mask in masks]

@@ -18,6 +18,9 @@ def mask_completions(
     """
     Returns masks of sampled sequences. A completion ends with its first end-of-sequence token.
 
+    Example: 2 is the end-of-sequence token, 0 is padding. The completions `[5, 2, 7]`, `[5, 0, 0]` and `[5, 6, 7]`
+    have the action masks `[1, 1, 0]`, `[1, 0, 0]` and `[1, 1, 1]`. Only the third completion is truncated.
+
     Args:
         sequences (`torch.Tensor`):
             Padded prompts and completions, shape `(B, S)`.

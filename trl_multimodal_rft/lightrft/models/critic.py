@@ -23,7 +23,7 @@ class Critic(critic_module.Critic):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        if not sharing_obstacle(model):
+        if not sharing_obstacle(model):  # the experience maker also scores packed rows
             install_prefix_attention(model)
 
     def forward(
@@ -34,11 +34,11 @@ class Critic(critic_module.Critic):
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """
-        Returns the values of the states before the actions, see [`Actor.forward`] for the arguments.
+        Returns the value of the state before each action, see [`Actor.forward`] for the arguments.
 
         Returns:
-            `torch.Tensor`: Values, float32, shape `(B, A)`. Without `num_actions`, values of the states after all
-            tokens, shape `(B, S)`.
+            `torch.Tensor`: Values, float32, shape `(B, A)`. Without `num_actions`, the value of the state after each
+            token, shape `(B, S)`.
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.

@@ -26,7 +26,7 @@ def compute_approx_kl(
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`; all ones by default.
         kl_estimator, use_kl_estimator_k3 (*optional*, default to `"k1"` and `False`):
-            Estimator (`"k1"`, `"k2"` or `"k3"`), and whether to use `"k3"` instead of it.
+            Estimator (`"k1"`, `"k2"` or `"k3"`), and whether `"k3"` replaces `kl_estimator`.
 
     Returns:
         `torch.Tensor`: The estimate, float32, shape `(B, A)`, 0 outside the mask.
@@ -45,18 +45,19 @@ def compute_reward(
     reward_clip_range: tuple[float, float] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """
-    Returns the reward of each token: the completion's reward on the last action, minus the KL penalty on every action.
+    Returns the reward of each token: the completion's reward on the last action, minus the KL penalty of every action.
+    Three actions with a reward of 1 and KL penalties of 0.1 get `[-0.1, -0.1, 0.9]`.
 
     Args:
         r (`torch.Tensor` or `float`):
             Rewards of the completions, shape `(B,)`, or one reward for all.
         kl_coef, kl (`float`, and `torch.Tensor` or `list[torch.Tensor]`):
-            Coefficient of the penalty, and KL divergence of each token, shape `(B, A)`, or a list with `(A,)` for each
-            completion. A negative coefficient counts as 0.
+            Coefficient of the penalty, and KL divergence of each token: shape `(B, A)`, or a list of tensors of shape
+            `(A,)`, one per completion. A negative coefficient counts as 0.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`.
         num_actions (`int` or `list[int]`, *optional*):
-            Without a mask, the number of actions at the start of each completion; all tokens by default.
+            Without a mask, the number of tokens at the start of each completion that are actions; all by default.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Range to clip `r` to.
 

@@ -4,8 +4,11 @@ Records of completions: [`Samples`], as they were sampled, and [`Experience`], w
 
 An experience is padded or packed. In a padded experience, `sequences` has the shape `(B, S)`, and fields of actions
 have the shape `(B, A)`. The last `A` columns of `sequences` are the action columns. The action mask is 0 where an
-action column holds no action. In a packed experience, each of these fields is a list of `B` tensors of shape `(S_i,)`
-or `(A_i,)`. In both, a media tensor concatenates the rows of all samples, in order.
+action column holds no action. In a packed experience, these fields are lists of `B` tensors of shape `(S_i,)` or
+`(A_i,)`. In both forms, a media tensor concatenates the rows of all samples, in order.
+
+Example: prompts `[p, q]` and `[r]` have the completions `[a, b]` and `[c]`. Padded, `sequences` are `[[p, q, a, b],
+[0, 0, r, c]]` with the action mask `[[1, 1], [0, 1]]`. Packed, they are `[[p, q, a, b], [r, c]]` with `[[1, 1], [1]]`.
 """
 
 from dataclasses import dataclass
@@ -18,8 +21,8 @@ from ...algorithms.advantages import clip_filter_like_weights, group_statistics
 from ...encoding.prompts import EncodedPrompt
 
 
-Tokens = torch.Tensor | list[torch.Tensor]  # padded, or one tensor per row
-Fields = TypeVar("Fields", bound=Tokens)  # type of `sequences` and other token fields
+Tokens = torch.Tensor | list[torch.Tensor]  # padded, or packed as one tensor per sample
+Fields = TypeVar("Fields", bound=Tokens)  # type of `sequences` and of fields of actions
 Nested = TypeVar("Nested")
 
 
@@ -57,9 +60,9 @@ def clip_filter_like_weight_func(
     """
     Returns weights by which groups with signal make up for groups without signal, see [`clip_filter_like_weights`].
 
-    Rewards and weights have the shape `(G, n)`, one group per row. Rewards of unscorable completions are `NaN`. Groups
-    with signal have weights of at most `clip_filter_like_weight_clip_eps`, other groups have the weight `lamda`. If no
-    group has signal, all weights are 1.
+    Rewards and weights have the shape `(G, n)`: `G` groups of `n` completions. Rewards of unscorable completions are
+    `NaN`. Groups with signal have weights of at most `clip_filter_like_weight_clip_eps`, groups without signal have
+    the weight `lamda`. If no group has signal, all weights are 1.
     """
     n_groups, n_samples = rewards.shape
     ids = torch.arange(n_groups, device=rewards.device).repeat_interleave(n_samples)
@@ -72,7 +75,7 @@ def clip_filter_like_weight_func(
 @dataclass(eq=False)
 class Record(Generic[Fields]):
     """
-    Completions with the fields that an update needs. Shapes are those of a padded batch.
+    Completions with the fields that an update needs. The shapes below are those of a padded experience.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
@@ -86,7 +89,7 @@ class Record(Generic[Fields]):
             1 on tokens, shape `(B, S)`, and on actions, shape `(B, A)`.
         info (`dict`):
             Further values, such as rewards. Tensors `(B, ...)` and lists of length `B` have one entry per sample.
-            Dicts hold more such values. Any other value belongs to the whole batch.
+            Nested dicts hold further values of these types. Any other value belongs to the whole batch.
     """
 
     sequences: Fields
@@ -140,14 +143,14 @@ class Experience(Record[Tokens]):
     action_entropy: Tokens | None = None
 
 
-# Media. A dataclass takes the fields of its bases from the last base to the first. So `ExperienceVL` has the fields of
-# `VisionFields` first, then those of `Experience`, and those of `MediaFields` after them.
+# Media fields. A dataclass collects the fields of its bases from the last base to the first. So `ExperienceVL` has the
+# fields of `VisionFields` first, then those of `Experience`, and then those of `MediaFields`.
 
 
 @dataclass(eq=False)
 class VisionFields(Generic[Fields]):
     """
-    Fields of images and videos, which come right after `sequences`.
+    Fields of images and videos. They follow `sequences` directly.
 
     Args:
         pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
@@ -169,7 +172,7 @@ class VisionFields(Generic[Fields]):
 @dataclass(eq=False)
 class MediaFields:
     """
-    Fields of audio and other media, which come after all other fields.
+    Fields of audio and other media. They follow the fields of [`Experience`].
 
     Args:
         audio_values (`torch.Tensor`, *optional*):

@@ -30,7 +30,7 @@ from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
 from ..models.completions import mask_completions
-from .experience import (  # noqa: F401  some of them only for users of LightRFT
+from .experience import (  # noqa: F401  LightRFT's users import some of these names from here
     Experience,
     ExperienceVL,
     Samples,
@@ -45,7 +45,7 @@ from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages
 
 
-logger = logging.getLogger(__name__)  # accelerate's logger raises before accelerate's state is set up
+logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
 
 
 class NaiveExperienceMaker(RolloutAdvantages):
@@ -74,7 +74,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
             loaded and run.
         reward_fn (`Callable`, *optional*):
-            Function that combines the rewards of the other sources, which are summed by default. It takes any of
+            Function that combines the rewards of the other sources, instead of a sum. It takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
             `(B,)`, or rewards and a dictionary of metrics. Without other sources, it is a reward function as in TRL.
         reward_fn_label_map (`dict[str, int]`, *optional*):
@@ -165,9 +165,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If a prompt would lose placeholders of media.
         """
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        media = self._placeholder_ids
+        placeholders = self._placeholder_ids
         for index, tokens in enumerate(ids):
-            if media.intersection(tokens[: max(len(tokens) - max_length, 0)]):
+            if placeholders.intersection(tokens[: max(len(tokens) - max_length, 0)]):
                 raise ValueError(
                     f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders "
                     "of media; raise `prompt_max_len` or drop the prompt."
@@ -180,6 +180,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _placeholder_ids(self) -> set[int]:
+        """Ids of the tokens that stand for media."""
         return all_placeholder_ids(self.actor.base_model, self.processor or self.tokenizer)
 
     # Experience
@@ -215,6 +216,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if overlong_cache is not None:
             length_penalty = get_soft_overlong_punishment(max_new_tokens, overlong_cache)
             for info in map(info_of, experiences):
+                # The penalty reads only the lengths of completions
                 completions = [range(n) for n in info["response_length"].long().tolist()]
                 info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
                 info["reward"] = info["reward"] + info["soft_overlong_punishment"]
@@ -225,8 +227,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:
         """
-        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled
-        once.
+        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded once, and are
+        prefilled once per returned batch.
 
         Args:
             all_prompts (`str` or `list`):
@@ -263,15 +265,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
         encoded = self._encode(prompts, encoder)
-        # The encoder's prompts are all text or all messages. Reward functions get these instead of the caller's
-        # prompts, so that all micro-batches have the same format.
+        # The encoder's prompts are all text or all messages. Reward functions get these prompts instead of the
+        # caller's, so that all micro-batches have one format.
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
         n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         pairs = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
         return [self._sample(pairs[i : i + size], generate_kwargs) for i in range(0, len(pairs), size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
-        """Encodes prompts. Either all are text, or all are messages."""
+        """Encodes prompts, which are all text or all messages."""
         if isinstance(prompts[0], str):
             ids = self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]
             for index, tokens in enumerate(ids):
@@ -291,7 +293,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return encoded
 
     def _sample(self, micro_batch: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
-        """Samples one completion for each row and its prompt in a micro-batch."""
+        """Samples a completion per pair of a row and its prompt. Repeated pairs are the completions of a group."""
         rows, prompts = zip(*micro_batch, strict=True)
         model = self.actor.base_model
         options = {"do_sample": True, "max_new_tokens": model.generation_config.max_new_tokens, **options}
@@ -329,11 +331,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
         """
-        Scores and rewards samples. Models are back in their training or evaluation mode afterwards.
+        Scores and rewards samples. [`make_experience_list`] adds advantages and returns. Models keep their training
+        or evaluation mode.
 
         Args:
             samples ([`Samples`]):
-                Samples. Without `encoded_prompts`, the prompts are taken from `sequences`, and have no media.
+                Samples. Without `encoded_prompts`, prompts are the ids in `sequences`, without media.
 
         Returns:
             [`Experience`]: Log-probabilities, values, KL divergence and `info`. `info` holds `num_actions` (a number),
@@ -378,7 +381,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns log-probabilities of actions, and entropies if the forward has them, `(B, A)`, 0 where masked."""
+        """Returns log-probabilities of actions, `(B, A)`, and entropies, if there are any. Both are 0 if masked."""
         rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
             scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
@@ -387,7 +390,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
-        """Returns samples as a rollout for the trainers' scoring functions."""
+        """Converts samples to a rollout, which the trainers' scoring functions take."""
         n_actions, prompts = samples.num_actions, samples.encoded_prompts
         if prompts is None:
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
@@ -406,7 +409,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Returns values of the states before the actions, shape `(B, A)`. With `bootstrap_truncated`, also returns
-        values of the states after the completions, shape `(B,)`, which are 0 unless a completion is truncated.
+        values of the states after truncated completions, shape `(B,)`, and 0 for complete ones.
         """
         mask, truncated = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
@@ -417,8 +420,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 return values, None if truncated is None else bootstrap
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if truncated is not None:
-                # A truncated completion reaches the last action column. One more column, whose token doesn't matter,
-                # adds the value of the state after that completion.
+                # A truncated completion reaches the last action column. With one more column, the critic also returns
+                # the value of the state after the completion, which doesn't depend on the token in that column.
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
@@ -440,7 +443,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                Samples.
+                Sampled completions.
 
         Returns:
             `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where no source applies, and metrics of `reward_fn`.
@@ -450,6 +453,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _is_main(self) -> bool:
+        """Whether this process warns and shows a progress bar."""
         accelerator = self.strategy.accelerator
         return accelerator is None or accelerator.is_main_process
 

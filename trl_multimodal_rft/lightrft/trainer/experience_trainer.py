@@ -40,18 +40,18 @@ WHOLE_WEIGHTS = (
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
-# Entries of `info` that are logged
+# Values of `info` that are logged
 _LOGGED_INFO = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and passes a whole buffer or
-    single micro-batches.
+    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and passes a whole buffer or single
+    micro-batches. An update takes `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
     """
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
-        rows = Dataset.from_list([{"prompt": ""}])  # the constructor needs a dataset, which nothing reads later
+        rows = Dataset.from_list([{"prompt": ""}])  # only the constructor needs a dataset
         super().__init__(
             model=actor,  # pyrefly: ignore[bad-argument-type]  see `Actor.model_for`
             reward_funcs=_no_rewards,
@@ -67,19 +67,19 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.is_first_epoch = True  # whether an update is in its first epoch over the buffer
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
-        self._update_models: set[str] = set()  # models that the unfinished update trains
-        self._n_micro_batches = 0
+        self._update_models: set[str] = set()  # models that the unfinished update trains: "policy", "critic" or both
+        self._n_micro_batches = 0  # micro-batches of all updates so far
         self._media_names = media_names(actor.base_model)
 
     # Hooks of the trainer
 
     def _prepare_inputs(self, inputs: Rollout) -> Rollout:
-        return inputs
+        return inputs  # the caller has prepared the micro-batch
 
     def _counts_for_kl(self):
         """
-        Returns whether the KL controller counts this micro-batch, which it does in the first epoch over a buffer, if
-        the policy is updated.
+        Returns whether the KL controller counts this micro-batch. It counts completions once, in the first epoch over
+        a buffer, and only if the policy is updated.
         """
         return self._is_updated("policy") and self.is_first_epoch
 
@@ -94,7 +94,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Before the first step
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
-        """Takes the rows of the supervised loss from a dataloader, if `ptx_coef` is above 0."""
+        """If `ptx_coef` is above 0, takes the rows of the supervised loss from the dataset of a dataloader."""
         args = self.args
         if args.ptx.coef == 0:
             return
@@ -102,14 +102,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
-        # Not every dataset can read several rows at once, but `Subset` can
+        # `Subset` reads several rows at once, also from a dataset that can't
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised_rows = EndlessRows(rows, args.seed)
         args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
-        """Prepares models and optimizer for steps outside of `fit`, unless they are prepared."""
+        """Prepares models and optimizer for steps outside of `fit`, once."""
         if self.is_prepared:
             return
         args = self.args
@@ -137,25 +137,28 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Updates
 
     def train_on_buffer(self) -> dict[str, float]:
-        """Trains on the buffer, see [`PPOTrainerVL.ppo_train`]."""
+        """
+        Trains on the buffer, see [`PPOTrainerVL.ppo_train`]. With micro-batches of 2 samples and 4 accumulation steps,
+        a buffer of 16 samples makes 2 optimizer steps per epoch.
+        """
         args, items = self.args, list(self.replay_buffer)
-        n, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
-        if n == 0 or n % (size * window) != 0:
+        n_samples, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if n_samples == 0 or n_samples % (size * window) != 0:
             raise ValueError(
-                f"The buffer holds {n} samples on this process, which don't fill whole optimizer steps of "
+                f"The buffer holds {n_samples} samples on this process, which don't fill whole optimizer steps of "
                 f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
             )
         self._check_last_update_complete("An update")
         rollout = self._rollout_of(items)
         self._pop_mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
-        # `_rollout_of` counted the whole buffer as one micro-batch, so the number is divided by the number of
-        # micro-batches. All of them get this one divisor, so that all actions of the buffer have the same weight.
-        rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
+        # `_rollout_of` took the whole buffer for one micro-batch, so the number of actions is divided by the number of
+        # micro-batches. All of them share the result, so that all actions of the buffer have one weight.
+        rollout.num_items_in_batch = rollout.num_items_in_batch / (n_samples // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
-            order = self._random_order(n)
-            for start in range(0, n, size * window):
+            order = self._random_order(n_samples)
+            for start in range(0, n_samples, size * window):
                 batch = rollout.select(order[start : start + size * window])
                 micro_batches = batch.micro_batches(window)
                 self._on_rollout(micro_batches)  # weighs tokens by entropies, if the token filter is on
@@ -175,8 +178,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # The mask is put into the field `action_entropy`, so that `remove_padding_in_sequences` removes its
-            # padding, too. It is taken out below.
+            # The mask stands in the field `action_entropy` until `remove_padding_in_sequences` has removed the mask's
+            # padding, too
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
@@ -187,7 +190,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.state.global_step = rollout.step = global_steps
         self._trainable_parts = self._update_models = models
         if entropy_mask is not None:
-            rollout.tokens.weights = rollout.tokens.entropies
+            rollout.tokens.weights = rollout.tokens.entropies  # the mask, now without padding
         else:
             self._on_rollout([rollout])
         try:
@@ -197,13 +200,13 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._pop_mean_metrics()
 
     def _check_last_update_complete(self, name: str) -> None:
-        """Raises a `RuntimeError` if the last update still lacks micro-batches."""
+        """Raises a `RuntimeError` if the last update lacks micro-batches before its optimizer step."""
         window = self.args.gradient_accumulation_steps
         if n := self._n_micro_batches % window:
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
     def _train_micro_batch(self, micro_batch: Rollout) -> None:
-        """Trains on a micro-batch, in the order of a step in `Trainer`'s loop."""
+        """Trains on a micro-batch, and ends the update if it is complete, in the order of `Trainer`'s loop."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         self._n_micro_batches += 1
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
@@ -227,7 +230,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _random_order(self, n: int) -> list[int]:
-        """Returns a random order of samples. Groups stay together unless `packing` is set to shuffle samples."""
+        """Returns a random order of groups, such as `[2, 3, 0, 1]`, or of samples if `packing` shuffles samples."""
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
@@ -236,7 +239,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
-        """Checks samples and joins them to a rollout on the policy's device, with completions padded on the right."""
+        """Checks samples and joins them to one rollout on the policy's device. Completions are padded on the right."""
         args, device = self.args, self.actor.device
         pins = args.dataloader_pin_memory and device.type == "cuda"
 
@@ -244,6 +247,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
+        # Fields of actions, and whether the update needs them
         requirements = {"action_mask": True, "action_log_probs": True, "advantages": True}
         requirements |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
         requirements |= {"returns": self.critic is not None, "values": self.critic is not None}
@@ -275,8 +279,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             ref_per_token_logps=matrices.get("base_action_log_probs"),
             advantages=matrices["advantages"],
             values=Values(old=matrices.get("values"), returns=matrices.get("returns")),
-            # Number of actions of a generation batch, estimated as if all its micro-batches had as many as these
-            # samples. `train_on_buffer` corrects it.
+            # Estimated number of actions of a generation batch: these samples count as one micro-batch, and all others
+            # as equally long. `train_on_buffer` corrects the number.
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
             rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
@@ -287,7 +291,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Metrics
 
     def _pop_mean_metrics(self) -> dict[str, float]:
-        """Returns means of the micro-batches' metrics since the last call, by LightRFT's names."""
+        """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
         self._unread_metrics.read()
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
@@ -295,12 +299,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if "value_loss" in status:
             status["critic_loss"] = status.pop("value_loss")
         if "policy_loss" in status and not self.args.loss.is_mean:
-            # The losses of an update's micro-batches add up to the loss of the update: the mean times their number
+            # The losses of an update's micro-batches add up to the loss of the update: their mean times their number
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
 
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
-        """Returns statistics of all ranks' buffers. Values, advantages and returns are of samples with a reward."""
+        """Returns statistics of all ranks' buffers. Values, advantages and returns are of samples with rewards."""
         mask = rollout.loss_mask.bool()
         is_rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
         local_metrics = {
@@ -406,7 +410,7 @@ def standard_deviation(numbers: torch.Tensor) -> float:
 
 
 def gather_metrics(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Joins each metric over the batches of all ranks, in float64 on the CPU. Batches can have different metrics."""
+    """Concatenates a metric's numbers of all batches and ranks, in float64 on the CPU. A batch may lack a metric."""
     local: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for batch in batches:
         for name, numbers in batch.items():

@@ -36,7 +36,10 @@ def config_of(
     generate_kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> MultimodalPPOConfig:
-    """Checks all options of [`PPOTrainerVL`], and returns a copy of `strategy` with `options`."""
+    """
+    Checks all options of [`PPOTrainerVL`], and returns a copy of `strategy` with `options`, which are fields of the
+    config. `options` are completed in place.
+    """
     if critic is not None and strategy.estimator.name != "gae":
         raise ValueError(
             f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` doesn't use; change "
@@ -77,8 +80,8 @@ def config_of(
     check_generation_options(
         {name: value for name, value in generate_kwargs.items() if name not in discounts.values()}
     )
-    # `copy.copy` keeps the devices and processes that are already set up, which `dataclasses.replace` would set up
-    # again. `__post_init__` below checks the new values, and computes fields that follow from them.
+    # `copy.copy` keeps devices and processes, while `dataclasses.replace` would set them up again. `__post_init__`
+    # below checks the new values, and computes fields that follow from them.
     config = copy.copy(strategy)
     vars(config).update(
         options,
@@ -106,7 +109,8 @@ def config_of(
 def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
     """
     Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]. A tuple has lists of prompts, media, references and
-    labels. `possible_columns` has, for each accepted length of the tuple, the names of its media columns.
+    labels. `possible_columns` holds the possible names of its media columns: `(("images",), ("images", "videos"))`
+    allows tuples of four and of five lists.
     """
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
@@ -133,6 +137,9 @@ def rollout_sizes(
     """
     Returns the number of optimizer steps per rollout, and the number of prompts per rollout over all ranks. Raises a
     `ValueError` if the experience of a rollout doesn't fill whole optimizer steps.
+
+    Example: 2 ranks have 4 prompts each, with 8 completions per prompt. If a rank trains on 16 samples per optimizer
+    step, for 2 epochs, a rollout has 4 steps and 8 prompts.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")

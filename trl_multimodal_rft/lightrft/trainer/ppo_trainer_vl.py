@@ -35,8 +35,8 @@ class PPOTrainerVL:
 
     The steps use the loss, optimizer, metrics and checkpoints of a [`MultimodalPPOTrainer`]. Prefer that trainer for a
     run from a dataset. The steps run on one process, with DDP, and with ZeRO-1 and ZeRO-2. The critic becomes part of
-    `actor.model`, so save the policy with [`save_model`], which separates the two. See [`NaiveExperienceMaker`] for
-    the arguments of models, tokenizer, processor and sources of reward.
+    `actor.model`, so save the policy with [`save_model`], which separates policy and critic. See
+    [`NaiveExperienceMaker`] for the arguments of models, tokenizer, processor and sources of reward.
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
@@ -90,7 +90,7 @@ class PPOTrainerVL:
             sharded.
     """
 
-    # Possible media columns of a batch that is a tuple: without and with videos
+    # Names of the media lists in a batch that is a tuple: without and with videos
     _possible_media_columns = (("images",), ("images", "videos"))
 
     def __init__(
@@ -199,7 +199,10 @@ class PPOTrainerVL:
         num_update_steps_per_episodes: int = 1,
     ) -> None:
         """
-        Trains: makes experience of each batch of prompts, trains on it, logs, evaluates and saves.
+        Trains: makes experience of a batch of prompts, trains on the experience, logs, evaluates and saves, in a loop.
+
+        A rollout is the experience of one batch on every rank. An episode consists of one or more passes over all
+        prompts: 16 batches in two passes make an episode of 32 rollouts.
 
         Args:
             args ([`MultimodalPPOConfig`]):
@@ -217,7 +220,7 @@ class PPOTrainerVL:
             consumed_samples (`int`, *optional*, defaults to `0`):
                 Number of prompts, over all ranks, to skip at the start. A resumed run takes it from the checkpoint.
             num_update_steps_per_episodes (`int`, *optional*, defaults to `1`):
-                Smallest number of optimizer steps per episode; an episode repeats the prompts to reach it.
+                Smallest number of optimizer steps per episode. An episode repeats the prompts to reach this number.
 
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
@@ -255,8 +258,8 @@ class PPOTrainerVL:
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
             index_in_pass = n_rollouts % len(prompts)
             prompts.set_epoch(n_rollouts // len(prompts))
-            # The order of a pass is drawn when the pass begins. A run that resumes at this point restores the random
-            # state before the draw. A run that resumes within the pass repeats the draw first.
+            # The order of a pass is drawn as the pass begins. A run that resumes between passes restores the random
+            # state before the draw. A run that resumes within a pass restores the state after repeating the draw.
             if index_in_pass == 0:
                 trainer._load_rng_state(checkpoint)
             for batch in skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts:
@@ -284,7 +287,7 @@ class PPOTrainerVL:
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """
-        Trains on the buffer for `max_epochs` epochs, with a new order in each.
+        Trains on the buffer for `max_epochs` epochs, each in a new random order.
 
         The completions of a prompt stay together, so that they share the prompt in a forward. With
         `packing="prefix(shuffle=True)"`, single completions are shuffled.
@@ -378,7 +381,7 @@ class PPOTrainerVL:
         episode: float = 0,
     ) -> None:
         """
-        Logs, evaluates and saves, each if its interval has ended since the last call.
+        Logs, evaluates and saves, as far as the action's interval has ended since the last call.
 
         Args:
             args ([`MultimodalPPOConfig`]):
@@ -429,8 +432,8 @@ class PPOTrainerVL:
         last_step: int | None = None,
     ) -> None:
         """
-        Logs, evaluates and saves, each if its strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`, its
-        interval must also have ended since that step.
+        Logs, evaluates and saves, as far as the action's strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`,
+        the action's interval must also have ended since that step: an interval of 10 ends between steps 8 and 12.
         """
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler

@@ -21,7 +21,7 @@ from .replay_buffer_utils import (
 
 class ReplayBuffer:
     """
-    A buffer of the newest samples, in the order in which they were added. It takes experiences of all modalities.
+    A buffer of the newest samples, in the order of their addition. It takes experiences of all modalities.
 
     Args:
         sample_batch_size (`int`, *optional*, defaults to `8`):
@@ -29,9 +29,9 @@ class ReplayBuffer:
         limit (`int`, *optional*, defaults to `0`):
             Largest number of samples; the oldest are dropped first. 0 keeps all.
         cpu_offload (`bool`, *optional*, defaults to `True`):
-            Whether to keep tensors on the CPU, rather than on their device.
+            Whether to move tensors to the CPU. Otherwise, they stay on their device.
         packing_samples (`bool`, *optional*, defaults to `False`):
-            Whether experiences are packed rather than padded.
+            Whether [`sample`] and [`collate_fn`] return packed experiences. Otherwise, experiences are padded.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplayBuffer:
         self.cpu_offload = cpu_offload
         self.packing_samples = packing_samples
         self._items: list[BufferItem] = []
-        self._normalized_fields: set[str] = set()
+        self._normalized_fields: set[str] = set()  # fields of the samples in the buffer
 
     def __len__(self) -> int:
         return len(self._items)
@@ -71,6 +71,7 @@ class ReplayBuffer:
         if not isinstance(batch.sequences, list):
             items = remove_padding_in_sequences(items)
         share_media([*self._items[-1:], *items])  # a group may span two calls of `append`
+        # A limit of 0 keeps all, since `[-0:]` does
         self._items = (self._items + items)[-self.limit :]
 
     def sample(self) -> Experience:
@@ -101,7 +102,8 @@ class ReplayBuffer:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             strategy ([`ExperienceConfig`], *optional*):
-                Options. Mean and variance cover all ranks of `strategy.accelerator`. All ranks must call this method.
+                Options. With a `strategy.accelerator`, mean and variance cover all its ranks, which must all call this
+                method. Otherwise, they cover this buffer.
 
         Raises:
             `RuntimeError`: If the field has been normalized before.

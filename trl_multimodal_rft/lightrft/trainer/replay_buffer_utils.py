@@ -21,8 +21,8 @@ from .experience import Experience, ExperienceVL, MediaFields, Record, VisionFie
 @dataclass(eq=False)
 class BufferItem(Record[torch.Tensor]):
     """
-    One sample of an experience. Its fields are rows of the batch's fields, see [`Experience`], of shape `(S,)` or
-    `(A,)`. The last `A` columns of `sequences` are the action columns.
+    One sample of an experience. A field is a row of the batch's field, see [`Experience`], of shape `(S,)` or `(A,)`.
+    The last `A` columns of `sequences` are the action columns.
     """
 
     action_entropy: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class BufferItem(Record[torch.Tensor]):
 
     @property
     def is_scorable(self) -> bool:
-        """`True` unless the reward is `NaN`. A sample without a reward counts, too."""
+        """Whether the reward isn't `NaN`. A sample without a reward counts as scorable."""
         return "reward" not in (self.info or {}) or not math.isnan(self.reward)
 
 
@@ -55,11 +55,12 @@ class BufferItemVL(MediaFields, BufferItem, VisionFields[torch.Tensor]):
     """One sample of a batch with media, see [`ExperienceVL`]. Media that the sample lacks are `None`."""
 
 
-# Fields with a column per token, and fields with a column per action
+# Fields of shape `(S,)`, and fields of shape `(A,)`
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 
-# Media tensors by modality. A grid has one row per image or video; the rows of other tensors depend on the model
+# Media tensors by modality. A grid has one row per image or video, and comes first: the tensor after the grid has one
+# row per patch. Without a grid, rows depend on the model.
 _MEDIA = {
     "image": ("image_grid_thws", "pixel_values"),
     "video": ("video_grid_thws", "pixel_values_videos"),
@@ -80,7 +81,7 @@ def zero_pad_sequences(
 
     Args:
         sequences (`Sequence[torch.Tensor]`):
-            Tensors of shape `(..., S_i)`; only the last dimension may differ.
+            Tensors of shape `(..., S_i)`. Only their last dimensions may differ.
         side, value (`str` and `float`, *optional*, default to `"left"` and `0`):
             Side (`"left"` or `"right"`) and value of the padding.
 
@@ -199,10 +200,11 @@ def make_experience_batch(
 @torch.no_grad()
 def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int | None = None) -> list[BufferItem]:
     """
-    Cuts samples to the span from the first to the last 1 of their attention mask.
+    Cuts samples to the span from the first to the last 1 of their attention mask. For example, `[0, p, a, b, 0]` with
+    three action columns becomes `[p, a, b]` with two.
 
-    Action columns after the end of a sequence are removed. Action columns before its first action become part of the
-    prompt. Columns in between stay, even if they are masked. Without any action, all action columns within the
+    Action columns after the end of a sequence are removed. Action columns before the first action become part of the
+    prompt. Columns between the two stay, even if they are masked. Without any action, all action columns within the
     sequence stay.
 
     Args:
@@ -236,7 +238,7 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
-    # Action columns from `action_start` to `action_end - 1` stay
+    # Action columns from `action_start` to `action_end - 1` stay. Both count from the sample's first action column.
     action_end = max(n_actions - (length - end), 0)
     action_start = max(action_end - (end - start), 0)
     if item.action_mask is not None:
@@ -313,6 +315,7 @@ def _split_info(value: Any, size: int) -> list:
 
 
 def _join_info(infos: list[dict | None]) -> dict | None:
+    """Joins `info`, or a dict in `info`, of all samples, key by key."""
     if all(info is None for info in infos):
         return None
     keys = dict.fromkeys(key for info in infos for key in info or {})
@@ -320,6 +323,7 @@ def _join_info(infos: list[dict | None]) -> dict | None:
 
 
 def _join_values(values: list) -> Any:
+    """Joins values of a key: dicts to a dict, tensors of one shape and dtype to a tensor, all others to a list."""
     if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
         return _join_info(values)
     is_tensor = all(isinstance(value, torch.Tensor) for value in values)
@@ -369,6 +373,7 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
             raise ValueError(
                 f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {counts}."
             )
+    # Media with fields of their own: by the grid, or by the number of images, videos or clips
     for modality, names in _MEDIA.items():
         for name in (name for name in names if name in media and name not in rows):
             tensor, grid = media[name], f"{modality}_grid_thws"
@@ -382,11 +387,12 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
                         f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
                         f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
                     )
-            # A tensor of 5 dimensions could have a row per sample, padded to the largest number of images
+            # A tensor of 5 dimensions could also have a row per sample, padded to the largest number of images
             is_padded_per_sample = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
             if sum(counts) != len(tensor) or is_padded_per_sample:
                 raise _ambiguity_error(name, tensor, size)
             rows[name] = counts
+    # Other media: like a tensor with equally many rows, or one row per sample, if only one of these is possible
     row_counts = set(map(tuple, rows.values()))
     for name, tensor in media.items():
         if name in rows:
@@ -401,7 +407,7 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
 
 
 def _media_counts(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
-    """Returns the number of media of each sample, from a number, list or tensor in `info`."""
+    """Returns the number of images, videos or clips of each sample, from a number, list or tensor in `info`."""
     counts = torch.as_tensor(value, dtype=torch.float64)
     counts = (counts if counts.dim() else counts.expand(size)).tolist()
     if len(counts) != size or any(n != int(n) or n < 0 for n in counts):

@@ -22,7 +22,7 @@ from .experience import Samples
 
 
 class RewardSources:
-    """Reward models, servers and functions that score samples, and their combination, see [`NaiveExperienceMaker`]."""
+    """Reward models, servers and functions, and the combination of their rewards, see [`NaiveExperienceMaker`]."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class RewardSources:
         return add_rewards(torch.stack(rewards)), {}
 
     def _arguments(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Returns arguments for reward functions by name: TRL's, the rows' columns, and LightRFT's."""
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
         completions: list[Any] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -102,8 +103,8 @@ def _load_reward_func(path: str) -> Callable:
 
 def _call_reward_func(function: Callable, arguments: dict[str, Any], sole_argument: str | None = None) -> Any:
     """
-    Calls a function with the arguments that its parameters name. If its only parameter has none of the arguments'
-    names, and `sole_argument` is set, this parameter gets `arguments[sole_argument]`.
+    Calls a function with the arguments that its parameters name. If the function has a single parameter that names no
+    argument, the parameter gets `arguments[sole_argument]`, unless `sole_argument` is `None`.
     """
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -18,7 +18,7 @@ from .experience_config import ExperienceConfig
 
 
 class RolloutAdvantages:
-    """Computation of advantages and returns from the rewards of all ranks, the last stage of the experience maker."""
+    """The last stage of the experience maker: computes advantages and returns from the rewards of all ranks."""
 
     def __init__(
         self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False
@@ -31,10 +31,10 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Scales and clips the rewards of a whole rollout. If the estimator compares the completions of a group, its
-        advantages then replace the rewards.
+        Scales and clips the rewards of a whole rollout, and returns them as shaped rewards. If the estimator compares
+        the completions of a group, its advantages are the shaped rewards instead.
 
-        Returns the experiences, and these shaped rewards of each experience, `(B,)`. Raises a `ValueError` if samples
+        Returns the experiences, and the shaped rewards of each experience, `(B,)`. Raises a `ValueError` if samples
         don't form whole groups, or if ranks have different numbers of samples.
         """
         args, infos = self.strategy, [info_of(experience) for experience in experiences]
@@ -80,6 +80,7 @@ class RolloutAdvantages:
         """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
         infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
         rewards = torch.cat(shaped_rewards)
+        # `sums` are the returns of whole completions, for logs
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
@@ -138,7 +139,7 @@ class RolloutAdvantages:
         return values if accelerator is None else gather_rows(accelerator, values)
 
     def _local_rows(self, values: torch.Tensor, n: int) -> torch.Tensor:
-        """Returns this rank's `n` rows from the rows of all ranks."""
+        """Returns this rank's `n` rows out of the rows of all ranks."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else local_rows(accelerator, values, n)
 
@@ -149,7 +150,7 @@ def normalize_advantages_cross_batch(
     """
     Shifts and scales advantages to mean 0 and population variance 1 over the actions of all batches.
 
-    The experience maker has whitened its advantages already; this function is for experience from elsewhere.
+    This function is for experience from elsewhere, since the experience maker has whitened its advantages already.
 
     Args:
         experiences (`list[Experience]`):
@@ -192,8 +193,8 @@ def _join(experiences: list[Experience], field: str) -> torch.Tensor:
 
 def _apply_padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
     """
-    Applies a function to tensors `(B, A)` and their mask, by default all ones. Lists of rows are padded for the
-    function, and its results are returned as lists of rows without padding.
+    Applies a function to tensors `(B, A)` and their mask, by default all ones. Lists of rows are padded before the
+    call, and the results lose this padding.
     """
     first = columns[0]
     if isinstance(first, torch.Tensor):
