@@ -373,6 +373,8 @@ def test_attempts_fit_into_the_patience(monkeypatch):
     with pytest.raises(RuntimeError, match="asked 12 times"):
         until_answered(attempt, 60.0, warnings.append)
     assert max(waits) == 10.0
+    with pytest.raises(RuntimeError, match="asked 2006 times"):  # after more than five hours
+        until_answered(attempt, 20_000.0, warnings.append)
 
     def late(n):
         raise RequestLost("Nothing in 5 s.", timed_out=True)

@@ -367,6 +367,15 @@ def test_prompt_by_another_name_is_named(column):
         check_columns(wrong, "`train_dataset`")
 
 
+def test_all_warnings_of_the_first_rows_are_returned():
+    """Of media that no prompt gets, and of options that change none of the prompts' media."""
+    first = rows(2, image="a.png", audio_path="a.wav")
+    options = {"`rollout_view`": {"audio"}, "`loss_view`": {"video"}}
+    warning = check_columns(first, "The batch", dataset_part="first", option_modalities=options)
+    assert "no prompt gets these media: 'audio_path'" in warning
+    assert all(f"The batch: {option} changes" in warning for option in options)
+
+
 # Evaluation and experience
 
 

@@ -130,7 +130,8 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
         try:
             return attempt(n)
         except RequestLost as error:
-            wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2**n, _LONGEST_WAIT, patience - total_wait)
+            # Limits the exponent, too, as a float can't hold the waits of more than a thousand attempts
+            wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2 ** min(n, 10), _LONGEST_WAIT, patience - total_wait)
             if wait <= 0:
                 times = "once" if n == 0 else f"{n + 1} times"
                 raise RuntimeError(f"{error} It was asked {times}; `vllm_server_timeout` bounds it.") from error

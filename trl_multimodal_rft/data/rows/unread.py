@@ -100,9 +100,9 @@ def check_columns(
     option_modalities: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
-    Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
-    to 16 rows, without decoding media; in a list, at all rows for the modalities of prompts. Doesn't look at rows of
-    streams and of datasets with a transform.
+    Raises an error, or returns a text of warnings, if a dataset has media that no prompt contains. Looks at features
+    and at up to 16 rows, without decoding media; in a list, at all rows for the modalities of prompts. Doesn't look at
+    rows of streams and of datasets with a transform.
 
     Also raises an error for wrong names of columns, for lists in columns of one medium, and for empty media columns.
 
@@ -144,7 +144,7 @@ def check_columns(
         _media_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
     ]
     unread_media = [media for media in findings if media is not None]
-    media_columns, message = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], None
+    media_columns, warnings = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], []
     if unread_media:
         paths_in_answers = [media.path for media in unread_media if re.search("chosen|rejected", media.column)]
         if paths_in_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
@@ -167,6 +167,7 @@ def check_columns(
         message += "" if layout is None else f" Or {prepare_remedy(layout)}."
         if is_text_alone and dataset_part != "some":
             raise MediaError(message)
+        warnings.append(message)
     # Options that change no medium of the prompts
     modalities |= {
         MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
@@ -181,12 +182,13 @@ def check_columns(
             )
             if dataset_part == "all":
                 raise ValueError(message)
+            warnings.append(message)
     if media_columns and not has_media and dataset_part == "all" and not isinstance(dataset, IterableDataset):
         raise MediaError(
             f"{name}: no row has anything in {', '.join(map(repr, media_columns))}, so that the model would get text "
             "alone; fill in the media, or remove the column."
         )
-    return message
+    return " ".join(warnings) or None
 
 
 def check_has_prompt(row: Mapping[str, Any]) -> None:
