@@ -19,12 +19,12 @@ WITH_EACH = {
 # Weights in shards are gathered in a forward pass, and have checkpoints of their own; ZeRO-2's are whole
 WITH_SHARDED_WEIGHTS = {
     "resumed_reference": "checkpoints of two models",
-    "adapter_images": "frozen weights beside trained ones, and their checkpoints",
     "ppo_saved": "checkpoints of two models",
 }
 WITH_ONE = {
     FSDP2: {
         "hybrid": "layers of two kinds, which are wrapped apart",
+        "adapter_images": "frozen weights beside trained ones, and their checkpoints",
         "split_groups": "groups in chunks that can't share a forward pass of their prompt",
         "papo": "ranks that have no view, and skip no forward pass of it",
         "papo_token_budget": "two forward passes for each backward, several times before a reduction",
@@ -50,7 +50,6 @@ WITH_ONE = {
     ZERO3: {
         "without_signal": "ranks that skip a forward pass in which others gather, and gradients that would be stale",
         "parts": "frozen weights in shards, and numbers of parameters by part",
-        "reward_pairs": "a head that the engine makes in shards",
         "rewarded_by_models": "reward models, which the engine shards, too",
         "distill_parts": "a teacher in parts, some of which have no backward pass",
         "mixed_accumulated_checkpointed": "encoders that one of several micro-batches needs",

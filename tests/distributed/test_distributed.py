@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from engines import PARTS, SHARDED, engines_of
+from engines import PARTS, engines_of
 from launcher import Run
 
 
@@ -369,7 +369,7 @@ def test_ranks_exchange_groups_for_equal_work(two):
 # Saving and resuming
 
 
-@of({"ddp": ADAPTERS}, SAVED, dict.fromkeys(SHARDED, ["adapter_images"]))
+@of({"ddp": ADAPTERS}, SAVED, {"fsdp2": ["adapter_images"]})
 def test_what_is_saved_loads_as_it_was_trained(two):
     """Covers the folder of `save_model` and a checkpoint."""
     for rank in two:
