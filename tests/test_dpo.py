@@ -43,23 +43,16 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lo
 IN_ORDER = {"per_device_train_batch_size": 4, "train_sampling_strategy": "sequential", "max_length": None}
 MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 
+# Losses of the ratios alone, in one sum
+OF_RATIOS = "hinge ipo nca_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop".split()
 CASES = {
-    **{
-        name: {"loss_type": [name]}
-        for name in (
-            "sigmoid",
-            "hinge",
-            "ipo",
-            "nca_pair",
-            "bco_pair",
-            "sppo_hard",
-            "aot",
-            "aot_unpaired",
-            "apo_zero",
-            "apo_down",
-            "discopop",
-            "sft",
-        )
+    "sigmoid": {"loss_type": ["sigmoid"]},
+    "bco_pair": {"loss_type": ["bco_pair"]},
+    "sft": {"loss_type": ["sft"]},
+    "of ratios": {
+        "loss_type": OF_RATIOS,
+        "loss_weights": [1 + i / 4 for i in range(len(OF_RATIOS))],
+        "dtype": torch.float64,
     },
     "sigmoid_norm": {"loss_type": ["sigmoid_norm"], "dtype": torch.float64},
     "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
