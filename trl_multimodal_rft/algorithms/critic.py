@@ -30,15 +30,15 @@ def value_loss(
     Returns:
         [`LossOutput`]: Loss of each token, shape `(B, T)`, and metrics.
     """
-    error = unclipped = (values - returns).square()
+    squared_error = unclipped_error = (values - returns).square()
     if clip is not None:
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.max(unclipped, (clipped - returns).square())
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+        squared_error = torch.max(unclipped_error, (clipped_values - returns).square())
     metrics = {
-        "value_loss": token_mean(error / 2, mask),
-        "value_clip_ratio": token_mean((error > unclipped).float(), mask),
+        "value_loss": token_mean(squared_error / 2, mask),
+        "value_clip_ratio": token_mean((squared_error > unclipped_error).float(), mask),
     }
-    return LossOutput(error / 2, metrics)
+    return LossOutput(squared_error / 2, metrics)
 
 
 def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:

@@ -38,7 +38,7 @@ from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
-from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns, texts_of
+from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
@@ -350,7 +350,7 @@ class Evaluation:
             columns["tool_failures"] = [item["failures"] for item in counts]
             columns["unparsed_calls"] = [item["unparsed"] for item in counts]
             columns["environment_failures"] = [None if item is None else str(item) for item in rollout.source.failures]
-            columns["ended_by"] = [next((end for end in ENDS if item[end]), None) for item in counts]
+            columns["ended_by"] = [next((limit for limit in LIMITS if item[limit]), None) for item in counts]
         n = self.args.num_samples
         return [
             {
@@ -384,7 +384,7 @@ class Evaluation:
             complete=complete,
             branches=branches,
             max_length=args.max_completion_length,
-            ends=config.eos_token_id,
+            end_ids=config.eos_token_id,
             loop=self.loop,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from ..credentials import without_secrets
 from ..rewards.answers import normalize_answer
-from ..rollout.turns import ENDS
+from ..rollout.turns import LIMITS
 from .config import EvaluationConfig
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
 
@@ -157,7 +157,7 @@ def aggregate(
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
         metrics["tools/unparsed_frequency"] = sum(_flat(record["unparsed_calls"] for record in records)) / len(ends)
         metrics["tools/environment_failures"] = len(_flat(record["environment_failures"] for record in records))
-        metrics |= {f"tools/ended_by_{end}": ends.count(end) / len(ends) for end in ENDS}
+        metrics |= {f"tools/ended_by_{limit}": ends.count(limit) / len(ends) for limit in LIMITS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored_records)}
 
 

@@ -58,7 +58,7 @@ class Usage:
     critic: int  # number of trained weights of a separate critic
     frozen_critic: int  # number of frozen weights of a separate critic
     layer: int  # number of weights of the largest layer
-    ends: int  # number of weights of token embeddings and LM head; tied weights count once
+    embeddings_and_head: int  # number of weights of token embeddings and LM head; tied weights count once
     held: int  # bytes of activations at the start of the backward pass
     peak: int  # maximum bytes in use by a micro-batch, without weights and gradients
     cache: list[tuple[float, int | None]]  # per layer: bytes of keys and values per token, sliding window
@@ -68,7 +68,7 @@ class Usage:
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
     parts: int  # number of forwards into which `max_tokens_per_microbatch` splits a micro-batch
-    operations: float  # floating-point operations of an update, reference included
+    operations: float  # floating-point operations of a micro-batch, the reference's forward included
 
 
 def target_modules(args: argparse.Namespace) -> str | list[str]:
@@ -98,7 +98,7 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
 def measure(args: argparse.Namespace) -> Usage:
     """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
-    # The models, and sizes that adapters would change
+    # The models, and their sizes before adapters change them
     mode = FakeFloats()
     with mode:
         base = _build(args, config, model_class)
@@ -133,13 +133,13 @@ def measure(args: argparse.Namespace) -> Usage:
     freeze(model, as_names(args.freeze))
     if critic is not None:
         freeze_backbone(critic.model, as_names(args.freeze))
-    # A micro-batch: 4 completions of 2 prompts under 2 views have `unique` prompts p0 to p3, and `prompts` p0 p0 p1 p1
-    # for one view, p2 p2 p3 p3 for the other
+    # A micro-batch. With 4 completions, 2 prompts and 2 views, `unique` is p0 to p3, and `prompts` is p0 p0 p1 p1 for
+    # one view, then p2 p2 p3 p3 for the other.
     prompt, encoder_inputs = synthetic_prompt(base, args)
     group_size = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group_size)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
-    # Prompts get different positions, because prompts with the same first tokens would share their states
+    # Prompts get different positions so that they share no tokens: prompts that start alike would
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
@@ -156,8 +156,8 @@ def measure(args: argparse.Namespace) -> Usage:
     held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoder_inputs, prompt_first
     )
-    # Ratio of the operations of all forwards to those of the largest one. If the prompt is forwarded first, its share
-    # of operations counts once per prompt, and the others count per completion.
+    # Operations of all forwards relative to the largest one: proportional to the number of completions. If the prompt
+    # is forwarded first, only the completions' operations are; the prompt's count once per unique prompt.
     scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
     n_extra_forwards = (len(forwards) > 1) + (args.beta > 0)
     prompts_of_largest = group_by_prompt(largest) if packed else largest
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace) -> Usage:
         critic=_count_weights(critic and critic.model, trained=True),
         frozen_critic=_count_weights(critic and critic.model, trained=False),
         layer=largest_layer,
-        ends=sum(weight.numel() for weight in outer_weights),
+        embeddings_and_head=sum(weight.numel() for weight in outer_weights),
         held=held,
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
@@ -299,7 +299,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     elif args.strategy.startswith("zero"):
         buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
     if args.strategy == "fsdp2":  # two layers, the gradient of one layer, the embeddings and the head
-        gathered = gathered_to_sample = 2 * (3 * usage.layer + usage.ends)
+        gathered = gathered_to_sample = 2 * (3 * usage.layer + usage.embeddings_and_head)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
         # `ds3_gather_for_generation`
@@ -329,7 +329,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         cache = decoding_graph = cast_weights = gathered_to_sample = generation = 0.0
     else:
         generation = states + gathered_to_sample + cache + decoding_graph + vllm
-        # Above half of the free memory, no cast weights are kept, see `weights_cast_once`
+        # Cast weights that would fill more than half of the free memory aren't kept, see `weights_cast_once`
         if cast_weights > (args.gpu_memory * GIB - generation) / 2:
             cast_weights = 0.0
         generation += cast_weights

@@ -64,10 +64,11 @@ class PrefixBlock:
     """
     `N` prompts of similar length and their `M` branches. Attention takes two calls: the prompts, then the branches.
 
-    A common start of prompts counts as a prompt, and the remainders as its branches. The completions after a remainder
-    are in another block, which doesn't compute the remainder again. Indices are positions in the packed row, padded on
-    the right by repeats of the last position. The row in the module's example has one block: `prompt_index`
-    `[[0, 1, 2]]`, `branch_index` `[[3, 4], [5, 5]]`, `key_index` `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
+    A common start of prompts counts as a prompt, and the remainders as its branches. Another block holds the
+    completions after a remainder, with an empty `prompt_index`, since the block of the common start computes the
+    remainder. Indices are positions in the packed row, padded on the right by repeats of the last position. The row in
+    the module's example has one block: `prompt_index` `[[0, 1, 2]]`, `branch_index` `[[3, 4], [5, 5]]`, `key_index`
+    `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if this block computes branches alone
@@ -76,10 +77,11 @@ class PrefixBlock:
     starts: list[int]  # position of each prompt's first token; empty if this block computes branches alone
     sizes: list[int]  # number of tokens of each prompt
     prompt_of_branch: torch.Tensor  # prompt of each branch, `(M,)`
-    layer_masks: list[Mapping[str | None, LayerMask]]  # by layer type, masks of each prompt and of text after it
+    # For each prompt, the masks of it and of text after it, by layer type
+    layer_masks: list[Mapping[str | None, LayerMask]]
 
     def unseen_keys(self, layer_type: str | None) -> int:
-        """Returns the number of first keys that no branch sees because of windows, in layers of type `layer_type`."""
+        """Returns the number of keys at the start that no branch sees because of windows, in layers of a type."""
         masks = [by_type[layer_type] for by_type in self.layer_masks]
         windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
         return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
@@ -89,7 +91,7 @@ class PrefixBlock:
 class StateLayout:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches. A branch starts from the state at the end of its prompt's row in the first batch.
+    token, and `M` branches. A branch starts from the last state of its prompt in the first batch.
 
     Indices are positions in the packed row. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index`
     `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of a copy.
@@ -110,8 +112,8 @@ class PrefixLayout:
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # By layer type: the window of the text after prompts, which is causal (`None`: all tokens), and whether all
-    # prompts are causal, too. Variable-length kernels support no other masks, so layer types with them have no entry.
+    # By layer type, if variable-length kernels support its masks: the window of the causal text after prompts (`None`:
+    # all tokens), and whether all prompts are causal, too. Other layer types have no entry.
     windows: dict[str | None, tuple[int | None, bool]]
     # A forward of a prompt without completions fills this dictionary. A later forward of completions alone reads it.
     states: States | None = None
@@ -133,10 +135,10 @@ class PrefixLayout:
         Returns row positions of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the other arguments of a
         variable-length kernel. Each branch is a sequence. If `with_prompts`, each prompt is a sequence, too.
 
-        Keys of a sequence are the shared tokens, then the branch. The kernel aligns the causal mask to the last key,
-        so shared tokens before the `window` of the branch's first token are left out. The module's example without a
-        window and without prompts: queries `[3, 4, 5]`, keys `[0, 1, 3, 4, 0, 1, 5]`, cumulative lengths `[0, 2, 3]`
-        and `[0, 4, 7]`. The result is cached for all layers.
+        Keys of a sequence are the shared tokens, then the branch. Shared tokens before the `window` of the branch's
+        first token are left out. That doesn't shift the causal mask, as the kernel aligns it to the last key. The
+        module's example without a window and without prompts: queries `[3, 4, 5]`, keys `[0, 1, 3, 4, 0, 1, 5]`,
+        cumulative lengths `[0, 2, 3]` and `[0, 4, 7]`. The result is cached for all layers.
         """
         key = ("sequences", window, with_prompts)
         if key not in self._cache:
@@ -192,8 +194,9 @@ class PrefixLayout:
             offset += length
         # A single call copies shared keys for each sequence, and cached keys once more, to join them with the row's
         # keys. Two calls copy shared keys once.
-        n_needed = 0 if self.n_cached else 1
-        n_saved = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
+        n_joins = 1 if self.n_cached else 0
+        n_copies = {parent: len(entry) + n_joins for parent, entry in query_index.items()}
+        n_saved = sum(len(shared[parent]) * (n - 1) for parent, n in n_copies.items())
         if not n_saved or n_saved < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
@@ -384,7 +387,7 @@ class PrefixLayout:
         n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:
             return None
-        # Positions in prompts, `(C, L)` and `(C, K)`; keys before the start and after the end are hidden below
+        # Positions in prompts, `(C, L)` and `(C, K)`; keys before the start and after the end are masked in `is_seen`
         chunk_starts = torch.arange(0, width, size)[:, None]
         queries, keys = chunk_starts + torch.arange(size), chunk_starts + torch.arange(n_keys) - window + 1
         distance = queries[:, :, None] - keys[:, None]
@@ -488,8 +491,11 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
     if text_only:
-        has_masks = any(values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values())
-        split = [*split, text_only] if has_masks or not split else [split[0] + text_only, *split[1:]]
+        # Text has no cross-attention masks `(P, ...)` to join with those of other prompts, so it gets a separate part
+        has_cross_attention_masks = any(
+            values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values()
+        )
+        split = [*split, text_only] if has_cross_attention_masks or not split else [split[0] + text_only, *split[1:]]
     return [sorted(part) for part in split]
 
 
@@ -689,8 +695,8 @@ def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
-    Returns the window in which text after all prompts is causal, and whether the prompts are causal, too. Returns
-    `None` for other masks, and for different windows.
+    Returns the window of the causal text after each prompt, if all have the same, and whether the prompts are causal,
+    too. Returns `None` for other masks, and for different windows.
 
     transformers creates no mask for a sequence that fits into the window. So a mask without a window agrees with the
     window of other masks if its sequence fits into this window. `lengths` are the lengths of the masks' sequences.

@@ -43,7 +43,7 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _DROPPED = "Rows with nothing to learn after the cut at `max_length` are dropped, and counted in `media/skipped`."
 _NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# Number of rows assumed for a training stream, where `on_media_error` limits skipped rows to a share of the dataset.
+# Length assumed for a training stream if `max_rows` of `on_media_error` is a share.
 # Also the maximum number of rows that are searched for a stream's first readable row.
 _STREAM_LENGTH = 1000
 
@@ -54,11 +54,12 @@ class EncodedRow:
 
     row_index: int
     row: dict[str, Any]  # all columns; media are decoded when they are accessed
-    stored: Row  # the same columns, with undecoded media
+    stored: Row  # the same columns, with media as the dataset stores them, undecoded
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
     prompt: EncodedPrompt | None = None  # `None` without media: text is encoded with its batch
-    teacher_prompt: EncodedPrompt | None = None  # a teacher's prompt; `None` without media, or if it is `prompt`
+    # A teacher's prompt; `None` without media, or if the teacher reads `prompt`, too
+    teacher_prompt: EncodedPrompt | None = None
 
 
 class _ReadRow(NamedTuple):
@@ -133,7 +134,7 @@ class RowStream:
         self.sampler: DifficultySampler | None = None  # sampler of training rows
         self._pool: PrefetchPool | None = None
         self._n_prefetch = 0  # number of batches to prefetch
-        self._has_prompts = False  # whether any row had a prompt with media, which workers encode
+        self._has_media_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming_rows: list[int] = []  # row indices of the next batches
         self._coming_extra_rows: list[int] = []
         # Errors of rows that can't be read, by row index, for each dataset that was evaluated
@@ -237,7 +238,7 @@ class RowStream:
         ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
         self._n_extra += ranks * n
         row_indices = self._extra_rows.row_indices(start + rank * n, n)
-        # To prefetch the rows of the next call, which follows if too few groups have signal
+        # Rows of the next call, to prefetch them. The next call comes if too few groups have signal.
         self._coming_extra_rows = self._extra_rows.row_indices(start + (ranks + rank) * n, n)
         return RowBatch([index for index in row_indices for _ in range(self._group_size)], self._read_training_batch)
 
@@ -259,7 +260,10 @@ class RowStream:
         )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
-        """Restores the row indices of batches from a checkpoint, since rows skipped meanwhile would change them."""
+        """
+        Restores the row indices of batches from a checkpoint, since rows that were skipped after these batches were
+        formed would change them.
+        """
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
@@ -285,8 +289,8 @@ class RowStream:
 
     def _read_training_batch(self, batch: RowBatch) -> list[EncodedRow]:
         encoded_rows = self._read_batch(batch, self._group_size, self._rows, training=True)
-        self._has_prompts = self._has_prompts or any(row.prompt is not None for row in encoded_rows)
-        if self._pool is not None and self._has_prompts:
+        self._has_media_prompts = self._has_media_prompts or any(row.prompt is not None for row in encoded_rows)
+        if self._pool is not None and self._has_media_prompts:
             if batch.batch_index is not None:
                 self._coming_rows = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
             self._pool.prefetch([*self._coming_extra_rows, *self._coming_rows])
@@ -309,7 +313,8 @@ class RowStream:
         ]
         skipped_errors, batch_errors = self._skipped_errors if training else (), dict[int, str]()
         read_rows: dict[int, _ReadRow] = {}  # by the batch index at which a group begins
-        # Rounds share errors among ranks, which choose replacements by them, until no rank has a new error
+        # In each round, ranks share their new errors. The next round reads replacements of these rows, until no rank
+        # has a new error.
         while True:
             new_errors: dict[int, str] = {}
             if training:  # errors of rows at the start of a stream count with the first batch
@@ -330,12 +335,12 @@ class RowStream:
         if skipped_errors:
             self._metrics["train"]["media/skipped"].append(float(len(batch_errors)))
         groups = self._as_encoded_rows([read_rows[i] for i in sorted(read_rows)])
-        # The number of groups that have started, up to a completion, tells the completion's group
+        # A completion's group is the last one that starts at or before it
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
         """Returns the time limit, in seconds, for downloading, unpacking and decoding the media of a row."""
-        chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have none
+        chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have neither column
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})
             media = rows_to_messages([prompt_row], self._args.ignored_media_columns or (), rules=self._rules)
@@ -343,7 +348,7 @@ class RowStream:
         return 3 * self._rules.media_timeout
 
     def _take_row(self, key: Any, rows: DatasetRows | None, training: bool) -> "_ReadRow":
-        if training and self._pool is not None and self._has_prompts:
+        if training and self._pool is not None and self._has_media_prompts:
             read_row = self._pool.take(key)
         else:
             read_row = self._read_row(key if rows is None else rows[key])
@@ -383,8 +388,8 @@ class RowStream:
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
         # Prompts without media are formatted again, and messages that a worker left out are added. `self._messages`
-        # formats all rows like its first one. So a row with media is put in front, if there is one, and its result is
-        # dropped.
+        # uses blocks for all rows if any row has media. So a row with media, if there is one, is converted along with
+        # them, and its result is dropped.
         indices = [i for i, item in enumerate(read_rows) if item.prompt is None or item.messages is None]
         with_media = [item.row for item in read_rows if item.prompt is not None and item.messages is not None][:1]
         converted = self._messages([*with_media, *(read_rows[i].row for i in indices)])[len(with_media) :]
@@ -395,10 +400,13 @@ class RowStream:
     # Rows that can't be read
 
     def _replacement(self, key: Any, batch_errors: Collection[int]) -> Any:
-        """Returns a key or, if its row is skipped, another row index of the dataset or the stream's last row."""
+        """
+        Returns the key or, if its row is skipped, a replacement: for a dataset another row index, for a stream the
+        last row that could be read.
+        """
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        # Not `self.skipped`: in a stream's next epoch, another row may have the index of a skipped row
+        # `self.skipped` would be wrong here: in a stream's next epoch, another row may have the index of a skipped row
         return self._last_row if key.row_index in batch_errors else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -431,7 +439,7 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         settings = unreadable_rows(self._args.on_media_error)
-        if settings.action == "raise":  # rows without a limit on their number, see `drops`
+        if settings.action == "raise":  # only overlong rows are skipped then (see `drops`); their number has no limit
             if failures:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > settings.limit(n_rows):

@@ -40,7 +40,7 @@ from .rollout import Rollout, Turn
 logger = get_logger(__name__)
 
 # Limits that end a conversation after a call
-ENDS = ("length", "turns", "media")
+LIMITS = ("length", "turns", "media")
 
 _DEEPEST = 100  # limit on the nested levels of a call's arguments
 
@@ -62,7 +62,8 @@ class Trajectory:
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
     # Earlier contexts, for scoring the tokens behind them
     closed_contexts: list[EncodedPrompt] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # for each earlier context, the index in `ids` behind its last token
+    # For each earlier context, the index in `ids` where the tokens after that context end
+    context_ends: list[int] = field(default_factory=list)
     sampled_turns: list[Turn] = field(default_factory=list)
     # Numbers of `calls`, `failures` and turns with `unparsed` calls, and 1 for `length`, `turns` or `media` if that
     # limit ended the completion
@@ -85,12 +86,12 @@ class Trajectory:
     @property
     def start(self) -> int:
         """Index of the first token that follows the context."""
-        return self.ends[-1] if self.ends else 0
+        return self.context_ends[-1] if self.context_ends else 0
 
     def replace_context(self, messages: list[dict[str, Any]], encoded: EncodedPrompt, model: PreTrainedModel) -> None:
         """Replaces the context by `messages`, which stand for all messages so far and precede all later tokens."""
         self.closed_contexts.append(scored_prompt(model, self))
-        self.ends.append(len(self.ids))
+        self.context_ends.append(len(self.ids))
         self.contexts.append((messages, len(self.messages)))
         self.prompt, self.history, self.encoded_results, self.whole = encoded, [*messages], [], None
 
@@ -104,22 +105,25 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Loop that calls tools and samples the next turn, until no completion ends with a call or a limit is reached."""
+    """Loop that calls tools and samples the next turn, until a limit is reached, or no completion ends with a call."""
 
-    encoder: PromptEncoder  # encoder of prompts and results; by default control tokens in results are errors
+    # Encoder of prompts and results. Control tokens in results are errors, unless the encoder's
+    # `special_tokens_in_text` allows or strips them.
+    encoder: PromptEncoder
     # Function that samples a completion of each prompt. The second list has the completions' maximum lengths.
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
-    branches: Branches  # caches of the completions, which later turns continue
+    branches: Branches  # holder of the completions' KV cache, for later turns
     max_length: int  # maximum number of tokens of a completion, tool results included
     max_turns: float  # maximum number of turns with tool results
     max_media: int | None  # maximum number of media that tools return in a completion
-    ends: Collection[int]  # ids that end a turn
-    isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
-    max_context_media: int | None = None  # maximum number of media in a context, which are the last ones
+    end_ids: Collection[int]  # ids that end a turn
+    isolate: str | None = None  # which prompts get separate forwards: `isolate` of [`~policy.Fallbacks`]
+    max_context_media: int | None = None  # maximum number of media in a context; only the last ones are kept
     # Maximum number of tokens of a prompt with its completion in vLLM, `None` if transformers samples. vLLM takes
     # decoded media and computes positions itself.
     engine_length: int | None = None
-    # Function that returns whether a condition holds on any rank, or `bool` if ranks may sample on their own
+    # Function that returns whether a condition holds on any rank. The default, `bool`, looks at this rank alone, for
+    # samplers that ranks call independently.
     any_rank: Callable[[bool], bool] = bool
     loop: Any = None  # event loop of async tools
 
@@ -223,7 +227,7 @@ class ToolLoop:
             tools = [*trajectory.tools.values()] or None
             return messages, self.encoder.encode(messages, trajectory.row, sampled=True, tools=tools)
         tokenizer = tokenizer_of(self.encoder.processor)
-        ends = tokenizer.convert_ids_to_tokens(sorted({*self.ends, tokenizer.eos_token_id}))
+        ends = tokenizer.convert_ids_to_tokens(sorted({*self.end_ids, tokenizer.eos_token_id}))
         turn = encode_turn(
             trajectory.history,
             results,
@@ -294,7 +298,7 @@ class ToolLoop:
     def _replace_failed_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
-        """Returns results with an error message in place of results with media or, if none has media, of all."""
+        """Returns results, with an error message in place of those with media, or of all results if none has media."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
         # The error doesn't tell which result can't be encoded. Without media, the cause is a placeholder in a text
         failed = with_media or results
@@ -417,7 +421,8 @@ def prompts_with_results(model: PreTrainedModel, trajectories: Sequence[Trajecto
     """
     return [
         Contexts.of(
-            [*trajectory.closed_contexts, scored_prompt(model, trajectory)], [*trajectory.ends, len(trajectory.ids)]
+            [*trajectory.closed_contexts, scored_prompt(model, trajectory)],
+            [*trajectory.context_ends, len(trajectory.ids)],
         )
         for trajectory in trajectories
     ]

@@ -68,8 +68,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Student, as for [`~trl.DistillationTrainer`].
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Teacher with the student's vocabulary. With media, the teacher must be of the student's family, as it gets
-            the student's prompts and features. By default the model that `teacher_model_name_or_path` names, or else
-            the student itself, with `teacher_view`, `student_view` or columns for the teacher.
+            the student's prompts and features. By default the model that `teacher_model_name_or_path` names. Without a
+            teacher by name or on a server, the student itself, which then needs `teacher_view`, `student_view` or
+            columns for the teacher.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -96,8 +97,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
-            teacher and both read the same prompts, or if a model changes its logits by more than a scale and a soft
-            cap.
+            teacher and both read the same prompts, or if a model applies anything to its logits other than a scale and
+            a soft cap.
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
@@ -134,13 +135,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             raise ValueError(
                 f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
             )
-        rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
+        teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
-        student_rule = divergence_head_rule(student, "student")
+        student_head_rule = divergence_head_rule(student, "student")
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
         elif (
@@ -155,7 +156,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if args.self_teacher_settings.weights == "ema":
             self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
-        self._teacher = Teacher(self._run, self.teacher_model, self.ema, (student_rule, rule or student_rule))
+        head_rules = student_head_rule, teacher_head_rule or student_head_rule
+        self._teacher = Teacher(self._run, self.teacher_model, self.ema, head_rules)
 
     # Rollout
 

@@ -31,7 +31,7 @@ from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
-from ..rollout.turns import ENDS, ToolLoop, prompts_with_results, run_turns
+from ..rollout.turns import LIMITS, ToolLoop, prompts_with_results, run_turns
 from .asynchronous import probe_engine
 from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -308,9 +308,9 @@ def continue_after_tools(
         tokens = chain.from_iterable(ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-    local_counts = [*(counts[name] for name in (*ENDS, "calls", "failures", "unparsed")), len(ids)]
+    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(ids)]
     *ends, calls, failures, unparsed, n = sum_over_ranks(run.accelerator, local_counts)
-    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ends, strict=True)})
+    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(LIMITS, ends, strict=True)})
     failure_rate = failures / calls if calls else 0.0
     run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failure_rate})
     run.metrics.add({"tools/unparsed_frequency": unparsed / n})

@@ -35,8 +35,8 @@ _PARTS = "trained_parts.json"
 
 def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
     """
-    Freezes parts of a model. Raises `ValueError` for `learning_rates` of untrained parts, or if the user passes an
-    `optimizer`, too.
+    Freezes parts of a model. Raises `ValueError` if `learning_rates` name a part in which nothing is trained, or if
+    they come together with a user's `optimizer`.
     """
     check_trainable(model)
     disable_unsupported_checkpointing(unwrapped(None, model), args)
@@ -90,7 +90,10 @@ def split_groups_by_rate(
 
 
 def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: TrainerConfig) -> None:
-    """Raises `ValueError` for `learning_rates` if DeepSpeed's config has an optimizer or a schedule of one rate."""
+    """
+    Raises `ValueError` for `learning_rates` if DeepSpeed's config has an optimizer or a schedule, as these have one
+    rate for all parts.
+    """
     is_dummy = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
     if args.learning_rates and any(is_dummy):
         raise ValueError(
@@ -164,8 +167,9 @@ def freeze_parts(
     Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
     calls the optimizer's step, even with one group at a time.
 
-    A part outside of `trainable()` keeps its weights and states. A trainable part with `is_updated(part)` false
-    keeps its weights in this update, but gets states, which checkpoints need.
+    A part outside of `trainable()` is no part of this update, and keeps its weights and states. A trainable part with
+    `is_updated(part)` false, such as the policy during `freezing_actor_steps`, keeps its weights in this update, but
+    gets states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -177,15 +181,17 @@ def freeze_parts(
             elif not is_updated(group["part"]):
                 group["thawed_lr"], group["lr"] = group["lr"], 0.0
                 for parameter in group["params"]:
+                    # With a shared trunk, the policy's weights get gradients of the value loss, too
                     if parameter.grad is not None:
-                        parameter.grad.zero_()  # the value loss also has a gradient for a shared trunk
+                        parameter.grad.zero_()
 
     def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")
-                # Checkpoints need a state of every weight. Yet if gradients of 0 counted as steps, they would enter
-                # Adam's averages, and make later steps several times too large.
+                # Checkpoints need a state of every weight. Gradients of 0 leave Adam's averages at 0. If they also
+                # counted as steps, the bias correction of later steps would be too weak, and the steps several times
+                # too large. So the step counter goes back to 0.
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     if "step" in state:
@@ -226,7 +232,8 @@ def _schedule(
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
         name,
-        torch.optim.SGD([torch.zeros(1)], lr=rate),  # schedules that end above 0 read the rate
+        # Schedules with a minimum rate, such as `cosine_with_min_lr`, read the optimizer's rate
+        torch.optim.SGD([torch.zeros(1)], lr=rate),
         num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
         num_training_steps=n_steps,
         scheduler_specific_kwargs=mapping(args.lr_scheduler_kwargs) if name == args.lr_scheduler_type else None,

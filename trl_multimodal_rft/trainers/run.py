@@ -330,7 +330,7 @@ class Run:
             "encoder": self.prompts,
             "max_media": args.max_tool_media,
             "max_context_media": args.max_context_media,
-            "ends": self.completions.ends,
+            "end_ids": self.completions.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
             # If all ranks must call the sampler equally often, a loop goes on while any rank has calls

@@ -24,7 +24,8 @@ _N_ROWS = 16
 # Names of prompt columns in other tools
 _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns that identify the layouts of other tools, supersets first. Names of layouts of pairs end with `--task dpo`.
+# Columns that identify the layouts of other tools, supersets first. If a tool has layouts for both conversations and
+# pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
 _LAYOUTS = (
     ("verl", {"prompt", "data_source", "reward_model"}),
     ("video-r1", {"problem", "data_type", "path"}),
@@ -101,10 +102,11 @@ def check_columns(
 ) -> str | None:
     """
     Raises an error, or returns a text of warnings, if a dataset has media that no prompt contains. Looks at features
-    and at up to 16 rows, without decoding media; in a list, at all rows for the modalities of prompts. Doesn't look at
-    rows of streams and of datasets with a transform.
+    and at up to 16 rows, without decoding media. If the dataset is a list, the modalities of prompts are those of all
+    its rows. Doesn't look at rows of streams and of datasets with a transform.
 
-    Also raises an error for wrong names of columns, for lists in columns of one medium, and for empty media columns.
+    Also raises an error for wrong names of columns, for lists in `image`, `audio` or `video`, and for empty media
+    columns.
 
     `message_columns` hold messages, `model_modalities` are the inputs of the model, and `dataset_part` tells whether
     `dataset` is the whole dataset, its first rows, or some of its rows. `needs_prompt` requires a column `prompt`.
@@ -113,7 +115,8 @@ def check_columns(
     """
     features, rows, modalities = _inspect_dataset(dataset, message_columns, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
-    sample = features or (rows[0] if rows else {})  # features have the columns of a row, and nested keys
+    # Features can stand in for a row: they have its columns and nested keys
+    sample = features or (rows[0] if rows else {})
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
@@ -124,12 +127,12 @@ def check_columns(
         )
     )
     has_media = bool(modalities - {None})
-    if single_messages := [
+    if single_message_columns := [
         column for column in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(column), dict)
     ]:
-        remedy = f", or {prepare_remedy('llama-factory --task dpo')}" * ("chosen" in single_messages)
+        remedy = f", or {prepare_remedy('llama-factory --task dpo')}" * ("chosen" in single_message_columns)
         raise MediaError(
-            f"{name}: column {single_messages[0]!r} holds a message; write a list of messages, `[...]`{remedy}."
+            f"{name}: column {single_message_columns[0]!r} holds a message; write a list of messages, `[...]`{remedy}."
         )
     for modality in MODALITIES:
         feature = features.get(modality)
@@ -153,10 +156,10 @@ def check_columns(
                 "'rejected', or name the columns in `ignored_media_columns`"
             )
         model_modalities = {*MODALITIES}.intersection(model_modalities)
-        is_certain = any(
+        has_likely_media = any(
             media.is_certain or (media.in_every_cell and media.suits_any(model_modalities)) for media in unread_media
         )
-        is_text_alone = is_certain and not (has_media or (dataset_part == "first" and media_columns))
+        is_text_alone = has_likely_media and not (has_media or (dataset_part == "first" and media_columns))
         layout = other_layout(sample)
         message = (
             f"{name}: no prompt gets these "
@@ -172,9 +175,9 @@ def check_columns(
     modalities |= {
         MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
     } - {None}
-    is_known = columns and None not in modalities and not isinstance(dataset, IterableDataset)
+    knows_modalities = columns and None not in modalities and not isinstance(dataset, IterableDataset)
     for option, option_targets in (option_modalities or {}).items():
-        if is_known and not modalities.intersection(option_targets):
+        if knows_modalities and not modalities.intersection(option_targets):
             modalities_text = ", ".join(sorted(modalities)) or "text alone"
             message = (
                 f"{name}: {option} changes {' or '.join(sorted(option_targets))}, and prompts hold {modalities_text}; "
@@ -197,7 +200,10 @@ def check_has_prompt(row: Mapping[str, Any]) -> None:
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
-    """Raises a `ValueError` for a column with a name under which reward functions get other values."""
+    """
+    Raises a `ValueError` for a column `prompts` or `completions`, names under which reward functions get those of the
+    batch.
+    """
     for column in ("prompts", "completions"):
         if column in row:
             row_index = getattr(row, "row_index", index)
@@ -223,7 +229,7 @@ def prepare_remedy(layout: str, options: str = "") -> str:
 
 
 def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
-    """Raises a `ValueError` if a needed prompt is missing, or if the solution is only in verl's column."""
+    """Raises a `ValueError` if a needed prompt is missing, or if the solution is only in verl's `reward_model`."""
     if "prompt" in columns or not needs_prompt:
         if "solution" not in columns and other_layout(row) == "verl":
             raise ValueError(
@@ -254,7 +260,9 @@ def check_ignored(columns: Collection[str] | None) -> None:
 
 
 def lists_columns(dataset: Rows) -> bool:
-    """Returns whether columns are known before rows are read. Transforms and streams without features hide them."""
+    """
+    Returns whether columns are known before rows are read. A transform hides them, as does a stream without features.
+    """
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
@@ -313,7 +321,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
     for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # checked with the features of the dataset that the medium comes from
+            continue  # stored in a dataset, whose features show the medium when they are checked
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(

@@ -67,7 +67,7 @@ else:
 
 logger = get_logger(__name__)
 
-# Folder of a checkpoint with the reference, if it is synced with the policy
+# Folder inside a checkpoint that holds the reference, if `sync_ref_model` changes it
 _REFERENCE = "ref_model"
 
 
@@ -101,7 +101,7 @@ class CheckpointMixin(Trainer):
     _tag_names: list[str]
     max_completion_length: Any
     chat_template_kwargs: Any
-    in_flight: Any = None  # an [`~engines.in_flight.InFlight`] with `max_staleness`
+    in_flight: Any = None  # an [`~engines.in_flight.InFlight`], if `max_staleness` is set
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
@@ -149,9 +149,9 @@ class CheckpointMixin(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A
-        second Ctrl-C raises it at once, as does Ctrl-C in an interactive session or with `save_strategy="no"`. With
-        `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the current
-        step, without an error. No other run can train in the same `output_dir` meanwhile.
+        second Ctrl-C raises the error at once. In an interactive session, or with `save_strategy="no"`, so does the
+        first. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
+        current step, without an error. No other run can train in the same `output_dir` meanwhile.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -312,7 +312,7 @@ class CheckpointMixin(Trainer):
 
     def _load_state(self, folder: Path) -> None:
         """Loads the state that [`_save_state`] saved. All ranks must call this."""
-        if self._reference_moves:
+        if self._syncs_reference:
             if not (folder / _REFERENCE).is_dir():
                 raise ValueError(
                     f"{folder} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
@@ -323,7 +323,8 @@ class CheckpointMixin(Trainer):
         if self.ema is not None:
             self.ema.follow(self.model)
             self.ema.load(folder, self.accelerator)
-        # If this run has more ranks than the previous run, the further ranks read rank 0's file, for the shared state
+        # If this run has more ranks than the previous run, ranks without a file read rank 0's, for the state that
+        # ranks share
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
         if state is None:
@@ -332,7 +333,7 @@ class CheckpointMixin(Trainer):
             self._load_rollout_state(state)
 
     @property
-    def _reference_moves(self) -> bool:
+    def _syncs_reference(self) -> bool:
         return getattr(self.args, "sync_ref_model", False)
 
     # State of the rollouts
@@ -345,7 +346,8 @@ class CheckpointMixin(Trainer):
             "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
-            # Joins of media features that frozen modules learned in their first forwards, by model
+            # By model, the way to join cached outputs of frozen modules that matched in the first forward of several
+            # prompts
             "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
@@ -392,8 +394,8 @@ class CheckpointMixin(Trainer):
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
         # `from_pretrained` can't read shards, so a checkpoint that holds the model alone, or is published, has whole
         # weights. Other checkpoints get their shards from `Trainer`, with those of the optimizer
-        is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
+        saves_unsharded = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not saves_unsharded:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with saving_whole_weights(self.accelerator):
@@ -470,7 +472,7 @@ class CheckpointMixin(Trainer):
     def _save_state(self, folder: Path) -> None:
         """Saves the state of a run that transformers doesn't save. All ranks must call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self._reference_moves:
+        if self._syncs_reference:
             save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
         if self.ema is not None:
             self.ema.save(folder, self.accelerator, self.args.should_save)
