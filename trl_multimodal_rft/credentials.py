@@ -12,9 +12,11 @@ _URL = re.compile(
     r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
     r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
 )
-# A user and a password, such as in `http:/user:password@host`
+# `user:password@` at the start of a word or after a slash or quote, also in a URL with one slash:
+# `http:/user:password@host`
 _LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
-# A user and a password after `://`. Digits and a slash after the colon are a port and a path, not a password.
+# A user, with or without a password, after `://`. Digits and a slash after the colon are a port and a path, not a
+# password.
 _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
 
 # Tokens, by the forms that their issuers give them, and values of headers
@@ -73,8 +75,9 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
 
 def masked(text: str) -> str:
     """
-    Returns a text with `***` in place of passwords in URLs, tokens, values of headers, and values after names of
-    secrets: `--api-key=abc` becomes `--api-key=***`. URLs keep their queries, so that links still work.
+    Returns a text with `***` in place of: the user and password of a URL; tokens; values of Bearer and Basic headers;
+    and values after names of secrets. For example, `--api-key=abc` becomes `--api-key=***`. The rest of a URL's query
+    stays, so that links still work.
     """
     text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
 
@@ -100,8 +103,9 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
-    Returns a value without secrets, in types of YAML and JSON. A dictionary, or its JSON in a text, loses entries with
-    names of secrets. Other texts are [`masked`]. With `is_environment`, keys are names of environment variables.
+    Converts a value to types of YAML and JSON, and removes secrets. Entries whose keys name a secret are dropped, also
+    from a JSON dictionary in a text. Other texts are [`masked`]. With `is_environment`, keys are names of environment
+    variables.
     """
     value = getattr(value, "value", value)  # the value of an enumeration's member
     if isinstance(value, str):
@@ -130,8 +134,8 @@ def without_credentials(text: str) -> str:
 
 def masked_url(url: str) -> str:
     """
-    Masks user information, query and fragment of a URL, also behind encoded separators, and the data of `data:` URLs.
-    For example, `https://me:pw@host/a.wav?key=1` becomes `https://***@host/a.wav?***`.
+    Masks user information, query and fragment of a URL, also where `?`, `#` or `@` is percent-encoded, and the data of
+    `data:` URLs. For example, `https://me:pw@host/a.wav?key=1` becomes `https://***@host/a.wav?***`.
     """
     if url[:5].lower() == "data:":
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"

@@ -24,7 +24,7 @@ from .forward.logprobs import Forward, completion_rewards, completion_scores, co
 from .forward.masks import trees_of
 from .forward.partition import split_by_tokens
 from .forward.processes import Processes, unreached_parameters
-from .forward.scores import DeferredParts, ScoreRequest, Scores, by_context, context_rows, load_balancing_loss
+from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
 from .models.critic import Critic, ValueHead
@@ -147,7 +147,7 @@ class PolicyForward:
         """
         if not self.fallbacks.packing:
             return False
-        prompts, lengths = by_context(prompts, lengths)
+        prompts, lengths = split_lengths(prompts, lengths)
         padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
         slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
         packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
@@ -157,11 +157,11 @@ class PolicyForward:
 
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
         """Returns the number of prompt tokens in packed rows that hold completions of these `lengths`."""
-        prompts, lengths = by_context(prompts, lengths)
+        prompts, lengths = split_lengths(prompts, lengths)
         parts = [range(len(prompts))]
         if self.max_tokens is not None:
             parts = split_by_tokens(prompts, lengths, self.max_tokens)
-            if self._keeps_prompts(model):  # only the first chunk of a group forwards the prompt
+            if self._keeps_prompts(model):  # if a group is split over parts, only its first part forwards the prompt
                 chunks = chunk_ends(prompts, parts)
                 parts = [part for i, part in enumerate(parts) if chunks.get(i, (True, True))[0]]
         forwards = [
@@ -181,8 +181,9 @@ class PolicyForward:
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
         `self.fallbacks` by default. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
-        with a `logit_bias` of the request, they come from the model's logits. This method sets the request's fields
-        `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states`.
+        with a `logit_bias` of the request, they come from the model's logits. Callers leave the request's fields
+        `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states` at their defaults, as this method
+        chooses them.
 
         A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
         [`~forward.token_budget.backward_by_parts`] with the scores' `deferred`. A group with more tokens than
@@ -199,13 +200,14 @@ class PolicyForward:
         prompts, n, rows = request.prompts, len(request), request.rows
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
+        # Leaves out padded rows without completion tokens, which would cost as much as others
         if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
             nonempty = [i for i, length in enumerate(lengths) if length]
-            rows = nonempty if len(nonempty) < n else None  # a padded row costs the same without completion tokens
+            rows = nonempty if len(nonempty) < n else None
         if rows is not None:
             selected = request.select(rows)
             dummies = self.processes.dummies_for_unselected(model, prompts, selected.prompts)
-            request = selected.padded(dummies)
+            request = selected.with_dummies(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
             # With `whole`, no tokens follow the prompts. For the auxiliary loss, packed rows also hold the last token
@@ -304,12 +306,14 @@ class PolicyForward:
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of one part of a batch."""
         n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
-        # DDP and FSDP hook the outputs of the wrapper's forward. Hidden states, values and divergences must pass these
-        # hooks.
+        # DDP and FSDP hook the outputs of the wrapper's forward, and scores must pass these hooks. Log-probabilities
+        # are such outputs already. Hidden states, values and divergences are computed outside that forward unless it
+        # contains all.
         in_one_forward = request.hidden or not request.logps or request.target is not None
         logits_from_model = fallbacks.logits_from_model or request.logit_bias is not None
         temperature = self.temperature if logits_from_model else None
-        # Without the fused head, the value head gets its hidden states from the forward that computes the logits
+        # Without the fused head, the value head gets its hidden states from the forward that computes the logits, so
+        # log-probabilities are computed even if they weren't requested
         logps = request.logps or (logits_from_model and isinstance(critic, ValueHead))
         fields = {"logits_temperature": temperature, "extra_outputs": self.extra_outputs}
         supervised = n_supervised = None
@@ -341,7 +345,10 @@ class PolicyForward:
     def _reach_unused(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
     ) -> dict[str, torch.Tensor]:
-        """Adds 0 times the trained weights that no forward uses to a score, as DDP would wait for their gradients."""
+        """
+        Adds to a score the trained weights that no forward uses, times 0. DDP would wait for their gradients
+        otherwise.
+        """
         # Only the last chunk of a split group reaches the encoders, and gradients are synchronized at that chunk
         reaches_encoders = states is None or self.accelerator is None or self.accelerator.sync_gradients
         is_ddp = isinstance(model, DistributedDataParallel)
@@ -359,8 +366,8 @@ class PolicyForward:
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
     def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_other_batch: bool = False) -> ScoreRequest:
-        """Adds dummy prompts, which have no completions, as collectives need them, see [`Processes.dummies`]."""
-        return request.padded(self.processes.dummies(model, request.prompts, with_other_batch))
+        """Adds the dummy prompts that collectives need, see [`Processes.dummies`]."""
+        return request.with_dummies(self.processes.dummies(model, request.prompts, with_other_batch))
 
     def _as_one_forward(
         self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]

@@ -12,7 +12,7 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS, Estimator
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.data.reading.rules import OWN_NAMES
+from trl_multimodal_rft.data.reading.rules import OPTION_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 
@@ -138,7 +138,7 @@ NEUTRAL = {
 
 # Options without use here, because these runs have no files, tools or engine
 NOT_DRAWN = {
-    *(name for name in OWN_NAMES if name not in VALUES),
+    *(name for name in OPTION_NAMES if name not in VALUES),
     "media_rules",
     *("audio_overlong", "ignored_media_columns", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py

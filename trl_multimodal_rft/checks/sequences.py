@@ -24,16 +24,22 @@ from .self_check import SelfCheck
 
 _N_COMPARED = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
 
-# Returns the outputs of the processor that `AutoProcessor` loads for a row's index, and for the column of an answer
+# Takes the index of a row, and optionally the column (`chosen` or `rejected`) of a completion with media. Returns the
+# outputs of the processor, as `AutoProcessor` loads it, for this row and completion
 PlainOutputs = Callable[..., dict[str, torch.Tensor]]
 # A preference pair, the column of its answer with media, and the processor's outputs for prompt and answer
 MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
-# Prompts to compare with the processor, donors of other media by modality, and all rows to measure
+# Prompts to compare with the processor; by modality, a prompt whose media replace a measured prompt's, to test their
+# effect; and all rows to measure
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
 def check_sequences(
-    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: PlainOutputs
+    policy: PolicyForward,
+    model: nn.Module,
+    sequences: Sequence[SupervisedSequence],
+    packs: bool,
+    processor_outputs: PlainOutputs,
 ) -> SelfCheck:
     """
     Measures a policy on the longest and the shortest rows of a batch of all ranks, without changing the policy.
@@ -47,18 +53,19 @@ def check_sequences(
             This rank's rows.
         packs (`bool`):
             Whether rows are packed.
-        plain (`Callable[[int], dict[str, torch.Tensor]]`):
-            Returns the outputs of the processor that `AutoProcessor` loads for the row at an index of `sequences`.
+        processor_outputs (`Callable[[int], dict[str, torch.Tensor]]`):
+            Takes an index of `sequences`, and returns the outputs of the processor, as `AutoProcessor` loads it, for
+            that row.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
 
     Raises:
-        `RuntimeError`: If no fallback makes scores exact, media tensors differ from the processor's, or other media
-            change nothing.
+        `RuntimeError`: If no fallback makes scores exact, media tensors differ from the processor's, or scores stay
+            the same when a row's media are replaced.
     """
     measure = Measure(policy, model, has_engine_positions=False)
-    cases = _cases(measure, sequences, plain)
+    cases = _cases(measure, sequences, processor_outputs)
     rows = cases[2]
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared_tokens(row) for row in rows], batch_first=True).to(measure.device)
@@ -78,20 +85,21 @@ def check_pairs(
     model: nn.Module,
     pairs: Sequence[PreferencePair],
     packs: bool,
-    plain: PlainOutputs,
+    processor_outputs: PlainOutputs,
     rewards: bool = False,
 ) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
     with media in answers.
 
-    See [`check_sequences`] for arguments and errors. `plain` also takes the column of an answer that follows the
-    prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
-    compared in place of log-probabilities. Completions are in the order of pairs, the chosen one of a pair first.
+    See [`check_sequences`] for arguments and errors. `processor_outputs` also takes the column of a completion with
+    media, and then returns the outputs for prompt and completion. In packed rows, both completions share one prompt.
+    With `rewards`, the scores of a reward model are compared in place of log-probabilities. The rows of scores are in
+    the order of pairs, the chosen completion of a pair first.
     """
     measure = Measure(policy, model, has_engine_positions=False)
-    targets, donors, rows = _cases(measure, pairs, plain)
-    answers = _media_answers(measure, pairs, plain)
+    targets, donors, rows = _cases(measure, pairs, processor_outputs)
+    answers = _media_answers(measure, pairs, processor_outputs)
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in answers)]
     media = {(pair, name): outputs for pair, name, outputs in answers}
     sequences = [
@@ -129,24 +137,26 @@ def check_pairs(
     )
 
 
-def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: PlainOutputs) -> list[MediaAnswer]:
+def _media_answers(
+    measure: Measure, pairs: Sequence[PreferencePair], processor_outputs: PlainOutputs
+) -> list[MediaAnswer]:
     """Returns the answers with media of the first pair that has such answers, and the processor's outputs."""
     first_with_media = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
-    holders = [process for process, holds in enumerate(gather_object([first_with_media is not None])) if holds]
+    holders = [rank for rank, holds in enumerate(gather_object([first_with_media is not None])) if holds]
     if not holders:
         return []
     is_holder = measure.accelerator.process_index == holders[0]
 
-    def process_answers() -> list[MediaAnswer]:
+    def answers_with_outputs() -> list[MediaAnswer]:
         if not is_holder or first_with_media is None:
             return []
-        # A copy, because the other ranks get copies, too: if the pair is also among the caller's `rows`, all ranks
-        # must count it alike
+        # A copy, as on other ranks. `check_pairs` looks for the pair in its rows by identity, so the original could
+        # match two rows on this rank, and only one on other ranks.
         index, pair = first_with_media[0], replace(first_with_media[1])
-        return [(pair, name, plain(index, name)) for name in pair.answers]
+        return [(pair, name, processor_outputs(index, name)) for name in pair.answers]
 
     name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
-    return broadcast_object_list([measure.require(name, process_answers)], from_process=holders[0])[0]
+    return broadcast_object_list([measure.require(name, answers_with_outputs)], from_process=holders[0])[0]
 
 
 def _compare(
@@ -163,9 +173,11 @@ def _compare(
     scores under other media. Only scores where `mask` is true count. `answers` are one pair's answers with media.
     """
     (targets, donors, rows), feature_differences, effects = cases, list[float](), dict[str, float]()
-    for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
+    for ours, processor_outputs in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
         feature_differences.append(
-            measure.compare_features(ours, {name: plain[name] for name in ours.keys() & plain.keys()})
+            measure.compare_features(
+                ours, {name: processor_outputs[name] for name in ours.keys() & processor_outputs.keys()}
+            )
         )
     with measurement_mode(measure.prepared, measure.device):
         truth = measure.require("the model's forward", score_by_model)
@@ -186,8 +198,8 @@ def _compare(
             ) -> torch.Tensor:
                 return score(put_into_rows(other), False)
 
-            for kind in sorted(row.modalities - effects.keys()):
-                effects[kind] = measure.effect(kind, row, donors.get(kind), score_other, scores, mask)
+            for modality in sorted(row.modalities - effects.keys()):
+                effects[modality] = measure.effect(modality, row, donors.get(modality), score_other, scores, mask)
     facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": effects}
     return SelfCheck(features=max(feature_differences, default=None), padded=padded, packed=packed, **facts)
 
@@ -205,10 +217,13 @@ def _replace_answer(rows: list[Any], pair: PreferencePair, name: str, other: Sup
     return _replace_row(rows, pair, replace(pair, answers={**pair.answers, name: other}))
 
 
-def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: PlainOutputs) -> Cases:
-    """Returns cases for comparing media, donors of other media by modality, and all rows to measure."""
+def _cases(measure: Measure, rows: Sequence[EncodedPrompt], processor_outputs: PlainOutputs) -> Cases:
+    """
+    Returns cases for comparing media; by modality, a prompt whose media replace a measured prompt's, to test their
+    effect; and all rows to measure.
+    """
     # Rows of text have no media, or blank ones, which aren't worth another call of the processor
-    selection = measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)
+    selection = measure.cases(rows, lambda i: processor_outputs(i) if rows[i].modalities else rows[i].media)
     return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
 
 

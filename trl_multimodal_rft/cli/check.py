@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from ..credentials import masked_url, without_credentials
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.reading.rules import OWN_NAMES, rules_of
+from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.columns import MEDIA_COLUMNS
@@ -89,7 +89,7 @@ class RowChecker(torch.utils.data.Dataset):
             model,
             processor,
             args.chat_template_kwargs,
-            media_rules=rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES}),
+            media_rules=rules_of(args.media_rules, **{name: getattr(args, name) for name in OPTION_NAMES}),
             ignored_media_columns=args.ignored_media_columns or (),
             keep_decoded=True,
         )

@@ -6,7 +6,7 @@ import json
 import os
 from types import SimpleNamespace
 
-from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
+from ..data.reading.rules import BUDGET_NAMES, OPTION_NAMES
 from ..spelling import split_settings
 from ..trainers.batches import batch_size
 from .options import Parser, Value, config_path, options_of, read_config
@@ -48,7 +48,13 @@ OPTIMIZERS = {
 }
 # Names of options that `check` and `estimate` share with launched commands, and of options that set a batch's size
 _CHECK_OPTIONS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs")
-_CHECK_OPTIONS += ("trust_remote_code", "vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
+_CHECK_OPTIONS += (
+    "trust_remote_code",
+    "vllm_max_model_length",
+    "audio_overlong",
+    "ignored_media_columns",
+    *OPTION_NAMES,
+)
 _ESTIMATE_OPTIONS = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
 _ESTIMATE_OPTIONS += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze")
 _ESTIMATE_OPTIONS += ("use_peft", "lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization")

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..data.reading.rules import OWN_NAMES, rules_of
+from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..paths import local_path
 from ..spelling import did_you_mean, recipe_names, split_settings
 from ..trainers.batches import batch_options, batch_size, check_batches
@@ -73,7 +73,7 @@ def check_names(args: argparse.Namespace) -> None:
         command = rf"^#\s+(trl-multimodal-rft prepare .*--output_dir {re.escape(dataset)}(?: .*)?)$"
         if match := re.search(command, text, re.MULTILINE):
             raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
-    options = {name: value for name in OWN_NAMES if (value := getattr(args, name, None)) is not None}
+    options = {name: value for name in OPTION_NAMES if (value := getattr(args, name, None)) is not None}
     rules_of(getattr(args, "media_rules", None), **options)
 
 

@@ -86,7 +86,7 @@ class Contexts(EncodedPrompt):
     def contexts(self) -> list[EncodedPrompt]:
         return self.prompts
 
-    def lengths_behind(self, n: int) -> list[int]:
+    def lengths_by_context(self, n: int) -> list[int]:
         ends = [min(end, n) for end in self.ends]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -73,12 +73,15 @@ def audio_rate(processor: Processor) -> int | None:
 
 
 def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor | None) -> bool:
-    """Returns whether the last tokens of a completion contain one of `stop_strings`."""
+    """
+    Returns whether the last tokens of a completion contain one of `stop_strings`, which may be followed by a few
+    characters.
+    """
     if not stop_strings or processor is None:
         return False
-    tails = (
-        (stop_string, ids[-len(stop_string.encode()) - 1 :]) for stop_string in stop_strings
-    )  # a token has at least one byte, so these tokens hold any stop string at the end
+    # A token has at least one byte, so a stop string at the end lies in as many last tokens as it has bytes. One more
+    # is read, as some tokenizers drop a space at the start of a decoded text.
+    tails = ((stop_string, ids[-len(stop_string.encode()) - 1 :]) for stop_string in stop_strings)
     return any(stop_string in str(tokenizer_of(processor).decode(tail)) for stop_string, tail in tails)
 
 
@@ -134,7 +137,10 @@ def checked_text(
 
 
 def _without_tokens(text: str, tokens: Collection[str]) -> str:
-    """Removes tokens from a text in linear time, also new ones: of `<e<eos>os>`, no `<eos>` is left."""
+    """
+    Removes tokens from a text in linear time, also those that a removal brings together: nothing is left of
+    `<e<eos>os>`.
+    """
     tokens_by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         tokens_by_end.setdefault(token[-1], []).append(token)

@@ -116,7 +116,7 @@ class EncodedPrompt:
         """The prompt, and the contexts that replaced it in the course of a completion."""
         return [self]
 
-    def lengths_behind(self, n: int) -> list[int]:
+    def lengths_by_context(self, n: int) -> list[int]:
         """
         Splits a completion by contexts.
 

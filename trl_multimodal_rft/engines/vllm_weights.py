@@ -31,8 +31,8 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_mod
 
 # (target, size) of each weight, by model and by name in memory. If a weight is only renamed, the target is its name in
 # the checkpoint, and the size is 0. Other weights are converted in groups: the target is the group's name, and the
-# size is the number of its weights. For example, `q`, `k` and `v`, which are one weight `qkv` in the checkpoint, have
-# the entry ("qkv", 3)
+# size is the number of its weights, infinite if unknown. For example, `q`, `k` and `v`, which are one weight `qkv` in
+# the checkpoint, have the entry ("qkv", 3)
 _targets_of: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[str, float]]] = WeakKeyDictionary()
 
 
@@ -75,7 +75,7 @@ def gathered_weights(
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
-    """Returns the name of a layer in its model's checkpoint, or `None` if its weight isn't just renamed."""
+    """Returns the name of a layer in its model's checkpoint, `None` if its weight is converted, not only renamed."""
     checkpoint_name, size = _target(model, f"{name}.weight")
     return checkpoint_name.removesuffix(".weight") if size == 0 and checkpoint_name.endswith(".weight") else None
 
@@ -106,7 +106,9 @@ class _ReadRecorder(TorchDispatchMode):
 
     def track(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields copies of weights. The copies share no memory."""
-        self._is_loading = False  # not recorded: operations that produce a weight may use tensors without memory
+        # Operations of `weights` that produce the next weight aren't recorded, as their tensors may have no address,
+        # such as a DTensor's
+        self._is_loading = False
         for name, weight in weights:
             weight_copy = weight.clone()
             if weight_copy.numel():
@@ -160,7 +162,8 @@ def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool =
         name: (group, sizes[group] if covers_model else math.inf if has_several_sources[name] else 1)
         for name, group in groups.items()
     }
-    # Empty tensors, whose names after the conversion are the other weights' names in the checkpoint
+    # The remaining weights are only renamed. Empty tensors are reverted in their place, and recognized by identity
+    # under their new names.
     markers = {name: torch.empty(0) for name in names if name not in groups}
     names_of = {id(marker): name for name, marker in markers.items()}
     entries |= {
@@ -180,7 +183,10 @@ def _converters(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 class _UnguardedRename(GroupWeightRename):
-    """Renaming that is always active. In transformers, it becomes active at the first weight of its group."""
+    """
+    A `GroupWeightRename` whose reverse is always active. In transformers, the reverse becomes active only at the first
+    weight of its group.
+    """
 
     __slots__ = ()
 
@@ -192,7 +198,8 @@ class _UnguardedRename(GroupWeightRename):
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns weights as the checkpoint holds them."""
-    # Before transformers 5.21, conversions lack the prefix of a thinker, which is a part of the model that vLLM loads
+    # Before transformers 5.21, conversions lack the prefix of a thinker, which is a part of the model that vLLM loads.
+    # Later conversions have the prefix, and no `base_model_prefix` is 'thinker'.
     prefix = "thinker." if model.base_model_prefix == "thinker" else ""
     return {prefix + name: weight for name, weight in _revert_conversions(model, weights).items()}
 

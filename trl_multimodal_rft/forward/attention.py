@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention over a packed row: each branch attends to itself and to its prompt, which the row holds once."""
+"""
+Attention over a packed row: each branch (a completion, see `layout`) attends to itself and to its prompt, which the
+row holds once.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +39,7 @@ _WRAPPED: set[str] = set()
 
 # Config of the decoder while the decoder runs a packed row, else `None`. For this config, mask functions of
 # transformers create no mask `(T, T)`, as the layers take the layout instead.
-_runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
+_packed_config: ContextVar[PreTrainedConfig | None] = ContextVar("_packed_config", default=None)
 
 
 def install_prefix_attention(model: PreTrainedModel) -> None:
@@ -44,9 +47,9 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     Enables the text decoder of a model to run packed rows.
 
     The decoder's attention function takes a [`PrefixLayout`] or a [`Decoding`] as the keyword argument `prefix_layout`
-    of the forward. Layers with a state take a layout, too ([`~forward.states.install_prefix_states`]). Without the
-    argument, results are the same as before. Encoders get a faster attention with the same results
-    ([`~forward.features.install_encoder_attention`]).
+    of the forward. Layers that carry a state from token to token, such as linear attention, take a layout, too
+    ([`~forward.states.install_prefix_states`]). Without the argument, results are the same as before. Encoders get a
+    faster attention with the same results ([`~forward.features.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -92,7 +95,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     def create_unless_packed(
         *args: torch.Tensor, config: PreTrainedConfig | None = None, **kwargs: torch.Tensor | Callable | int | None
     ) -> torch.Tensor | None:
-        runs_packed = config is not None and config is _runs_packed.get()
+        runs_packed = config is not None and config is _packed_config.get()
         return None if runs_packed else create_mask(*args, config=config, **kwargs)
 
     AttentionMaskInterface.register(name, create_unless_packed)
@@ -119,18 +122,21 @@ def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout
     creates no masks for the decoder.
     """
     decoder = model.get_decoder()
-    token = _runs_packed.set(decoder.config if "prefix_layout" in inputs else None)
+    token = _packed_config.set(decoder.config if "prefix_layout" in inputs else None)
     try:
         with decoder.register_forward_pre_hook(
             lambda module, args, received: (args, {**received, **inputs}), with_kwargs=True
         ):
             yield
     finally:
-        _runs_packed.reset(token)
+        _packed_config.reset(token)
 
 
 def takes_layouts(model: PreTrainedModel) -> bool:
-    """Returns whether the attention of a model takes a [`PrefixLayout`] or a [`Decoding`]."""
+    """
+    Returns whether a model's attention takes layouts in decoding, too. Flash implementations are excluded: they keep
+    their names and the masks that transformers creates for them.
+    """
     implementation = model.get_decoder().config._attn_implementation or ""
     return implementation.startswith(_PREFIX) and sharing_obstacle(model) is None
 
@@ -162,13 +168,13 @@ def _prefix_attention(
     """
     Computes attention of a packed row.
 
-    Causal layers run a variable-length kernel if there is one. All other attention runs block by block with masks, and
-    `restore_index` puts the outputs into row order.
+    Causal layers run a variable-length kernel if there is one. All other attention runs block by block with masks. An
+    index puts the outputs into row order: `varlen_restore_index` with the kernel, else `restore_index`.
 
     Shapes: query `(1, heads, T, head_dim)`, key and value `(1, key heads, T, head_dim)`; returns `(1, T, heads,
     head_dim)`.
     """
-    layer_type = None  # key of a mask if all layers have one type
+    layer_type = None  # masks and windows are by layer type, which is `None` if all layers have one type
     if None not in layout.blocks[0].layer_masks[0]:
         layer_type = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
@@ -177,7 +183,8 @@ def _prefix_attention(
     # Under autocast, rotary embeddings mix float32 and half precision
     if implementation != "eager" and torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    # Keys and values of the row, and keys and values that branches share: of the row, or of the cached prompt
+    # `row_states`: keys and values of the row. `shared_states`: those that hold the prompt, which are the cached
+    # prompt's if the row leaves the prompt out.
     row_states = shared_states = key, value
     if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]
@@ -193,7 +200,8 @@ def _prefix_attention(
         ]
         if with_prompts:
             return varlen_outputs[0][None], None
-    # The blocks below run SDPA: flash kernels take no custom mask, and flex attention isn't causal without a mask
+    # Unless attention is eager, the blocks run SDPA: flash kernels take no custom mask, and flex attention isn't
+    # causal without a mask
     if implementation != "eager":
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -214,7 +222,8 @@ def _prefix_attention(
             )
             states = _gather(query, query_positions), _gather(key, key_positions), _gather(value, key_positions)
             output, _ = base_attention(module, *states, mask, **options)
-            # Joins the chunks of a prompt, and drops the padding of the last chunk: `(N, P, heads, head_dim)`
+            # `layout.prompts` may split the queries of a prompt into equal parts. Joins them, and drops the padding
+            # of the last part: `(N, P, heads, head_dim)`.
             output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
         if not uses_varlen and block.branch_index.numel():
@@ -225,7 +234,7 @@ def _prefix_attention(
             else:
                 output, _ = base_attention(module, *states, mask, **options)
             outputs.append(output.flatten(0, 1))
-    restore_index = layout.restore_sequences if uses_varlen else layout.restore_index
+    restore_index = layout.varlen_restore_index if uses_varlen else layout.restore_index
     return torch.cat(outputs + varlen_outputs).index_select(0, restore_index)[None], None
 
 
@@ -305,12 +314,13 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # Two merged calls need attention to whole prompts, and the log-sum-exp, which torch's kernel returns
+    # Shared and own keys can be read by two kernel calls, merged by log-sum-exp. This requires layers without a
+    # window, and torch's kernel, which returns the log-sum-exp.
     merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
     call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
     if call_arguments is None:
         row_states = shared_states = _with_prefix(shared_states, row_states)
-    # `(T, heads, head_dim)`; the kernels take fewer key heads than query heads
+    # `(T, heads, head_dim)`; the kernels accept fewer key heads than query heads
     query, *states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, *row_states, *shared_states))
     if call_arguments is not None:
         query_positions, sequences, merged_index, key_positions, shared_sequences = call_arguments

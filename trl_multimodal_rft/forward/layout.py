@@ -219,7 +219,7 @@ class PrefixLayout:
         )
 
     @cached_property
-    def restore_sequences(self) -> torch.Tensor:
+    def varlen_restore_index(self) -> torch.Tensor:
         """Index of each row position, `(T,)`, in the outputs of all blocks' prompts (padded) and then all branches."""
         spans, offset = [], 0
         for block in self.blocks:

@@ -46,7 +46,7 @@ class ContextRows:
         rows = pad_sequence([*torch.cat(parts).split([*map(sum, self.lengths)])], batch_first=True)
         return F.pad(rows, (*(0, 0) * (rows.dim() - 2), 0, self.width - rows.size(1)))
 
-    def rows_of(self, chosen: set[int]) -> list[int]:
+    def rows_of_completions(self, chosen: set[int]) -> list[int]:
         """Returns the rows of the completions with these batch indices."""
         completions = [i for i, lengths in enumerate(self.lengths) for _ in lengths]
         return [row for row, i in enumerate(completions) if i in chosen]
@@ -55,20 +55,23 @@ class ContextRows:
 def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | None:
     """Returns the rows of completions padded to a `width`, or `None` if each completion has one context."""
     contexts = [context for prompt in prompts for context in prompt.contexts]
-    lengths = [prompt.lengths_behind(width) for prompt in prompts]
+    lengths = [prompt.lengths_by_context(width) for prompt in prompts]
     return None if len(contexts) == len(prompts) else ContextRows(contexts, lengths, width)
 
 
-def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
+def split_lengths(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
     """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
-    counts = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
+    counts = [prompt.lengths_by_context(n) for prompt, n in zip(prompts, lengths, strict=True)]
     return [context for prompt in prompts for context in prompt.contexts], [n for row in counts for n in row]
 
 
 def with_media(
     model: PreTrainedModel, prompt: EncodedPrompt, media_turns: Sequence[EncodedPrompt], whole: EncodedPrompt
 ) -> EncodedPrompt:
-    """Returns the prompt for scoring a completion with media in `media_turns`, from the `whole` sequence."""
+    """
+    Returns the prompt for scoring a completion that holds the media of `media_turns`. `whole` is the prompt and the
+    completion up to the last turn, encoded as one sequence, as by [`encode_prefix`].
+    """
     if not media_turns:
         return prompt
     # Media after the prompt may change the prompt's positions and masks
@@ -79,7 +82,9 @@ def with_media(
 
 
 def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
-    """Returns the prompt for scoring an `answer` with media, or the prompt itself if `answer` is `None`."""
+    """
+    Returns the prompt for scoring a completion that holds media, `answer`, or the prompt itself if `answer` is `None`.
+    """
     if answer is None:
         return prompt
     whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)
@@ -115,9 +120,9 @@ class ScoreRequest:
         rows (`Sequence[int]`, *optional*):
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
-            Prompts that get a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for
-            all; by default, all prompts share one forward. At least `min_forwards` forwards run, and surplus forwards
-            have weight 0.
+            Prompts that get separate forwards: `"media"` separates prompts whose media can't be encoded together with
+            the same result, see [`~forward.layout.split_samples`]; `"prompt"` separates all; by default, all prompts
+            share one forward. At least `min_forwards` forwards run, and surplus forwards have weight 0.
         logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
             For models without a fused head, whose logits are in memory for all tokens: temperature of
             log-probabilities, biases to add to logits, by token, and further fields of the head's output to compute.
@@ -166,7 +171,7 @@ class ScoreRequest:
         prompts = [self.prompts[i] for i in index]
         return replace(self._map_rows(prompts, lambda values: rows_of(values, index)), rows=None)
 
-    def padded(self, dummies: Sequence[EncodedPrompt]) -> "ScoreRequest":
+    def with_dummies(self, dummies: Sequence[EncodedPrompt]) -> "ScoreRequest":
         """
         Adds dummy prompts, which have no completion and don't affect the other prompts.
 
@@ -196,7 +201,7 @@ class ScoreRequest:
         Returns:
             [`ScoreRequest`]: The request for these rows.
         """
-        rows = None if self.rows is None else contexts.rows_of({*self.rows})
+        rows = None if self.rows is None else contexts.rows_of_completions({*self.rows})
         return replace(self._map_rows(contexts.prompts, contexts.cut), rows=rows)
 
     def _map_rows(
@@ -238,7 +243,10 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
-        """Returns tensors by field: all, with `True` tensors with a row per completion, with `False` other tensors."""
+        """
+        Returns tensors by field. If `per_completion` is `True`, only those with a row per completion; if `False`, only
+        the others.
+        """
         names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
         rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
         if per_completion is not None:
@@ -255,7 +263,10 @@ class Scores:
         return Scores(**chosen, **self.tensors(per_completion=False))
 
     def scatter_rows(self, indices: Sequence[int], n: int) -> "Scores":
-        """Returns scores of `n` completions: the first rows of these scores at `indices`, and 0 elsewhere."""
+        """
+        Returns scores of `n` completions: the first `len(indices)` rows, moved to `indices`, and 0 elsewhere. Further
+        rows, of dummies, are dropped.
+        """
 
         def scatter(values: torch.Tensor) -> torch.Tensor:
             index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
@@ -291,7 +302,8 @@ class Scores:
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
     Returns the statistics of the load-balancing loss, `(2, E)`: how often each expert was chosen, and the sum of its
-    probabilities, over all layers. Statistics of parts of a batch can be added. A token counts `weights` times.
+    probabilities, over all layers. Statistics of parts of a batch can be added. `weights` says how often each token
+    counts.
 
     Shapes: `router_logits` of each layer `(N, E)`; `weights` has `N` entries.
     """
@@ -311,8 +323,8 @@ def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
     transformers, from [`router_statistics`] of a batch `(2, E)`.
     """
     chosen, probabilities = router
-    n_tokens = probabilities.detach().sum()  # probabilities of a token sum to 1
-    return len(chosen) * (chosen * probabilities).sum() / n_tokens**2
+    n_routings = probabilities.detach().sum()  # probabilities of a token sum to 1 in each layer
+    return len(chosen) * (chosen * probabilities).sum() / n_routings**2
 
 
 class DeferredParts:
@@ -358,7 +370,10 @@ class DeferredParts:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """Detaches a score for the loss. A `backward()` that reaches the score raises an error, not to end silently."""
+    """
+    Detaches a score for the loss. A `backward()` that reaches the score raises an error, as the gradient would
+    otherwise be lost silently.
+    """
 
     def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient_error("a score")

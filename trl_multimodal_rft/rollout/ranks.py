@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from ..forward.layout import packed_length
 from ..forward.partition import micro_batch_order
-from ..forward.scores import by_context
+from ..forward.scores import split_lengths
 from .rollout import Rollout, join_rollouts
 
 
@@ -61,7 +61,7 @@ def forwarded_length(rollout: Rollout) -> int:
     """Returns the number of tokens of prompts and completions that the update forwards."""
     lengths = rollout.completion_mask.sum(1).tolist()
     rows = range(len(rollout)) if rollout.rows_to_score is None else rollout.rows_to_score
-    prompts, lengths = by_context([rollout.prompts[i] for i in rows], [lengths[i] for i in rows])
+    prompts, lengths = split_lengths([rollout.prompts[i] for i in rows], [lengths[i] for i in rows])
     return packed_length(prompts, lengths) if rollout.packed else sum(map(len, prompts)) + sum(lengths)
 
 

@@ -34,8 +34,8 @@ def score_with_view(
     policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
 ) -> Scores:
     """
-    Returns the scores of a micro-batch. If it has prompts under a view, the field `view` of the result holds the
-    scores of the completions after these prompts.
+    Returns the scores of a micro-batch. If its prompts have views, the field `view` holds the scores of the same
+    completions given the prompts under the view.
 
     One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal. For
     example, if the view replaces media of completions 1 and 3 of 4, the forward's rows are 0 to 3, and 5 and 7.
@@ -58,7 +58,8 @@ def score_with_view(
         plain.deferred = scores.deferred
     else:
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
-    if rows is not None and rollout.old_per_token_logps is not None:  # rows that aren't forwarded get a ratio of 1
+    if rows is not None and rollout.old_per_token_logps is not None:
+        # The old log-probabilities, so that rows that aren't forwarded get a ratio of policy to old policy of 1
         plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
     return plain
 
@@ -99,17 +100,17 @@ def score_values(
     Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
     prompts, ids, mask = rollout.completions
-    lengths, long_mask = mask.sum(1, keepdim=True), mask
+    lengths, extended_mask = mask.sum(1, keepdim=True), mask
     if is_cut is not None:
         # The state after the last token is the state before a further token, whose id doesn't matter
-        ids, long_mask = (
+        ids, extended_mask = (
             F.pad(ids, (0, 1)),
             F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype)),
         )
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
     scores = [
-        policy.score(model, ScoreRequest(prompts[part], ids[part], long_mask[part], **options)) for part in parts
+        policy.score(model, ScoreRequest(prompts[part], ids[part], extended_mask[part], **options)) for part in parts
     ]
     values = torch.cat([part_scores.values for part_scores in scores])
     bootstrap = torch.zeros(len(ids), device=ids.device)
@@ -185,13 +186,14 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
     """
-    Returns the number of on-policy micro-batches of a rollout, which are those before the first update. A micro-batch
-    counts once per iteration in `steps_per_rollout`.
+    Returns the number of on-policy micro-batches of a rollout, which are those before the first update.
+    `steps_per_rollout` is `steps_per_generation` times the number of iterations over a rollout.
     """
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps
-    # If neither number divides the other, an update may span two rollouts. Then no micro-batch counts as on-policy.
+    # If neither `accumulation` nor `steps_per_rollout` divides the other, an update may span two rollouts. Then no
+    # micro-batch counts as on-policy.
     return min(steps, accumulation) if steps_per_rollout % accumulation == 0 else 0
 
 
@@ -209,14 +211,14 @@ def packing_metrics(
     Returns two shares over all ranks: prompt tokens that aren't forwarded because completions share a prompt, and
     completions that aren't forwarded because they have no gradient.
     """
-    n_repeated = [
+    n_unshared = [
         sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches
     ]
     n_forwarded = [
         policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n
-        for part, n in zip(micro_batches, n_repeated, strict=True)
+        for part, n in zip(micro_batches, n_unshared, strict=True)
     ]
     n_skipped = sum(sum(part.tokens.without_gradient) for part in micro_batches)
-    counts = [sum(n_forwarded), sum(n_repeated), n_skipped, sum(map(len, micro_batches))]
-    n_forwarded, n_repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
-    return {"packing/shared_frac": 1 - n_forwarded / n_repeated, "packing/skipped_frac": n_skipped / n}
+    counts = [sum(n_forwarded), sum(n_unshared), n_skipped, sum(map(len, micro_batches))]
+    n_forwarded, n_unshared, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
+    return {"packing/shared_frac": 1 - n_forwarded / n_unshared, "packing/skipped_frac": n_skipped / n}

@@ -25,7 +25,7 @@ from ..engines.samplers import Sampler, Samples, TransformersSampler, VLLMSample
 from ..engines.transformers import Branches, sample_completions
 from ..engines.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..engines.vllm_adapters import EngineAdapter
-from ..forward.scores import by_context
+from ..forward.scores import split_lengths
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
@@ -304,7 +304,7 @@ def continue_after_tools(
         has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
         flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
-        contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
+        contexts, lengths = split_lengths(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())

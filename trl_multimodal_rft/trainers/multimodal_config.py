@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
+from ..data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
 from ..rollout.stream import UnreadableRows, unreadable_rows
 from ..spelling import read_settings
@@ -167,7 +167,7 @@ class MediaArguments(CheckedKeywords, _Config):
     @property
     def rules(self) -> MediaRules:
         """Allowed sources and sizes of media, and their budgets."""
-        return rules_of(self.media_rules, **{name: getattr(self, name) for name in OWN_NAMES})
+        return rules_of(self.media_rules, **{name: getattr(self, name) for name in OPTION_NAMES})
 
     @property
     def unreadable_rows(self) -> UnreadableRows:

@@ -139,7 +139,9 @@ class CompletionTrainer(CheckpointMixin):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
             plain = partial(inputs["plain"], cache(self._load_processor))
-            self.checks.on_rows(partial(self._check_rows, packs=self._packs, plain=plain), model, inputs["sequences"])
+            self.checks.on_rows(
+                partial(self._check_rows, packs=self._packs, processor_outputs=plain), model, inputs["sequences"]
+            )
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens

@@ -21,9 +21,10 @@ class MediaRules:
         allowed_media_protocols (`Sequence[str]`, *optional*):
             Protocols of URLs in rows, including each link of a chained URL (`zip://a.png::https://...`).
         allowed_media_folders (`Sequence[str]`, *optional*):
-            Folders that must contain local files, after links are followed; `None` allows all.
+            Folders that must contain local files, after symbolic links are resolved; `None` allows all.
         allowed_media_domains (`Sequence[str]`, *optional*):
-            Hosts of `http`, `https`, `hdfs` and `webhdfs` URLs, also after redirects; `None` allows all.
+            Hosts of `http`, `https`, `hdfs` and `webhdfs` URLs (the last two only if `allowed_media_protocols` has
+            them), also after redirects; `None` allows all.
         max_media_bytes (`int`, *optional*, defaults to `2**31`):
             Largest size of a medium's file, in bytes.
         max_image_pixels (`int`, *optional*, defaults to `100_000_000`):
@@ -33,7 +34,7 @@ class MediaRules:
         max_video_seconds (`float`, *optional*, defaults to `14400.0`):
             Longest duration of a video.
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
-            Most pixels of a video that the processor gets, in all frames together.
+            Most pixels in all of a video's frames together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds for all attempts of a download together, for extracting a file from an archive, and for decoding
             an image.
@@ -41,13 +42,17 @@ class MediaRules:
             Folder that relative paths in rows start from, by default the working directory; `~` is the home folder.
             Files must still be in `allowed_media_folders`.
         min_pixels (`int`, *optional*):
-            Budget: images and frames with fewer pixels are enlarged to this many, unless a block sets `min_pixels`.
+            Budget: images and frames with fewer pixels are enlarged to this many, unless the content block of the
+            media in its message sets `min_pixels`.
         max_pixels (`int`, *optional*):
-            Budget: images and frames with more pixels are shrunk to this many, unless a block sets `max_pixels`.
+            Budget: images and frames with more pixels are shrunk to this many, unless the content block of the media
+            in its message sets `max_pixels`.
         video_fps (`float`, *optional*):
-            Budget: frames per second that are sampled from a video, unless its block sets `fps` or `nframes`.
+            Budget: frames per second that are sampled from a video, unless the content block of the video in its
+            message sets `fps` or `nframes`.
         max_frames (`int`, *optional*):
-            Budget: most frames of a video, evenly spaced, unless its block sets `max_frames` or `nframes`.
+            Budget: most frames of a video, evenly spaced, unless the content block of the video in its message sets
+            `max_frames` or `nframes`.
         use_audio_in_video (`bool`, *optional*, defaults to `False`):
             Whether the model hears the sound of a video with its frames.
 
@@ -107,11 +112,12 @@ class MediaRules:
 
 DEFAULT_RULES = MediaRules()
 
+# Budgets, and `use_audio_in_video`, which is likewise for the policy's processor only
 BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
 # Names of the rules that are options of a trainer
-OWN_NAMES = ("media_dir", *BUDGET_NAMES)
+OPTION_NAMES = ("media_dir", *BUDGET_NAMES)
 # Names of the other rules, which are keys of a trainer's option `media_rules`
-LIMIT_NAMES = tuple(spec.name for spec in fields(MediaRules) if spec.name not in OWN_NAMES)
+LIMIT_NAMES = tuple(spec.name for spec in fields(MediaRules) if spec.name not in OPTION_NAMES)
 
 
 def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
@@ -121,7 +127,7 @@ def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
         raise ValueError(f"`media_rules` must be a dictionary such as {{'max_audio_seconds': 60}}, got {limits!r}.")
     for name in limits:
         if name not in LIMIT_NAMES:
-            remedy = f"`{name}` is an option of its own." if name in OWN_NAMES else ""
+            remedy = f"`{name}` is an option of its own." if name in OPTION_NAMES else ""
             remedy = remedy or did_you_mean(name, LIMIT_NAMES).strip() or f"There are {', '.join(LIMIT_NAMES)}."
             raise ValueError(f"`media_rules` has no limit {name!r}. {remedy}")
     return MediaRules(**limits, **options)

@@ -53,7 +53,10 @@ def check_separator(columns: Collection[str]) -> None:
 
 
 def only_split(name: str, config: str | None) -> str | None:
-    """Returns the only split of a local file or folder, as `datasets` names it. Returns `None` for other datasets."""
+    """
+    Returns the only split of a local file or folder, as `datasets` names it. Returns `None` if there are several
+    splits, or if the dataset isn't local.
+    """
     path = local_path(name)
     if path is None:
         return None
@@ -99,7 +102,8 @@ def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:
     path = local_path(name)
     if path is None:
         return {"path": name}
-    path, split = path.absolute(), re.split(r"[\[+]", split)[0]  # without a slice, as in `train[:10]`
+    # The first split's name alone: `train` of `train[:10]` and of `train+test`
+    path, split = path.absolute(), re.split(r"[\[+]", split)[0]
     if path.is_file():  # without `/.`, `datasets` would run a script that is named like the folder
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved_to_disk(path):
@@ -114,7 +118,10 @@ def is_saved_to_disk(path: Path) -> bool:
 
 
 def json_file(path: str | Path, pattern: str) -> Path | None:
-    """Returns the JSON file that `path` names or contains, `None` if `path` is a dataset."""
+    """
+    Returns the file that `path` names, or the one file in the folder `path` that matches `pattern`. Returns `None` for
+    a `.parquet` file, a folder without a match, and a dataset on the Hub.
+    """
     path = local_path(str(path)) or Path(path)
     if path.is_file():
         return None if path.suffix == ".parquet" else path
