@@ -252,12 +252,12 @@ def test_images_vary_with_each_repetition(policy_update, tmp_path):
     args = policy_update.parse([*"--preset tiny --case varied --group 2 --tokens 8 --updates_only".split()])
     found = {}
     for name, contestant in policy_update.build_trainers(args, str(tmp_path)).items():
-        for _ in range(3):
+        for _ in range(2):
             contestant.warm_up(updates_only=True)
             [inputs] = contestant.trainer._buffered_inputs
             lengths = inputs["prompt_mask"].sum(1).tolist() if name == "trl" else [*map(len, inputs.prompts)]
             found.setdefault(name, []).append(sorted(lengths))  # TRL shuffles them
-    assert found["trl"] == found["ours"] and len({length for lengths in found["ours"] for length in lengths}) == 6
+    assert found["trl"] == found["ours"] and len({length for lengths in found["ours"] for length in lengths}) == 4
 
 
 # Predictions
