@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from threading import Event, current_thread, main_thread
 import pandas as pd
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from helpers.ahead import LENGTH, Ahead, answer, answers
 from helpers.marks import slow_but
@@ -24,7 +26,7 @@ from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.engines.in_flight import EarlyCalls
-from trl_multimodal_rft.engines.vllm_requests import RequestLost, completions_in, until_answered
+from trl_multimodal_rft.engines.vllm_requests import RequestLost, WarnOnce, completions_in, until_answered
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 
 
@@ -381,6 +383,21 @@ def test_attempts_fit_into_the_patience(monkeypatch):
 
     with pytest.raises(RuntimeError, match="Nothing in 5 s. It was asked once"):
         until_answered(late, 5.0, warnings.append)
+
+
+def test_threads_warn_once(caplog):
+    PartialState()  # which the logger needs
+    for _ in range(50):
+        warn, together = WarnOnce(), threading.Barrier(8)
+
+        def lost(warn=warn, together=together):
+            together.wait()
+            warn(RequestLost("The server is gone."))
+
+        threads = [threading.Thread(target=lost) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert sum("It is asked again" in message for message in caplog.messages) == 50
 
 
 @pytest.mark.parametrize("name", KINDS)

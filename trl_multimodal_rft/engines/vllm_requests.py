@@ -48,14 +48,14 @@ class RequestLost(RuntimeError):
 
 
 class WarnOnce:
-    """Callback for lost requests, which are sent again. Logs a warning at the first call only."""
+    """Callback for lost requests, which are sent again. Logs a warning at the first call only, in any thread."""
 
-    has_warned = False
+    def __init__(self):
+        self._first_call = threading.Lock()
 
     def __call__(self, error: RequestLost) -> None:
-        if not self.has_warned:
+        if self._first_call.acquire(blocking=False):  # never released
             logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
-        self.has_warned = True
 
 
 def answer_of(
