@@ -263,9 +263,9 @@ def test_images_vary_with_each_repetition(policy_update, tmp_path):
 # Predictions
 
 
-def test_costs_of_layers_add_up():
+@pytest.mark.parametrize(("packed", "checkpointing"), [(False, True), (True, False)])
+def test_costs_of_layers_add_up(packed, checkpointing):
     """The costs that follow from one and two layers, and from one and two frames, are those of the whole model."""
-    packed = checkpointing = True
     machine = project.Machine(kernel=0.0)  # kernels of one frame may take the shortest time
     expected = project.run_decoder(machine, "12m", 6, 60, 4, 20, packed, checkpointing)
     assert project.decoder_costs(machine, "12m", 60, 4, 20, packed, checkpointing) == pytest.approx(expected, rel=1e-6)
