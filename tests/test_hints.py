@@ -11,8 +11,8 @@ from datasets import Dataset
 from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.reporting import hints
-from trl_multimodal_rft.reporting.hints import constant_rewards
+from trl_multimodal_rft.trainers import rollout_logs
+from trl_multimodal_rft.trainers.rollout_logs import constant_rewards
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ from trl_multimodal_rft.reporting.hints import constant_rewards
 )
 def test_steps_whose_rewards_are_equal(grouped, rollouts, steps, monkeypatch):
     warned = []
-    monkeypatch.setattr(hints.logger, "warning", warned.append)
-    hint = hints.EqualRewardsHint(grouped, patience=1)
+    monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
+    hint = rollout_logs.EqualRewardsHint(grouped, patience=1)
     for step, (rewards, differ) in enumerate(rollouts):
         hint.record_rewards(torch.tensor(rewards, dtype=torch.float32), torch.full((4,), differ), step)
     hint.on_log(None, SimpleNamespace(global_step=len(rollouts), log_history=[{"reward": 1.0, "step": 2}]), None)
@@ -74,8 +74,8 @@ def always_one(prompts, **kwargs):
 )
 def test_a_run_warns_once(trainer_class, reward, n_warnings, options, tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr(hints.logger, "warning", warned.append)
-    monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
+    monkeypatch.setattr(rollout_logs.EqualRewardsHint.__init__, "__defaults__", (2,))
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
     options = {"max_steps": 3, "logging_steps": 1, "self_check": False, **options}
     objects = moved("qwen2_5_vl") if "beta" in options else None
@@ -93,7 +93,7 @@ def varied(prompts, **kwargs):
 
 def test_a_function_that_rewards_all_alike_is_named_after_eight_steps(tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr(hints.logger, "warning", warned.append)
+    monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
     for steps in (7, 8):
         options = {"max_steps": steps, "logging_steps": 1, "self_check": False, "reward": [varied, always_one]}

@@ -23,11 +23,6 @@ logger = get_logger(__name__)
 _N_PROMPTS = 2
 
 
-def is_due(interval: int, step: int, n_steps: int) -> bool:
-    """Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`."""
-    return (step + n_steps) // interval > step // interval
-
-
 def media_contribution(
     policy: PolicyForward,
     model: nn.Module,

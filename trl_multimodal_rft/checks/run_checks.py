@@ -12,8 +12,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, input_modalities
-from ..forward.processes import modalities_of
-from ..policy import Fallbacks, PolicyForward
+from ..policy import Fallbacks, PolicyForward, modalities_of
 from ..progress import print_above_bars
 from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require

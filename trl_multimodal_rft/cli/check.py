@@ -24,12 +24,12 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
-from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.columns import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.counts import describe_empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
-from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
+from ..data.rows.unread import check_columns, check_ignored
 from ..encoding.media import decode_media
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import load_processor, tokenizer_of
@@ -41,7 +41,7 @@ from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
 from ..rewards.named import check_reward_columns, load_reward_funcs
-from ..rollout.prompt_encoder import PromptEncoder
+from ..rollout.stream import PromptEncoder
 from .prompts import with_system_message, with_texts
 
 

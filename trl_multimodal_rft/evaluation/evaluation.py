@@ -19,9 +19,9 @@ from trl import is_conversational
 from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.batches import DatasetRows, Row
-from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
+from ..data.rows.columns import MEDIA_COLUMNS, as_text, check_has_prompt, strip_media
 from ..data.rows.features import restore_rows
-from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
+from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
@@ -32,12 +32,11 @@ from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import reward_loop
 from ..rewards.choices import extracted_answer
-from ..rollout.collect import collect
 from ..rollout.environments import Environments
-from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.stream import EncodedRow
+from ..rollout.stages import collect
+from ..rollout.stream import EncodedRow, PromptEncoder
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig
@@ -162,7 +161,7 @@ class Evaluation:
         Checks the columns of the whole dataset (`extent="all"`) or, if the dataset doesn't list its columns, of the
         first batch (`"first"`).
         """
-        if self.toolbox:  # true with environments, which may read any column; false with tools alone
+        if self.toolbox.factories:  # environments may read any column
             return
         model_modalities = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
@@ -220,7 +219,7 @@ class Evaluation:
         Returns the rollout of readable rows, or `None` if all rows are unreadable, and errors of unreadable rows by
         row index. With `ablates`, a view replaces media of the ablated modality.
         """
-        for row in () if self.toolbox else rows:
+        for row in () if self.toolbox.factories else rows:
             check_has_prompt(row)
         try:
             return self._collect(rows, ablates), {}
@@ -245,7 +244,7 @@ class Evaluation:
         """Returns a rollout with `num_samples` entries per row, next to one another. Raises `MediaError`."""
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
-            if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox:
+            if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox.factories:
                 raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
         encoded_rows = [
             EncodedRow(row.row_index, restored, row, prompt)
@@ -271,7 +270,7 @@ class Evaluation:
         view = as_view(self.args.ablate_with).for_modality(modality).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
-        if self.toolbox:
+        if self.toolbox.factories:
             raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
         media = self._media_of(row, modality)
         if not media:
@@ -356,7 +355,7 @@ class Evaluation:
             {
                 "prompt": as_text(strip_media(rollout.source.messages[i])),
                 # An environment may show other media in each run
-                "fingerprint": None if self.toolbox else checksum(rollout.source.messages[i]),
+                "fingerprint": None if self.toolbox.factories else checksum(rollout.source.messages[i]),
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)

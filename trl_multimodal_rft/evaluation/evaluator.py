@@ -24,14 +24,13 @@ from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.features import install_encoder_attention
 from ..forward.masks import sharing_obstacle
-from ..forward.processes import check_one_run
 from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.wrapped import unwrapped
-from ..policy import Fallbacks, PolicyForward
+from ..policy import Fallbacks, PolicyForward, check_one_run
 from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
-from ..rollout.prompt_encoder import PromptEncoder
+from ..rollout.stream import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
 from ..trainers.setup import check_takes_tools
@@ -139,7 +138,7 @@ def evaluate(
     with kept_random_state():
         toolbox = Environments(tools or (), environment_factory, media_rules)
     policy = Policy(module, encoder, functools.partial(_complete, forward, module, accelerator), toolbox)
-    if toolbox.tools or toolbox:
+    if toolbox.tools or toolbox.factories:
         _add_tools(policy, forward.fallbacks.isolate)
     reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
     return Evaluation(policy, dataset, named_rewards(reward_funcs), args or EvaluationConfig(), accelerator).run()

@@ -88,9 +88,7 @@ class Environments:
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
         for tool in self.tools:
             _check_description(tool)
-
-    def __bool__(self) -> bool:
-        return bool(self.factories)
+        self.tools_by_name = {tool.__name__: tool for tool in self.standalone_tools}
 
     @property
     def tools(self) -> list[Callable]:
@@ -101,8 +99,8 @@ class Environments:
         return callables
 
     def tools_in(self, environment: Any) -> dict[str, Callable]:
-        """Returns a completion's tools by name: standalone tools, and tools of its environment if there is one."""
-        return {**{tool.__name__: tool for tool in self.standalone_tools}, **tools_of(environment)}
+        """Returns a completion's tools by name: standalone tools, and tools of its environment."""
+        return {**self.tools_by_name, **tools_of(environment)}
 
     def reward_funcs(self) -> dict[str, Callable]:
         """Returns a reward function for each class of environments with `get_reward`, by the name of the class."""

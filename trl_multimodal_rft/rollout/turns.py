@@ -33,8 +33,8 @@ from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_error, check_without_media
-from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
+from .stream import PromptEncoder
 
 
 logger = get_logger(__name__)

@@ -32,14 +32,19 @@ from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
 from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs, check_reward_columns
-from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
-from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import Estimates, set_estimates, weighted_sum
 from ..rollout.rollout import Rollout, TRLInputs, require
-from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
-from ..rollout.stream import CardNotes, RowStream
+from ..rollout.stages import (
+    engine_metrics,
+    n_on_policy,
+    rollout_ratios,
+    score_with_view,
+    take_custom_rollout,
+    without_gradient,
+)
+from ..rollout.stream import CardNotes, PromptEncoder, RowStream
 from ..rollout.turns import ToolLoop, completions_without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
@@ -200,7 +205,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=None if self.toolbox or rollout_func is not None else encode,
+            encode=None if self.toolbox.factories or rollout_func is not None else encode,
             messages=self.prompts.messages,
             encode_teacher_prompt=self.prompts.encode_teacher_prompt if args.teacher_columns else None,
             columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,

@@ -328,7 +328,9 @@ def vllm_sampler(
     """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
     limits = {}
-    if not run.toolbox and n_tool_media is not None:  # environments and unlimited tools add any number of media
+    if (
+        not run.toolbox.factories and n_tool_media is not None
+    ):  # environments and unlimited tools add any number of media
         limits = {modality: n + n_tool_media for modality, n in media_limits(run.args, *datasets).items()}
     engine = make_engine(run, bias, revision, limits, host_memory)
 

@@ -14,10 +14,9 @@ from ..algorithms.losses import LossOutput, Normalizer, view_term
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
-from ..rollout.collect import view_prompts
 from ..rollout.ranks import local_rows
 from ..rollout.rollout import Rollout, require
-from ..rollout.score import score_dependency
+from ..rollout.stages import score_dependency, view_prompts
 from .run import Run
 
 

@@ -13,16 +13,16 @@ from trl.data_utils import get_dataset_column_names
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.batches import Row
 from ..data.rows.cells import finite_number, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS, has_media
+from ..data.rows.columns import MEDIA_COLUMNS, has_media, other_layout
 from ..data.rows.features import undecoded
 from ..data.rows.pairs import COMPLETIONS, TIE
-from ..data.rows.unread import lists_columns, other_layout
+from ..data.rows.unread import lists_columns
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import with_answer
 from ..policy import Completions, PolicyForward
-from ..rollout.collect import view_of_row
+from ..rollout.stages import view_of_row
 from ..views.views import View
 from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, missing_columns_error

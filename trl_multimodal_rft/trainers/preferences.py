@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ..checks.measure import Measure
-from ..checks.media_contribution import is_due, media_contribution
+from ..checks.media_contribution import media_contribution
 from ..data.rows.unread import lists_columns
 from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair, SupervisedSequence
@@ -23,6 +23,7 @@ from ..models.wrapped import is_unsharded, replaced
 from .loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
 from .preference_data import completions_to_score
 from .reading import Batch, CompletionTrainer
+from .rollout_logs import is_due
 from .signatures import Processor, Rows
 
 

@@ -10,10 +10,10 @@ from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
 from ..engines.samplers import Sampler, Samples
 from ..engines.transformers import Branches
-from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
 from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
+from ..rollout.stages import view_prompts
 from ..rollout.turns import completions_without_tools
 from ..views.options import as_schedule, last_of_groups
 from ..views.views import View

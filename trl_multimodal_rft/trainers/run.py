@@ -18,7 +18,7 @@ from trl.trainer.utils import use_adapter
 
 from ..checks.run_checks import Checks
 from ..data.rows.batches import Row
-from ..data.rows.unread import check_has_prompt, check_reward_columns
+from ..data.rows.columns import check_has_prompt, check_reward_columns
 from ..encoding.processors import ends_with, tokenizer_of
 from ..engines.samplers import Sampler
 from ..families import input_modalities
@@ -27,9 +27,7 @@ from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
 from ..rewards.calls import compares_completions, missing_instructions
-from ..rollout.collect import add_completions, collect
 from ..rollout.environments import Environments
-from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
 from ..rollout.reward import (
     checked_functions,
@@ -40,8 +38,8 @@ from ..rollout.reward import (
     warn_of_unscorable,
 )
 from ..rollout.rollout import Rollout
-from ..rollout.score import packing_metrics, score_in_batches
-from ..rollout.stream import CardNotes, EncodedRow, RowStream, warn_of_positions
+from ..rollout.stages import add_completions, collect, packing_metrics, score_in_batches
+from ..rollout.stream import CardNotes, EncodedRow, PromptEncoder, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
 from .setup import warn_of_unread
 
@@ -155,7 +153,7 @@ class Run:
         # Reward models get no columns, so no name of a column is wrong for them
         if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
             check_reward_columns(rows[0], 0)
-        if self.toolbox:  # environments make prompts, and may read any column
+        if self.toolbox.factories:  # environments make prompts, and may read any column
             return
         for row in rows:
             check_has_prompt(row)
@@ -173,7 +171,7 @@ class Run:
         tool_mask: list[list[int]] | None,
         **options: Any,
     ) -> None:
-        """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
+        """Adds completions to a rollout by [`~rollout.stages.add_completions`] and its `options`, and logs lengths."""
         state = self.live.state
         options |= {"ended": [*map(self.has_ended, ids)], "accelerator": self.accelerator}
         metrics, n_tokens = add_completions(rollout, ids, logps, tool_mask, **options)
@@ -256,7 +254,7 @@ class Run:
 
         Raises a `RuntimeError` if all environments of all ranks failed in training, which hints at a common cause.
         """
-        if not (self.toolbox or self.toolbox.tools):
+        if not (self.toolbox.factories or self.toolbox.standalone_tools):
             return
         rows = zip(rollout.source.row_indices, rollout.source.failures, strict=True)
         failed = [(row, error) for row, error in rows if error is not None]

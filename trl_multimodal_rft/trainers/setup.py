@@ -31,9 +31,9 @@ from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of_processor, input_modalities
-from ..forward.processes import check_one_run
 from ..models.modes import ignore_deprecated_names
 from ..models.pretrained import read_config
+from ..policy import check_one_run
 from ..views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, mapping

@@ -18,8 +18,8 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.batches import Row
-from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.unread import lists_columns, other_layout, prepare_remedy
+from ..data.rows.columns import MEDIA_COLUMNS, other_layout, prepare_remedy
+from ..data.rows.unread import lists_columns
 from ..encoding.processors import checked_texts
 from ..encoding.prompts import check_ids, placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels

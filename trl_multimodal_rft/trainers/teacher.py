@@ -25,10 +25,9 @@ from ..forward.scores import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import kept_requires_grad
-from ..rollout.collect import view_prompts, with_new_start
-from ..rollout.prompt_encoder import has_teacher_prompt
 from ..rollout.rollout import Rollout, require
-from ..rollout.stream import EncodedRow
+from ..rollout.stages import view_prompts, with_new_start
+from ..rollout.stream import EncodedRow, has_teacher_prompt
 from ..views.views import as_view
 from .configs import mapping
 from .ema import MovingAverage

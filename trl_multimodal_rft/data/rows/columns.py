@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversion of dataset rows to chat messages, whose media blocks hold opaque references."""
+"""Checks of column names, and conversion of rows to chat messages, whose media blocks hold opaque references."""
 
 import ast
 import json
@@ -17,6 +17,7 @@ import PIL.Image
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, MediaRef, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
+from .features import feature_leaves
 
 
 T = TypeVar("T")
@@ -54,7 +55,26 @@ _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), 
 # Hints of other libraries about a medium, which are ignored
 _HINTS = ("detail", "format", "media_type", "mime_type")
 
-_SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt`"
+# Names of prompt columns in other tools
+_PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+
+# Columns that identify the layouts of other tools, supersets first. If a tool has layouts for both conversations and
+# pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
+_LAYOUTS = (
+    ("verl", {"prompt", "data_source", "reward_model"}),
+    ("video-r1", {"problem", "data_type", "path"}),
+    ("avqa", {"question_text", "multi_choice"}),
+    ("mmau", {"audio_id", "choices"}),
+    ("easyr1", {"problem", "answer"}),
+    ("rlaif-v", {"question", "chosen", "rejected"}),
+    ("hpsv3", {"prompt", "path1", "path2"}),
+    *(("unifiedreward", {"caption", *files}) for files in (("jpg_0", "jpg_1"), ("chosen", "rejected"))),
+    *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
+    *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
+    ("ms-swift", {"query", "response"}),
+    ("llama-factory", {"instruction", "output"}),
+    ("sharegpt", {"conversations"}),
+)
 
 # Prefix of `MediaRef.column` for a medium that a tool returned
 TOOL_PREFIX = "tool "
@@ -92,6 +112,63 @@ _FILE_ENDING = re.compile(
     r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _FILE_ENDINGS.items()) + r")(?:[?#]\S*)?$",
     re.IGNORECASE,
 )
+
+
+def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
+    """
+    Raises a `ValueError` for a column `prompts` or `completions`, names under which reward functions get those of the
+    batch.
+    """
+    for column in ("prompts", "completions"):
+        if column in row:
+            row_index = getattr(row, "row_index", index)
+            raise ValueError(
+                f"row {row_index} has a column {column!r}, the name under which reward functions "
+                f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
+            )
+
+
+def check_has_prompt(row: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a row without a prompt. The message has the remedy for the layout of the row."""
+    check_names(f"row {getattr(row, 'row_index', None)}", row, row)
+
+
+def other_layout(row: Mapping[str, Any]) -> str | None:
+    """Returns the name of the other tool's layout that fits the columns of a row, `None` if none does."""
+    nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
+    for layout, needed_columns in _LAYOUTS:
+        column, keys = nested_keys.get(layout, ("", set()))
+        if needed_columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
+            return layout
+    return None
+
+
+def prepare_remedy(layout: str, options: str = "") -> str:
+    """Returns the remedy for rows of another layout."""
+    return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
+
+
+def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
+    """Raises a `ValueError` if a needed prompt is missing, or if the solution is only in verl's `reward_model`."""
+    if "prompt" in columns or not needs_prompt:
+        if "solution" not in columns and other_layout(row) == "verl":
+            raise ValueError(
+                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepare_remedy('verl')}, "
+                "or add 'solution' for reward functions."
+            )
+        return
+    likely_prompt = next(
+        (column for other in _PROMPT_NAMES for column in columns if column.strip().lower() == other), None
+    )
+    remedy = "rename the right one" if likely_prompt is None else f"rename {likely_prompt!r} to 'prompt'"
+    if likely_prompt == "messages":  # the last message may be the answer
+        remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
+    layout = other_layout(row)
+    if layout is not None:
+        options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
+        alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
+        remedy = alternative + prepare_remedy(layout, options.get(layout, ""))
+    raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
 def rows_to_messages(
@@ -426,11 +503,11 @@ class _RowReader:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             actual = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
             is_sharegpt = isinstance(message, dict) and "from" in message
-            remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
+            remedy = prepare_remedy("sharegpt") if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
             raise self.error(path, f"a message must be a dictionary with 'role' and 'content', got {actual}; {remedy}")
         role = message["role"].strip().lower()
         if role in ("human", "gpt") or _ROLES.get(role, message["role"]) != message["role"]:
-            remedy = f"write {_ROLES[role]!r}" if role in _ROLES else _SHAREGPT
+            remedy = f"write {_ROLES[role]!r}" if role in _ROLES else prepare_remedy("sharegpt")
             raise self.error(path, f"the role is {message['role']!r}; {remedy}")
         message = {key: item for key, item in message.items() if item is not None or key == "content"}
         if message.get("tool_calls"):

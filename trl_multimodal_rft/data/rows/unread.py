@@ -12,7 +12,18 @@ from datasets.features.features import FeatureType
 from ...credentials import masked_url
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
-from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several_media, is_absent, is_empty
+from .columns import (
+    MEDIA_COLUMNS,
+    TEACHER,
+    block_modality,
+    check_names,
+    find_media,
+    holds_several_media,
+    is_absent,
+    is_empty,
+    other_layout,
+    prepare_remedy,
+)
 from .counts import empty_row_indices
 from .features import Rows, feature_leaves
 from .load import check_separator
@@ -20,27 +31,6 @@ from .load import check_separator
 
 # Number of evenly spaced rows that are inspected
 _N_ROWS = 16
-
-# Names of prompt columns in other tools
-_PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
-
-# Columns that identify the layouts of other tools, supersets first. If a tool has layouts for both conversations and
-# pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
-_LAYOUTS = (
-    ("verl", {"prompt", "data_source", "reward_model"}),
-    ("video-r1", {"problem", "data_type", "path"}),
-    ("avqa", {"question_text", "multi_choice"}),
-    ("mmau", {"audio_id", "choices"}),
-    ("easyr1", {"problem", "answer"}),
-    ("rlaif-v", {"question", "chosen", "rejected"}),
-    ("hpsv3", {"prompt", "path1", "path2"}),
-    *(("unifiedreward", {"caption", *files}) for files in (("jpg_0", "jpg_1"), ("chosen", "rejected"))),
-    *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
-    *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
-    ("ms-swift", {"query", "response"}),
-    ("llama-factory", {"instruction", "output"}),
-    ("sharegpt", {"conversations"}),
-)
 
 _MODALITIES_BY_FEATURE = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
@@ -119,7 +109,7 @@ def check_columns(
     sample = features or (rows[0] if rows else {})
     if columns:
         check_separator(columns)
-        _check_names(name, columns, sample, needs_prompt)
+        check_names(name, columns, sample, needs_prompt)
     modalities = modalities.union(
         *(
             _row_modalities(row, message_columns, ignored)
@@ -192,63 +182,6 @@ def check_columns(
             "alone; fill in the media, or remove the column."
         )
     return " ".join(warnings) or None
-
-
-def check_has_prompt(row: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a row without a prompt. The message has the remedy for the layout of the row."""
-    _check_names(f"row {getattr(row, 'row_index', None)}", row, row)
-
-
-def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
-    """
-    Raises a `ValueError` for a column `prompts` or `completions`, names under which reward functions get those of the
-    batch.
-    """
-    for column in ("prompts", "completions"):
-        if column in row:
-            row_index = getattr(row, "row_index", index)
-            raise ValueError(
-                f"row {row_index} has a column {column!r}, the name under which reward functions "
-                f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
-            )
-
-
-def other_layout(row: Mapping[str, Any]) -> str | None:
-    """Returns the name of the other tool's layout that fits the columns of a row, `None` if none does."""
-    nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
-    for layout, needed_columns in _LAYOUTS:
-        column, keys = nested_keys.get(layout, ("", set()))
-        if needed_columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
-            return layout
-    return None
-
-
-def prepare_remedy(layout: str, options: str = "") -> str:
-    """Returns the remedy for rows of another layout."""
-    return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
-
-
-def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
-    """Raises a `ValueError` if a needed prompt is missing, or if the solution is only in verl's `reward_model`."""
-    if "prompt" in columns or not needs_prompt:
-        if "solution" not in columns and other_layout(row) == "verl":
-            raise ValueError(
-                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepare_remedy('verl')}, "
-                "or add 'solution' for reward functions."
-            )
-        return
-    likely_prompt = next(
-        (column for other in _PROMPT_NAMES for column in columns if column.strip().lower() == other), None
-    )
-    remedy = "rename the right one" if likely_prompt is None else f"rename {likely_prompt!r} to 'prompt'"
-    if likely_prompt == "messages":  # the last message may be the answer
-        remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
-    layout = other_layout(row)
-    if layout is not None:
-        options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
-        alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
-        remedy = alternative + prepare_remedy(layout, options.get(layout, ""))
-    raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
 def check_ignored(columns: Collection[str] | None) -> None:

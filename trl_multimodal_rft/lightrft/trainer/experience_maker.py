@@ -24,9 +24,9 @@ from ...engines.transformers import sample_completions
 from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
-from ...rollout.prompt_encoder import PromptEncoder
 from ...rollout.rollout import Rollout
-from ...rollout.score import score_in_batches, score_values
+from ...rollout.stages import score_in_batches, score_values
+from ...rollout.stream import PromptEncoder
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
 from ..models.completions import mask_completions
