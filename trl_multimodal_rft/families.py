@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one entry per family, with reasons. Other families need no entry."""
+"""Special cases of model architectures: one entry per family, with reasons. Families without one have no entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ MODALITIES = ("image", "video", "audio")
 # the first dimension, which counts images, tiles, patches or windows.
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
-# Token fields that also mark the tokens just before and after the placeholders of an image, video or sound
+# Token fields that mark the placeholders of an image, video or sound, and also the tokens just before and after them
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
 # Tensors that hold the patches of all media in one row, by the name of the tensor with the media's sizes. Patches of
@@ -29,7 +29,7 @@ PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_valu
 # Processor outputs that describe images, besides the pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
 
-# Parts of the names of audio tensors; names of image tensors are too many to list
+# Parts of the names of audio tensors. Tensors with other names belong to images or videos, see `modality_of`.
 AUDIO_NAMES = ("audio", "input_features", "feature_attention_mask", "input_values")
 
 # Names of audio features and their masks in forwards
@@ -48,7 +48,7 @@ def _qwen3_omni_tokens(model: "PreTrainedModel", frames: "torch.Tensor") -> "tor
 
 
 def _llama4_query_scale(attention: "Llama4TextAttention", positions: "torch.Tensor") -> "torch.Tensor | None":
-    """Returns the scale of queries at positions, or `None` for a layer without one, see `Family.query_scale`."""
+    """Returns the scale of queries at positions, or `None` if the layer has none, see `Family.query_scale`."""
     if not attention.attn_temperature_tuning or attention.use_rope:
         return None
     return ((positions + 1) // attention.floor_scale).float().log1p() * attention.attn_scale + 1
@@ -250,7 +250,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("paligemma",),
-        token_field_fill={"token_type_ids": 1},  # marks causal text
+        token_field_fill={"token_type_ids": 1},  # marks causal text, such as the completion
         token_fields_mark_media=False,  # token fields distinguish prompt and completion
     ),
     Family(
@@ -322,7 +322,7 @@ def family_of(model: "torch.nn.Module | PreTrainedConfig | str") -> Family:
 
 def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -> Family:
     """Returns the special cases of a processor's family, or defaults."""
-    names = [cls.__name__ for cls in type(processor).__mro__]
+    names = [cls.__name__ for cls in type(processor).__mro__]  # subclasses before base classes
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
 
 

@@ -46,11 +46,11 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     Returns:
         [`EvaluationResult`]: Rows are pairs, with the completions and `verdicts` of the first order before those of
         the second. Metrics are those of [`evaluate`], and a pair is one observation: `accuracy` is the share of right
-        verdicts in both orders. Three more metrics have confidence intervals. `consistent_accuracy` is how often both
-        verdicts are right. `flips` is how often both verdicts name the same position, so that the preferred answer
-        changes with the order. `accuracy_without_ties` leaves out equally good pairs, if there are any. Shares of
-        verdicts have no intervals: `predicted_ties`, `unreadable`, and `first_preferred` among verdicts that name a
-        position.
+        verdicts, both orders counted. Three more metrics have confidence intervals. `consistent_accuracy` is how often
+        both verdicts are right. `flips` is how often both verdicts name the same position, which means that the
+        preferred answer changes with the order. `accuracy_without_ties` leaves out equally good pairs, if there are
+        any. Shares of verdicts have no intervals: `predicted_ties`, `unreadable`, and `first_preferred` among verdicts
+        that name a position.
 
     Example:
     ```python
@@ -58,7 +58,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     print(result.metrics["accuracy"], result.metrics["flips"])
     ```
     """
-    # Rows `2 * i` and `2 * i + 1` hold the two orders of pair `i`; a pair with an unreadable row is left out
+    # Rows `2 * i` and `2 * i + 1` hold the two orders of pair `i`. If one was unreadable, the pair is left out.
     args = EvaluationConfig(**{option.name: result.settings[option.name] for option in fields(EvaluationConfig)})
     rows_by_pair: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
@@ -68,12 +68,15 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
         pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args
     )
     n = args.num_samples
-    for name, column, agree in (
+    # Completion `i` of the first order is compared with completion `i` of the second
+    for name, column, condition in (
         ("consistent_accuracy", "correct", lambda first, second: bool(first and second)),
         ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
     ):
         samples_by_pair = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
-        shares = np.array([np.mean([agree(*verdict_pair) for verdict_pair in samples]) for samples in samples_by_pair])
+        shares = np.array(
+            [np.mean([condition(*both_orders) for both_orders in samples]) for samples in samples_by_pair]
+        )
         metrics |= estimate(name, shares, n == 1, args.confidence)
     verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
     metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
@@ -146,29 +149,30 @@ def score_pairs(
     """
     check_pairs(dataset)
     args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
-    table, name, skips_rows = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
+    table, func_name, skips_rows = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    pairs, skipped, size = [], {}, 1 if skips_rows else args.batch_size
+    # If unreadable rows are skipped, a batch is one pair, so that other pairs aren't skipped with it
+    pairs, skipped, batch_size = [], {}, 1 if skips_rows else args.batch_size
     bar = progress_bar(len(indices), "evaluate", "pair")
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
-        for batch in (table.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
+        for batch in (table.__getitems__([*indices[i : i + batch_size]]) for i in range(0, len(indices), batch_size)):
             bar.update(len(batch))
-            rows = [row.row_index for row in batch for _ in COMPLETIONS]
+            row_indices = [row.row_index for row in batch for _ in COMPLETIONS]  # one per completion
             try:
                 placed_rows = [put_answer_media(row, rules=media_rules) for row in batch]
                 arguments = _arguments(batch, placed_rows, media_rules)
-                functions = {name: checked_reward(reward_func, name, media_rules, rows)}
-                scores = call_rewards(functions, arguments, loop)[name]
+                functions = {func_name: checked_reward(reward_func, func_name, media_rules, row_indices)}
+                scores = call_rewards(functions, arguments, loop)[func_name]
             except MediaError as error:
                 if not skips_rows:
                     raise
-                skipped[rows[0]] = str(error)
+                skipped[row_indices[0]] = str(error)
                 continue
-            conversations = [
+            conversations = [  # prompt, chosen and rejected completion of each pair
                 [row[name] for name in ("prompt", *COMPLETIONS)]
                 for row in rows_to_messages(placed_rows, rules=media_rules)
             ]
-            # Scores alternate: chosen and rejected completion of a pair
+            # Scores of a pair are neighbors: chosen completion, rejected completion
             for i, row, messages in zip(range(0, len(scores), 2), batch, conversations, strict=True):
                 prompt, *texts = (as_text(strip_media(chat)) for chat in messages)
                 pair: dict[str, Any] = {"index": row.row_index, "prompt": prompt, "fingerprint": checksum(messages)}
@@ -182,25 +186,26 @@ def score_pairs(
     metrics["margin"] = mean([pair["scores"][0] - pair["scores"][1] for pair in scored if not pair[TIE]])
     metrics["predicted_ties"] = mean([pair["predicted_tie"] for pair in scored])
     metrics |= {"skipped_rows": len(skipped)} if skips_rows else {}
-    settings = {**asdict(args), "reward_funcs": [name], "tie_margin": tie_margin, "pairs": True}
+    settings = {**asdict(args), "reward_funcs": [func_name], "tie_margin": tie_margin, "pairs": True}
     return EvaluationResult(metrics, pairs, settings, skipped)
 
 
 def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """
-    Returns the arguments of a reward function, as trainers pass them, with the chosen and the rejected completion of a
-    pair next to each other. `placed_rows` are the rows of the batch by [`put_answer_media`]. Columns of media aren't
-    arguments.
+    Returns the arguments of a reward function, as trainers pass them. Two pairs give the completions chosen, rejected,
+    chosen, rejected, and repeat each prompt and column value. `placed_rows` is the batch after [`put_answer_media`]:
+    a row whose answers hold media has its media in messages, and no media columns.
     """
     for row in batch:
         for name in COMPLETIONS:
             check_all_is_read(read_answer(row[name], name, row.row_index), name, row.row_index)
     prompts = restore_media([row["prompt"] for row in rows_to_messages(placed_rows, rules=media_rules)])
+    # Columns of the batch's rows, except completions and the media columns that `put_answer_media` moved
     rows = [
         {name: value for name, value in row.items() if name in placed_rows[i] and name not in COMPLETIONS}
         for i, row in enumerate(restore_rows(batch, media_rules))
     ]
-    completions: list = [
+    completions: list = [  # a row that `put_answer_media` returns itself has no media in its answers
         restore_media(row[name]) if row is not batch[i] else strip_media(row[name])
         for i, row in enumerate(placed_rows)
         for name in COMPLETIONS
@@ -220,7 +225,7 @@ def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: Me
 def _outcome(
     chosen_score: float | None, rejected_score: float | None, is_tie: bool, tie_margin: float
 ) -> dict[str, Any]:
-    """Returns the entries of a pair's record that follow from its scores."""
+    """Returns a pair's scores, whether they predict a tie, and whether they are correct, as entries of its record."""
     correct = predicts_tie = None
     if chosen_score is not None and rejected_score is not None:
         predicts_tie = abs(chosen_score - rejected_score) <= tie_margin

@@ -23,7 +23,7 @@ from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, w
 # Key of the `group_by` value in a record, until the metrics are computed
 GROUP = "\0group"
 
-SCORE = "score/"  # prefix of the row columns with the per-row metrics of an external harness
+SCORE = "score/"  # prefix of columns of `rows`: the scores that an external harness gives each row
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 _N_METRICS = 8  # maximum number of lines of metrics in a `repr`
 _N_ANSWERS = 3  # maximum number of answers in a summary
@@ -80,8 +80,8 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         lines = metric_lines(self.metrics, self.settings)
-        rest = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
-        return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *rest])
+        omission = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
+        return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *omission])
 
     def save(self, folder: str | Path) -> None:
         """
@@ -111,6 +111,7 @@ def aggregate(
     """
     scored_records = [record for record in records if None not in record["correct"]]
     n = len(scored_records[0]["correct"]) if scored_records else args.num_samples
+    # `n` is the number of completions of a row, and `n_right` has a row's number of right ones
     n_right = np.array([sum(record["correct"]) for record in scored_records])
     metrics: dict[str, float | None] = {}
 
@@ -121,7 +122,8 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers agree if they differ only in case, whitespace or punctuation. A single block is right or wrong.
+        # Answers agree if they differ only in case, whitespace or punctuation. With fewer than `2 * k` completions, a
+        # row has a single block of `k`, whose majority is right (1) or wrong (0).
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
         add(
             f"majority@{k}",
@@ -133,6 +135,7 @@ def aggregate(
             indices = [i for i, record in enumerate(scored_records) if record[GROUP] == value]
             add(f"accuracy/{value}", n_right[indices] / n, is_binary=n == 1)
     if args.ablate is not None:
+        # Rows with media of the modality
         ablated_records = [record for record in scored_records if None not in (record["correct_without"] or [None])]
         shares = [
             np.array([sum(record[name]) / n for record in ablated_records]) for name in ("correct", "correct_without")
@@ -180,6 +183,7 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
     base_rows = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
     for column in ("prompt", "solution", "fingerprint"):
         columns = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
+        # A result may lack solutions or fingerprints; these columns are compared only if both results have values
         if columns[0] != columns[1] and (
             column == "prompt" or not any(all(value is None for value in values) for values in columns)
         ):

@@ -44,7 +44,7 @@ Message = tuple[str, str, list[str]]  # role, text and files of media
 Answerer = Callable[[list[Message], EvaluationConfig], str]
 
 _MAX_REQUEST_BYTES = 2**28
-_STYLE = '[aria-label="Share"] { display: none; }'  # hides a button that uploads media to the Hub
+_STYLE = '[aria-label="Share"] { display: none; }'  # CSS that hides a button, which uploads media to the Hub
 _UPLOAD_SECONDS = 3600  # time until an upload is deleted
 _MAX_TOKENS = 2048  # end of the slider for completion lengths, unless the command allows more
 
@@ -91,7 +91,10 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
 
 
 def example_of(name: str) -> tuple[str, str, list[str]]:
-    """Returns the system prompt and question in a model's card, and one file of its folder per modality in them."""
+    """
+    Returns the system prompt and the question in the code of a model's card. Also returns media files of the model's
+    folder, one for each modality in the question. A card by another program gives empty results.
+    """
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     text = Path(card).read_text(encoding="utf-8") if card else ""
     line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
@@ -102,6 +105,7 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     content = messages[-1]["content"]
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
+    # First file of each modality: earlier files replace later ones
     first_files = {file_modality(path.name): str(path) for path in reversed(files)}
     modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
     return (
@@ -204,6 +208,7 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
     address, origin = headers.get("host", ""), headers.get("origin")
     try:
+        # The browser adds `origin` if a page's script sends the request
         name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
         if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
             ipaddress.ip_address(name)  # raises for any other name, which a foreign DNS may resolve to this server
@@ -236,7 +241,10 @@ def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
-    """Loads the model and its base. Returns their answerers by shown name, and the modalities that the model takes."""
+    """
+    Loads the model, and the base for comparison: `--base`, or else an adapter's base. Returns their answerers by shown
+    name, and the modalities that the model takes.
+    """
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
     answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
@@ -257,6 +265,7 @@ def _shown_name(name: str) -> str:
 
 
 def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = True) -> None:
+    """Starts the page's server in a thread. If `waits`, prints the address and returns when the server ends."""
     middleware = require_module("starlette.middleware", "chat").Middleware
     interface.launch(
         server_name=args.host,
@@ -266,7 +275,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         css=_STYLE,
         app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
         prevent_thread_lock=True,
-        quiet=True,  # otherwise gradio hints at public links
+        quiet=True,  # otherwise Gradio prints how to make a public link
     )
     if waits:
         print(f"Chat at {interface.local_url}", flush=True)

@@ -62,7 +62,7 @@ class Usage:
     held: int  # bytes of activations at the start of the backward pass
     peak: int  # maximum bytes in use by a micro-batch, without weights and gradients
     cache: list[tuple[float, int | None]]  # per layer: bytes of keys and values per token, sliding window
-    sharing: int  # number of completions that share the keys and values of a prompt
+    sharing: int  # number of completions that share the keys and values of a prompt when sampled
     decoder: int  # number of weights of the decoder and of the LM head
     vocabulary: int  # vocabulary size of the LM head
     prompt_tokens: int  # tokens of a prompt
@@ -105,9 +105,9 @@ def measure(args: argparse.Namespace) -> Usage:
         critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
         head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
     packed = args.packing == "prefix" and not sharing_obstacle(base)
-    for item in (base, None if critic is None else critic.model):
-        if packed and item is not None:
-            install_prefix_attention(item)
+    for network in (base, None if critic is None else critic.model):
+        if packed and network is not None:
+            install_prefix_attention(network)
     logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
     linear_layers = [layer for layer in base.modules() if isinstance(layer, torch.nn.Linear) and layer is not lm_head]
@@ -133,13 +133,13 @@ def measure(args: argparse.Namespace) -> Usage:
     freeze(model, as_names(args.freeze))
     if critic is not None:
         freeze_backbone(critic.model, as_names(args.freeze))
-    # A micro-batch. With 4 completions, 2 prompts and 2 views, `unique` is p0 to p3, and `prompts` is p0 p0 p1 p1 for
-    # one view, then p2 p2 p3 p3 for the other.
+    # A micro-batch. With 4 completions, 2 prompts and 2 views, `unique` is p0 p1 p2 p3, and `prompts` has an entry per
+    # completion and view: p0 p0 p1 p1 for one view, then p2 p2 p3 p3 for the other.
     prompt, encoder_inputs = synthetic_prompt(base, args)
     group_size = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group_size)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
-    # Prompts get different positions so that they share no tokens: prompts that start alike would
+    # Packed rows share the common start of prompts. Different positions keep these equal prompts apart.
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
@@ -148,6 +148,7 @@ def measure(args: argparse.Namespace) -> Usage:
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     forwards = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
+    # Batch indices of each forward's completions are in `forwards`; only the largest forward is measured
     largest_index = max(range(len(forwards)), key=lambda i: len(forwards[i]))
     largest = [prompts[i] for i in forwards[largest_index]]
     prompt_first = (
@@ -156,9 +157,11 @@ def measure(args: argparse.Namespace) -> Usage:
     held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoder_inputs, prompt_first
     )
-    # Operations of all forwards relative to the largest one: proportional to the number of completions. If the prompt
-    # is forwarded first, only the completions' operations are; the prompt's count once per unique prompt.
+    # `scale`: operations of all forwards, relative to the measured one. They are proportional to the number of
+    # completions. But if a forward of the prompt alone comes first, its operations (`prompt_ops`, else 0) count once
+    # per unique prompt.
     scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
+    # Forwards without gradients: of all parts before their backward passes if there are several, and of the reference
     n_extra_forwards = (len(forwards) > 1) + (args.beta > 0)
     prompts_of_largest = group_by_prompt(largest) if packed else largest
     return Usage(
@@ -176,7 +179,8 @@ def measure(args: argparse.Namespace) -> Usage:
         cache=_cache_of_layers(args, mode, base),
         sharing=min(_n_completions(args), args.num_generations) if shares_prompts(base) else 1,
         decoder=sum(
-            item.numel() for item in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
+            weight.numel()
+            for weight in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
         ),
         vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
@@ -213,7 +217,7 @@ def _measure_micro_batch(
     model, critic, head = modules
     autocasts = args.bf16 and not _is_sharded(args)
     with mode, kernels_of_gpus() if args.device == "cuda" else nullcontext():
-        baseline: list[torch.Tensor] = []
+        baseline: list[torch.Tensor] = []  # not counted here: `memory` adds weights and gradients
         for module in [module for module in modules if module is not None]:
             for parameter in module.parameters():
                 if parameter.requires_grad:  # the gradient exists from the second micro-batch on
@@ -235,6 +239,7 @@ def _measure_micro_batch(
                 request = ScoreRequest(prompts, ids, mask, packed, states=states)
                 policy_request = replace(request, critic=head, logits_temperature=temperature)
                 scores = completion_scores(model, base, policy_request)
+                # Any loss of all outputs takes the same memory
                 loss = scores.logps.mean() + sum(
                     out.float().mean() for out in encoder_outputs(base, encoder_inputs, len(prompts))
                 )
@@ -285,6 +290,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     weights -= usage.in_4_bits * (loaded_width - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
         optimizer += 4 * usage.tensors  # AdamW has a step counter for each tensor
+    # Of the critic: bytes of weights, gradients and optimizer state
     critic_states = _states(args, usage.critic, usage.frozen_critic, loaded_width, loaded_width)
     critic = sum(critic_states)
     shards_weights = SHARDS[args.strategy][0]
@@ -292,7 +298,8 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
         width = 2 if args.strategy.startswith("zero") else loaded_width
         reference = (trained + frozen) * width / (args.gpus if shards_weights else 1)
-    # Buffers for gradients, and weights that sharded runs gather
+    # Buffers for gradients, and weights that sharded runs gather. DeepSpeed and FSDP2 use 2 bytes per weight; 5e8 and
+    # 1e9 weights are DeepSpeed's defaults.
     buffers = gathered = gathered_to_sample = 0.0
     if args.strategy == "ddp":
         buffers = gradients
@@ -315,6 +322,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.device == "cuda" and not _is_sharded(args):
         # The CUDA graph of a decoding step holds the logits of a token in bfloat16 and in float32
         decoding_graph = 6.0 * _n_completions(args) * usage.vocabulary
+        # Under autocast, sampling keeps copies of float32 weights in bfloat16
         cast_weights = 2.0 * usage.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
     if args.use_vllm:
         cache = decoding_graph = cast_weights = gathered_to_sample = 0.0
@@ -338,7 +346,8 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(critic_states[1:])
         if vllm:
-            # vLLM receives the weights before the trainer's copy leaves the GPU
+            # vLLM receives the weights before the trainer's copy leaves the GPU. A vLLM that sleeps has woken only its
+            # weights by then. The peak is at this copy, or later, when vLLM samples alone.
             vllm_at_sync = (
                 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
             )
@@ -373,12 +382,14 @@ def _states(
     args: argparse.Namespace, trained: int, frozen: int, trained_width: int, frozen_width: int
 ) -> tuple[float, ...]:
     """Returns a GPU's bytes of weights, gradients and optimizer state. A width is the bytes of one weight."""
+    # Bytes of optimizer state per trained weight, or per byte of the trained weights if `per_byte`
     factor, per_byte = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
         trained_width = 4
     state_width = factor * (trained_width if per_byte else 1)
     sizes = trained_width * trained + frozen_width * frozen, trained_width * trained, state_width * trained
-    if args.strategy.startswith("zero"):  # DeepSpeed's optimizer has a float32 copy of the trained weights
+    # DeepSpeed computes in half precision, and its optimizer has a float32 copy of the trained weights
+    if args.strategy.startswith("zero"):
         sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if per_byte else 1)) * trained
     shards = SHARDS[args.strategy]
     return tuple(size / (args.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
@@ -419,6 +430,7 @@ def advice(args: argparse.Namespace, usage: Usage, sizes: dict[str, float]) -> s
 
 
 def estimate(args: argparse.Namespace) -> dict:
+    """Measures a run, and returns its [`verdict`], with a `note` if media encoders are left out."""
     if args.load_in_4bit and not args.use_peft:
         raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
     if args.strategy == "single" and args.gpus > 1:

@@ -57,6 +57,7 @@ class FakeFloats(TorchDispatchMode):
                 return result
         if not tensors or any(_can_be_fake(tensor) for tensor in tensors):  # real floats, such as pixels, stay real
             return func(*args, **kwargs)
+        # All inputs are integers or single floats, so a large float result becomes fake
         return tree_map_only(torch.Tensor, self._as_fake, func(*args, **kwargs))
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +99,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, baseline: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}  # bytes by the storage's address
         # FLOP counters that torch lacks, such as for CPU operators. Torch's counters are looked up when an operator
         # runs, because torch registers some of them on first use.
         self._counters = {
@@ -124,7 +125,7 @@ class Watch(TorchDispatchMode):
         count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
-        for tensor in _tensors(result):
+        for tensor in _tensors(result):  # a view, or an operation in place, has a storage that is known
             storage = tensor.untyped_storage()
             if storage._cdata not in input_storages and storage._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()

@@ -22,7 +22,8 @@ from ..evaluation import EvaluationResult
 from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
-# The model's name on its server. lmms-eval mistakes models with `o1` in the name, such as `grpo1`, for OpenAI's.
+# The model's name on its server. It replaces the real name, because lmms-eval takes models with `o1` in the name, such
+# as `grpo1`, for OpenAI's.
 _ALIAS = "checkpoint"
 # Options of `evaluate` that apply to harnesses
 _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
@@ -73,7 +74,7 @@ def flags(options: dict) -> list[str]:
 @contextmanager
 def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
     """Runs `vllm serve` with further `words` within the context, and yields the URL once the server is healthy."""
-    with socket.socket() as probe:
+    with socket.socket() as probe:  # port 0 stands for any free port
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _ALIAS, *words]

@@ -14,11 +14,12 @@ from ..data.rows.columns import as_text, strip_media
 from ..evaluation.result import SCORE, EvaluationResult, estimate
 
 
-# Packages for `uvx`. Versions are exact, since result formats change. lmms-eval uses names that filelock 4.3 lacks.
+# Requirements for `uvx --from`. Versions are exact, since result formats change between versions. filelock is older
+# than 4.3, which lacks names that lmms-eval uses.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
 _FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores if a request failed
-# Keys of a row's score in lmms-eval, for tasks with a dictionary as score. The first key in the dictionary counts.
+# Some tasks of lmms-eval give a row a dictionary as score. The score is at the first of these keys that it has.
 _SCORE_KEYS = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
@@ -42,7 +43,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
     counts = results["n-samples"]
     for task, values in results["results"].items():
         for name, value in values.items():
-            metric, _, pipeline = name.partition(",")
+            metric, _, pipeline = name.partition(",")  # a name such as "accuracy,none" ends with the filter pipeline
             if pipeline == "none" and "_stderr" not in metric and isinstance(value, (int, float)):
                 figures[metric if len(counts) == 1 else f"{metric}/{task}"] = float(value)
     for task, count in counts.items():
@@ -68,14 +69,15 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     if (path := next(folder.glob("reports/*/*.json"), None)) is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))
-    main, rows = report["primary_metric_identity"], []
-    figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main), main["name"]
+    main_id, rows = report["primary_metric_identity"], []
+    figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main_id), main_id["name"]
     subsets = (report.get("execution_summary") or {}).get("subsets") or {}
-    for path in sorted(folder.glob("reviews/*/*.jsonl")):
+    for path in sorted(folder.glob("reviews/*/*.jsonl")):  # one file per subset of the task
         reviews = sorted(_json_lines(path), key=lambda review: review["index"])
         subset = subsets.get(path.stem.removeprefix(f"{report.get('dataset_name')}_"), {})
         _check_complete("EvalScope", path.stem, [review["index"] for review in reviews], subset.get("requested"))
         for review in reviews:
+            # The last message is the completion
             score, target, (*messages, _) = review["sample_score"]["score"], review["target"], review["messages"]
             name = score["main_score_name"] or name
             for metric, reason in (score["metadata"] or {}).get("metric_errors", {}).items():

@@ -26,9 +26,10 @@ Observation = str | list[Json]
 
 _MAX_BYTES = 100 * 2**20  # limit of an observation, as in OpenEnv's client
 TIMEOUT = 60  # seconds until a call to a server fails
-_PENDING_SECONDS = 0.01  # time for the rest of a pending response, which may arrive in two parts
+_PENDING_SECONDS = 0.01  # wait for a pending response, of which only a part may have arrived
 _ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors after which a session goes on
 _RESERVED_NAMES = {"url", "media", "rewards", "get_context", "get_reward", "reset"}
+# Python types of arguments, by type in a JSON schema
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
 
@@ -92,7 +93,7 @@ class Session:
 
 
 class ServedEnvironment:
-    """Environment with the tools of a server."""
+    """Base class of environments whose tools, methods by [`tool_of`], run on a server."""
 
     _call_tool: Callable[..., Observation]  # takes a tool's remote name, and the call's arguments by remote name
 
@@ -119,6 +120,7 @@ class OpenEnvironment(ServedEnvironment):
         return sum(self.rewards)
 
     def _call_tool(self, tool: str | None, arguments: Json) -> Observation:
+        """Calls an MCP tool, or without `tool` takes a step with `arguments` as the action. Keeps the reward."""
         if self._is_done:
             raise ValueError("The episode has ended; answer without a call.")
         call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
@@ -130,6 +132,7 @@ class OpenEnvironment(ServedEnvironment):
         return self._observation(response)
 
     def _observation(self, response: Json) -> Observation:
+        """Returns the observation in a response. Raises `ValueError` for the error of an MCP tool."""
         try:
             content, self._is_done = response["observation"], bool(response["done"])
         except (KeyError, TypeError):
@@ -212,6 +215,7 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
         while key in fields:
             key += "_"
         fields[key] = field
+        # Of an optional field, such as `anyOf: [integer, null]`, the first other type counts. A `$ref` is looked up.
         spec = {
             **field_schema,
             **next((option for option in field_schema.get("anyOf", ()) if option.get("type") != "null"), {}),

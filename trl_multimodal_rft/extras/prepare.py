@@ -15,7 +15,8 @@ from ..data.reading.rules import rules_of
 from ..data.rows.folders import check_empty, write_folder
 
 
-# Options of some layouts, with the names of the loaders' arguments
+# Options of `prepare` that only some layouts have. They are named like the loaders' arguments, but an argument
+# `audio_dir` is set by `--media_dir`.
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
 _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
@@ -24,7 +25,7 @@ def convert(args: argparse.Namespace) -> DatasetDict:
     """Loads the splits of a dataset by its layout's loader, with the options that the loader has."""
     load: Callable[..., Dataset] = getattr(data, LAYOUTS[args.layout])
     parameters = inspect.signature(load).parameters
-    options = {name: getattr(args, name, None) for name in _OPTIONS}
+    options = {name: getattr(args, name, None) for name in _OPTIONS}  # `None` if an option isn't set
     if "audio_dir" in parameters:
         options["audio_dir"] = options.pop("media_dir")
     options = {name: value for name, value in options.items() if value is not None}

@@ -157,6 +157,7 @@ class RemoteReward(Server):
         return [reward for batch in self._ask_all(self._request_rewards, batches) for reward in batch]
 
     def _request_rewards(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
+        """Sends a batch of the payload, and returns the checked rewards in the response."""
         n = len(batch["completions"])
         response = self._post(
             batch,
@@ -178,6 +179,7 @@ class RemoteReward(Server):
             ) from error
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
+        """Returns the lists of a request (see the class) for all completions. Budgets of the run don't resize media."""
         messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         prompts = [as_text(strip_media(prompt), with_roles=False) for prompt in messages]
         texts = [as_text(completion, with_roles=False) for completion in completions]
@@ -198,6 +200,7 @@ def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
     encoded: dict[tuple[int, str, str], str | list[str]] = {}
 
     def encode(ref: MediaRef) -> str | list[str]:
+        # The rows of a prompt's completions hold the same object as `source`
         key = (id(ref.source), ref.modality, str(ref.options))
         if key not in encoded:
             if ref.modality == "image":

@@ -10,11 +10,12 @@ import yaml
 from .estimate import GIB, USABLE, Usage, measure_with_note, target_modules, verdict
 
 
-# Completions per update; in supervised training, rows per update
+# Completions per update by trainer; in supervised training, rows per update
 _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
+# Names of accelerate configs by strategy
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
-# Keys of the suggested config, and further keys by the switch that enables them
+# Keys of the suggested config. A switch is a boolean key, written only if it is true, together with its further keys.
 _KEYS = ("model_name_or_path", "accelerate_config", "num_processes", "bf16", "dtype", "gradient_checkpointing")
 _KEYS += ("optim", "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
 _SAMPLING_KEYS = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
@@ -62,10 +63,12 @@ def run(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields options of methods and strategies, from full training to QLoRA. `args` can require LoRA or QLoRA."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
+    # For PPO, full training is tried with a separate critic first. All other variants have a critic on the policy.
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     variants: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
     for options in [{}, *variants] if trunk else variants:
         if all(options.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
+            # Weights in 4 bits aren't sharded
             for strategy in strategies if not options.get("load_in_4bit") else strategies[:1]:
                 yield {"strategy": strategy, **options}
 
@@ -81,13 +84,15 @@ def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
     Returns values of `steps_per_generation` for which rollouts hold whole groups, in descending order. With the first,
     a rollout is as large as an update. For micro-batches of 2 on one GPU, and groups of 8, they are 32, 16, 8 and 4.
     """
+    # `n_completions`: in one step of all GPUs
     n_completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // n_completions))
-    steps = -(-steps * n_completions // group_size) * group_size // n_completions
+    steps = -(-steps * n_completions // group_size) * group_size // n_completions  # up to whole groups
     return [n for n in range(steps, 0, -1) if steps % n == 0 and n * n_completions % group_size == 0]
 
 
 def _config_text(args: argparse.Namespace, options: dict[str, Any], peak: float, usage: Usage) -> str:
+    """Returns the config of a run with `options`, as YAML after a comment on its memory and its command."""
     has_sampling = args.trainer != "sft"
     values = {
         **vars(args),

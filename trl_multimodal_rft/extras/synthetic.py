@@ -54,15 +54,16 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
     if n_images and not has_vision or seconds and not has_audio:
         raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
-    empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
-    prompt, encoder_inputs = empty, EncoderInputs()
+    no_tokens = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
+    prompt, encoder_inputs = no_tokens, EncoderInputs()
     if n_images or seconds:
         processor, limits = None, {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # a model without a processor
             processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:
             pixel_limits = {name: limit for name, limit in limits.items() if limit is not None}
             side, _ = budgeted_size(args.image_size, args.image_size, pixel_limits)
+            # Without images, this raises an error, as a config doesn't say what an audio encoder takes
             encoder_inputs = _inputs_from_config(model, 0 if seconds else n_images, side)
         else:
             prompt = _encode_media(model, processor, n_images, args.image_size, seconds, MediaRules(**limits))
@@ -72,6 +73,7 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
 def _encode_media(
     model: PreTrainedModel, processor: Processor, n_images: int, side: int, seconds: float, rules: MediaRules
 ) -> EncodedPrompt:
+    """Returns the prompt of a message with `n_images` square images of `side` pixels and a silent sound."""
     blocks = []
     for i in range(n_images):
         # Random pixels, because some models need fewer tokens for uniform images
@@ -88,6 +90,7 @@ def _encode_media(
 def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
     """Appends tokens to a prompt until it has a minimum length."""
     n_added = max(length - len(prompt), 0)
+    # New tokens are text, whose positions continue the largest position
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
     return replace(
         prompt,
@@ -107,6 +110,7 @@ def _inputs_from_config(model: PreTrainedModel, n_images: int, image_side: int) 
         raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")
     vision = model.config.vision_config
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    # `side`: patches along an image's edge, a multiple of the merge size. `width`: values of a patch.
     side = max(round(image_side / (vision.patch_size * vision.spatial_merge_size)), 1) * vision.spatial_merge_size
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     return {

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 class VerifiersEnvironment(ServedEnvironment):
-    """Environment of a task. Subclasses have the tools of their taskset."""
+    """
+    Environment of a task. Subclasses have the tools of their taskset.
+
+    [`_play`] is a generator in the event loop of all rollouts: its first value is the servers' URLs, for the tools. It
+    then receives the completion, and its second value is the reward.
+    """
 
     rows: list[Json]
     tasks: list["Task"]
@@ -35,7 +40,7 @@ class VerifiersEnvironment(ServedEnvironment):
             self._url_future.cancel()
             self._run(self._rollout.aclose())
         self._rollout = self._play(task)
-        self._url_future = self._run(anext(self._rollout))
+        self._url_future = self._run(anext(self._rollout))  # of the URLs by server name
 
     async def get_reward(self, completion: list[Json]) -> float:
         """Returns the weighted sum of the task's rewards."""
@@ -54,18 +59,20 @@ class VerifiersEnvironment(ServedEnvironment):
         return content
 
     async def _play(self, task: int) -> AsyncGenerator[Any, list[Json]]:
-        """Yields the addresses of a task's servers, receives the completion, and yields its reward."""
+        """Yields the URLs of a task's servers by name, receives the completion, and yields its reward."""
         vf = require_module("verifiers.v1", "verifiers")
         prompt = self.rows[task]["prompt"]
         async with self.agent.interaction(self.tasks[task], tools=self.shared) as interaction:
             completion = yield interaction.trace.info["urls"]
-            for i, entry in enumerate([*prompt, *_with_call_ids(completion)]):
+            # The trace is a tree of messages. Here, each message has the one before it as parent.
+            for i, json_message in enumerate([*prompt, *_with_call_ids(completion)]):
                 is_sampled, message = (
-                    entry["role"] == "assistant" and i >= len(prompt),
-                    vf.dialects.parse_message(entry),
+                    json_message["role"] == "assistant" and i >= len(prompt),
+                    vf.dialects.parse_message(json_message),
                 )
                 node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
                 interaction.trace.nodes.append(node)
+        # The end of the interaction has computed the rewards
         for error in interaction.trace.errors:
             raise EnvironmentFailure(f"{error.type}: {error.message}")
         yield interaction.trace.reward
@@ -105,9 +112,10 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=config))
     tasks, task_class = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
+    # Both kinds of hooks act on the requests of a harness, and would never run, because the trainer samples
     hooks = [name for name in dir(task_class) if hasattr(getattr(task_class, name), "intercept")]
-    hooks += [item for task in tasks[:1] for item in task.hooks("stop")]
-    is_single_agent = vf.environment_class(taskset) is vf.SingleAgentEnv and all(item.data.prompt for item in tasks)
+    hooks += [hook for task in tasks[:1] for hook in task.hooks("stop")]
+    is_single_agent = vf.environment_class(taskset) is vf.SingleAgentEnv and all(task.data.prompt for task in tasks)
     if not tasks or hooks or not is_single_agent:
         raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
     agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
@@ -116,6 +124,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
 
     async def start_servers() -> tuple[Json, list[Any]]:
+        """Starts servers. Returns the shared servers, and the (name, tools) of each server of the first task."""
         shared = await serving.__aenter__()
         async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as interaction:
             return shared, [
@@ -126,7 +135,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     attributes: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
     attributes["_serving"] = serving  # this object keeps the servers running
-    for server, tool in ((server, tool) for server, answer in tool_lists for tool in answer.tools):
+    for server, tool in ((server, tool) for server, tool_list in tool_lists for tool in tool_list.tools):
         name = f"{server}_{tool.name}".removeprefix("_")
         attributes[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), attributes)
@@ -149,7 +158,7 @@ def _with_call_ids(completion: list[Json]) -> Iterator[Json]:
     """Yields messages in OpenAI's format. Calls get ids in order, and the result `n` refers to the call `n`."""
     call_numbers, result_numbers = itertools.count(), itertools.count()
     for message in completion:
-        functions = [function["function"] for function in message.get("tool_calls") or ()]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
         functions = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
         calls = [{"id": f"call_{next(call_numbers)}", "function": function} for function in functions]
         ids = {"tool_call_id": f"call_{next(result_numbers)}"} if message["role"] == "tool" else {"tool_calls": calls}

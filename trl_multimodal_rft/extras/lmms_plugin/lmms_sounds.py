@@ -21,7 +21,10 @@ def register() -> list:
 
 
 def media(task: ConfigurableTask, row: dict) -> list:
-    """Returns the media of a row. A sound, as samples or a decoder, becomes a dictionary with its type."""
+    """
+    Returns the media of a row. A sound is a dictionary of samples, or a decoder of `datasets`. It becomes a dictionary
+    of samples with the type `"audio"`.
+    """
     items = list(ConfigurableTask.doc_to_visual(task, row) or [])
     for i, item in enumerate(items):
         if hasattr(item, "get_all_samples") or (isinstance(item, dict) and "array" in item):
@@ -33,7 +36,7 @@ def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dic
     """Returns the messages of a request. Sounds are sent in Base64: files unchanged, and samples as WAV."""
     request = _messages(chat, **options)
     for part in (part for message in request for part in message["content"] if part["type"] == "audio_url"):
-        if isinstance(sound := part.pop("audio_url")["url"], str):
+        if isinstance(sound := part.pop("audio_url")["url"], str):  # the path of a file
             data, suffix = Path(sound).read_bytes(), Path(sound).suffix.removeprefix(".")
         else:
             wavfile.write(file := io.BytesIO(), sound["sampling_rate"], np.asarray(sound["array"]).T)
