@@ -18,6 +18,7 @@ def local_path(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
+    # A name on the Hub has at most one slash
     looks_like_path = path.is_absolute() or any(part.startswith((".", "~")) for part in name.split("/"))
     if not looks_like_path and name.count("/") < 2 and not _EXTENSION.search(name):
         return None
@@ -25,11 +26,12 @@ def local_path(name: str) -> Path | None:
 
 
 def similar_names(path: Path) -> tuple[str, bool]:
-    """Returns a text about names like a missing path's, in its last existing folder, and whether there are any."""
+    """Returns a text on similar names in a missing path's deepest existing folder, and whether there are any."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
-    missing = path.relative_to(folder).parts[0]
+    missing_name = path.relative_to(folder).parts[0]
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    near = difflib.get_close_matches(missing, names, n=3)
-    near += [entry for entry in names if entry not in near and Path(entry).stem == Path(missing).stem]
-    content = ", ".join(map(repr, near)) if near else f"no {missing!r}"
-    return f"{os.path.abspath(folder)!r} has {content}", bool(near)
+    matches = difflib.get_close_matches(missing_name, names, n=3)
+    # Names that differ only in their extension are similar, too
+    matches += [entry for entry in names if entry not in matches and Path(entry).stem == Path(missing_name).stem]
+    content = ", ".join(map(repr, matches)) if matches else f"no {missing_name!r}"
+    return f"{os.path.abspath(folder)!r} has {content}", bool(matches)

@@ -71,7 +71,7 @@ def training_obstacle(
         return obstacle
     config = model.config.get_text_config(decoder=True)
     if _COMPLETION_WINDOW in (getattr(config, "layer_types", None) or ()):
-        max_length = config.sliding_window + 1
+        max_length = config.sliding_window + 1  # the last token is only predicted, so the window need not hold it
         if max_completion_length is None or max_completion_length > max_length:
             return (
                 f"generate() attends to a sliding window of {config.sliding_window} completion tokens, forward() to "
@@ -119,14 +119,14 @@ class Live:
         """Returns the dtype of the policy, the reference and the critic, or `None` if their dtypes differ."""
         models = self.model, self.ref_model, getattr(self.critic, "model", None)
         weights = [filter(torch.is_floating_point, model.parameters()) for model in models if model is not None]
-        dtypes = {next(floating).dtype for floating in weights}
+        dtypes = {next(model_weights).dtype for model_weights in weights}  # a model's first weight stands for all
         return dtypes.pop() if len(dtypes) == 1 else None
 
 
 class Processes:
     """
-    Returns what a rank must run so that collectives are alike on all ranks: a number of forwards, and dummy prompts,
-    which make encoders run on ranks whose prompts don't need the encoders.
+    Numbers of forwards and dummy prompts that make collectives alike on all ranks. Dummy prompts make encoders run on
+    ranks whose prompts don't need the encoders.
 
     Without an `accelerator`, there is one process. The model's `processor` encodes the dummy prompts.
     """
@@ -148,7 +148,7 @@ class Processes:
         Returns dummy prompts of the modalities that collectives need and this rank's prompts lack.
 
         All ranks must gather the sharded weights, and reduce the gradients, of the same encoders. If the language
-        model is frozen, a batch of text alone gets dummy prompts, too, since it would have no gradient.
+        model is frozen, a batch of text alone gets dummy prompts, too, since its loss would have no gradient.
 
         With `with_other_batch`, this rank runs another batch before the same backward pass. The other batch, with its
         dummy prompts, already reaches all trained encoders. So DDP and a frozen language model need no further dummy
@@ -173,6 +173,7 @@ class Processes:
             # doesn't use, and also reduces gradients of weights that only an earlier forward has used.
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
+        # A batch of text alone, although the language model and the critic are frozen
         if (
             torch.is_grad_enabled()
             and not (present | needed or with_other_batch)
@@ -207,20 +208,22 @@ class Processes:
         if is_unsharded(self.accelerator) and not torch.is_grad_enabled():  # such forwards run no collectives
             return len(parts)
         device = self.accelerator.device
-        count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
+        n_forwards = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
         if not is_unsharded(self.accelerator):
-            modalities = [modalities_of([*(prompts[i] for i in part), *dummies]) for part in parts]
-            modalities += modalities[-1:] * (count - len(modalities))
-            forwards = torch.tensor(
-                [[[modality in present for modality in MODALITIES] for present in modalities]], device=device
+            modalities_by_forward = [modalities_of([*(prompts[i] for i in part), *dummies]) for part in parts]
+            modalities_by_forward += modalities_by_forward[-1:] * (n_forwards - len(modalities_by_forward))
+            # `(1, forwards, modalities)`; surplus forwards repeat the last part
+            has_modality = torch.tensor(
+                [[[modality in present for modality in MODALITIES] for present in modalities_by_forward]],
+                device=device,
             )
-            gathered = self.accelerator.gather(forwards)
+            gathered = self.accelerator.gather(has_modality)
             if (gathered != gathered[0]).any():
                 raise ValueError(
                     "Ranks hold different modalities, but this model needs separate forward passes, which would "
                     "deadlock the collectives of FSDP or DeepSpeed. Use DDP, or batches of one modality."
                 )
-        return count
+        return n_forwards
 
     def _dummy(self, modality: str | None, model: nn.Module) -> EncodedPrompt:
         if modality not in self._dummies:
@@ -229,10 +232,11 @@ class Processes:
         return self._dummies[modality]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """Returns the [`trained_encoders`] at the first call with a wrapped model: wrappers ignore later changes."""
+        """Returns the [`trained_encoders`] at the first call with a wrapped model. Wrappers ignore later freezing."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
+        """Returns the items of `_trained`, computed anew if the wrapped model is another one."""
         if self._trained is None or self._trained[0] is not model:
             module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
             trains_text = any(
@@ -243,7 +247,10 @@ class Processes:
 
 
 def check_one_run(num_processes: int, consequence: str) -> None:
-    """Raises an error if a launcher started several processes that Accelerate would silently run independently."""
+    """
+    Raises an error if a launcher started several processes that Accelerate would silently run independently. The
+    template `consequence` ends the message, and may have the field `launched`, the number of processes.
+    """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:
         raise RuntimeError(
@@ -261,7 +268,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
     """Returns the modalities whose media go through trained weights before they reach the language model."""
     modalities = {modality for modality in ("image", "audio") if modality in policy.input_modalities}
     trained = set()
-    for model in module.modules():
+    for model in module.modules():  # finds the policy, and a critic, which has the policy's class
         if type(model) is not type(policy):
             continue
         encoders = {modality: model.get_submodule(name) for modality, name in find_towers(model).items()}
@@ -309,12 +316,13 @@ class PolicyForward:
         if not self.fallbacks.packing:
             return False
         prompts, lengths = split_lengths(prompts, lengths)
-        padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
+        n_padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
         slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
-        packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
-        if packed > _WORTH_PACKING * padded and model is not None:
-            packed = sum(lengths) + sum(self.n_prompt_tokens(model, prompts[part], lengths[part]) for part in slices)
-        return packed <= _WORTH_PACKING * padded
+        n_packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
+        # Common starts of prompts take time to find, so they are only looked for if they can decide
+        if n_packed > _WORTH_PACKING * n_padded and model is not None:
+            n_packed = sum(lengths) + sum(self.n_prompt_tokens(model, prompts[part], lengths[part]) for part in slices)
+        return n_packed <= _WORTH_PACKING * n_padded
 
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
         """Returns the number of prompt tokens in packed rows that hold completions of these `lengths`."""
@@ -325,6 +333,7 @@ class PolicyForward:
             if self._keeps_prompts(model):  # if a group is split over parts, only its first part forwards the prompt
                 chunks = chunk_ends(prompts, parts)
                 parts = [part for i, part in enumerate(parts) if chunks.get(i, (True, True))[0]]
+        # Batch indices of the completions of each forward
         forwards = [
             [part[i] for i in rows]
             for part in parts
@@ -380,6 +389,7 @@ class PolicyForward:
             part = part if index == 0 else replace(part, supervised=None)
             return self._score_part(model, part, fallbacks)
 
+        # The models that compute states of prompts for split groups
         models = [request.critic.model] if isinstance(request.critic, Critic) else []
         models += [self.unwrapped(model)] * request.needs_policy
         keep_states = request.packed and not request.compute_aux_loss  # the auxiliary loss needs statistics of prompts
@@ -468,8 +478,8 @@ class PolicyForward:
         """Returns the scores of one part of a batch."""
         n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
         # DDP and FSDP hook the outputs of the wrapper's forward, and scores must pass these hooks. Log-probabilities
-        # are such outputs already. Hidden states, values and divergences are computed outside that forward unless it
-        # contains all.
+        # are such outputs already. Hidden states, values and divergences are computed after that forward, so requests
+        # for them run as one forward of the wrapper.
         in_one_forward = request.hidden or not request.logps or request.target is not None
         logits_from_model = fallbacks.logits_from_model or request.logit_bias is not None
         temperature = self.temperature if logits_from_model else None
@@ -492,7 +502,7 @@ class PolicyForward:
             if isinstance(critic, Critic):
                 results["values"] = completion_values(critic, critic.model, request)
             if supervised is not None:
-                results["supervised"] = completion_scores(call, policy, supervised).logps[:n_supervised]
+                results["supervised"] = completion_scores(call, policy, supervised).logps[:n_supervised]  # no dummies
             return results
 
         with self.autocast():
@@ -514,11 +524,11 @@ class PolicyForward:
         reaches_encoders = states is None or self.accelerator is None or self.accelerator.sync_gradients
         is_ddp = isinstance(model, DistributedDataParallel)
         if is_ddp and reaches_encoders and torch.is_grad_enabled() and not model.find_unused_parameters:
-            name = next(key for key in ("logps", "divergences", "values") if key in tensors)
+            score_name = next(key for key in ("logps", "divergences", "values") if key in tensors)
             if self._unreached is None:
                 self._unreached = unreached_parameters(model, list(tensors.values()))
             zero = sum(0 * parameter.flatten()[0] for parameter in self._unreached)
-            return {**tensors, name: tensors[name] + zero}
+            return {**tensors, score_name: tensors[score_name] + zero}
         return tensors
 
     def _with_options(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 
 def in_notebook() -> bool:
+    """Returns whether this process runs in a notebook. Imports transformers only if IPython is imported."""
     return "IPython" in sys.modules and import_module("transformers.utils").is_in_notebook()
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """Returns the model within the wrappers of Accelerate and of PEFT."""
-    # Shortcuts: `unwrap_model` and Accelerate's `is_peft_model` search all modules, and all installed packages
+    # Shortcuts: `unwrap_model` searches all modules of the model, and Accelerate's `is_peft_model` searches all
+    # installed packages
     if isinstance(model, PreTrainedModel):
         return model
     if not _has_adapter(model) and accelerator is not None:
@@ -29,7 +30,7 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Returns whether a model is a `PeftModel`. There is none before PEFT is imported."""
+    """Returns whether a model is a `PeftModel`. Doesn't import PEFT, since no such model exists before an import."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -37,7 +38,8 @@ def _has_adapter(model: nn.Module) -> bool:
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
     """Sets attributes or methods of one object within the context, without a change of its class."""
-    # A name that only the class defines isn't here, so that the end deletes the object's value
+    # Values to set again at the end: of the object itself, of properties, and of `__getattr__`, such as submodules.
+    # Names that only the class defines, such as methods, are deleted from the object instead.
     previous_values = {
         name: getattr(owner, name)
         for name, class_value in {name: getattr(type(owner), name, None) for name in values}.items()
@@ -58,11 +60,11 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
 @contextmanager
 def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) -> Iterator[list[torch.Tensor]]:
     """
-    Collects the inputs of the LM head, `(B, S, hidden_size)`, of each forward within the context.
+    Collects the inputs of the LM head, one tensor `(rows, tokens, hidden_size)` per forward within the context.
 
-    These inputs are the outputs of the backbone. In a model without a backbone, a hook on the head of the language
-    model collects them. With `instead_of_logits`, such a head projects only the last state, and the model's output has
-    all states as `last_hidden_state`.
+    These inputs are the outputs of the backbone. If `base_model` is the model itself, it has no backbone, and a hook
+    on the head of the language model collects the inputs. With `instead_of_logits`, this head projects only the last
+    token's state, to save memory, and the model's output has all states as `last_hidden_state`.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()
@@ -99,5 +101,5 @@ def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.d
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns this rank's shard of a parameter."""
+    """Returns this rank's shard of a parameter, with FSDP (`DTensor`) or ZeRO-3 (`ds_tensor`), or else all of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

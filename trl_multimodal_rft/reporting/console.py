@@ -59,8 +59,8 @@ class CompactLogCallback(TrainerCallback):
     The callback replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and
     `log_history` keep all metrics.
 
-    Trainers of this package add this callback. When training begins, a trainer that has it removes the callbacks of
-    transformers that print logs.
+    Trainers of this package add this callback. When training begins, a trainer with this callback removes the
+    callbacks of transformers that print logs.
 
     Example:
     ```python
@@ -71,7 +71,7 @@ class CompactLogCallback(TrainerCallback):
     """
 
     def __init__(self):
-        self.needs_example = True
+        self.needs_example = True  # whether the run has shown no example yet
         self._trainer_name: str | None = None  # `None` once the parts of the model are shown
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
@@ -173,7 +173,7 @@ class CompactLogCallback(TrainerCallback):
             lines.append(textwrap.indent(_shortened(prompt), "  "))
         if reference is not None:
             lines.append(f"reference: {_shortened(str(reference))}")
-        for label, ids in answers.items():
+        for label, ids in answers.items():  # without a prompt, the media are in the answer
             text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else descriptions)
             lines.append(f"{label} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:
@@ -192,6 +192,7 @@ class CompactLogCallback(TrainerCallback):
             self._table.update(state.global_step)
         elif "train" in self._bars:
             self._bars["train"].update(state.global_step - self._bars["train"].n)
+        # Shows the pace after the first step of a run, as the first log may come much later
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, "", times=self._pace(state))
 
@@ -272,16 +273,17 @@ def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
     """Returns lines for parts of a model, and for totals. `parts` has numbers of all and of trained parameters."""
-    total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
+    total, trained = (sum(counts) for counts in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():
-        rate = " and ".join(f"{item:g}" for item in (rates or {}).get(part, ()))
+        rate_text = " and ".join(f"{number:g}" for number in (rates or {}).get(part, ()))
         status = "trained" if n_trained == size else f"{_count(n_trained)} trained" if n_trained else "frozen"
-        lines.append(f"  {part:<15}{_count(size):>8}  {status}{rate and f' at {rate}'}")
+        lines.append(f"  {part:<15}{_count(size):>8}  {status}{rate_text and f' at {rate_text}'}")
     return [*lines, f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"]
 
 
 def _count(number: int) -> str:
+    """Returns a number with three digits and a unit, such as `"1.23 M"`. 999500 rounds up to `"1 M"`."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
             return f"{number / size:.3g} {unit}" if number < 999.5 * size else f"{number / size:.0f} {unit}"
@@ -292,7 +294,7 @@ def _count(number: int) -> str:
 
 
 def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
-    """Returns the duration or size of each medium as text, such as `"0.62 s"`, by modality; `None` if unreadable."""
+    """Returns texts by modality: each medium's duration or size, such as `"0.62 s"`, or `None` if unreadable."""
     descriptions: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         text = None
@@ -320,9 +322,10 @@ def prompt_text(
 ) -> str:
     """Decodes token ids. A text such as `<audio: 13 tokens, 0.62 s>` replaces the placeholders of a sound."""
     ids, spans = list(map(int, input_ids)), []
-    for modality, tokens in placeholders.items():
+    for modality, placeholder_ids in placeholders.items():
         texts = descriptions.get(modality, ())
-        modality_spans = _spans(ids, tokens, len(texts))
+        modality_spans = _spans(ids, placeholder_ids, len(texts))
+        # If a description can't be assigned to its span, no span gets a description
         texts = texts if len(modality_spans) == len(texts) else [None] * len(modality_spans)
         spans += [(start, stop, modality, text) for (start, stop), text in zip(modality_spans, texts, strict=True)]
     output, end = "", 0
@@ -354,6 +357,7 @@ def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tup
 
 
 def _shortened(text: str) -> str:
+    """Returns a text without its middle if it has more than `_LONGEST_TEXT` characters."""
     text = text.rstrip("\n")
     if len(text) <= _LONGEST_TEXT:
         return text
@@ -408,10 +412,10 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
-    names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
-    pattern = f"eval_(?:{re.escape(names[0])}_)?(.+)" if names else "eval_(.+)"
+    dataset_names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
+    pattern = f"eval_(?:{re.escape(dataset_names[0])}_)?(.+)" if dataset_names else "eval_(.+)"
     metrics = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}
-    return " ".join(["eval", *names[:1]]), metric_values(metrics)
+    return " ".join(["eval", *dataset_names[:1]]), metric_values(metrics)
 
 
 def _number(value: float | None) -> str:
@@ -422,6 +426,7 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Returns seconds or minutes, such as `"99 s"` and `"99 min"`, or hours for longer durations."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"

@@ -29,7 +29,7 @@ _SHARE_OF_TIME = 0.02  # maximum share of the training time for drawing
 _LONGEST_UNSMOOTHED = 60  # points of the longest curve that isn't smoothed
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # panels per row, inches, inches, pixels per inch
 _SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
-_COLOURS = {"training": 0, "held out": 1}  # of labels that several panels have
+_COLOURS = {"training": 0, "held out": 1}  # indices of matplotlib's colours, for labels that several panels have
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
 
 
@@ -116,11 +116,12 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     for name, axes in figure.subplot_mosaic(rows).items():
         panel, curves = panels[name]
         is_share = panel.limits == _SHARE_LIMITS
+        # Held-out curves have the colour 1 in all panels
         _draw(axes, curves, metrics, "{:.1%}" if is_share else "{:.3g}", first_colour=int(name == "Held-out accuracy"))
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=9)
         bottom, top = axes.get_ylim()
-        if top > panel.limits[0]:
+        if top > panel.limits[0]:  # else the limits would hide the whole curve
             axes.set_ylim(max(bottom, panel.limits[0]), min(top, panel.limits[1]))
         axes.set_xlim(-0.02 * last_step, 1.02 * last_step)
         axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
@@ -138,11 +139,11 @@ def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
         for name, value in entry.items():
             if value is None or isinstance(value, (int, float)):
                 values.setdefault(name, {})[entry["step"]] = math.nan if value is None else float(value)
-    return {name: pd.Series(by_step, dtype=float).sort_index() for name, by_step in values.items()}
+    return {name: pd.Series(metric_values, dtype=float).sort_index() for name, metric_values in values.items()}
 
 
 def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
-    """Returns the names of a panel's metrics that have values, by the labels of their curves."""
+    """Returns names of a panel's metrics with values, by their curves' labels. A label's first metric counts."""
     names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():

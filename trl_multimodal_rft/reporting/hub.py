@@ -24,9 +24,9 @@ _EXCLUDED_PATTERNS = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
 
 def repository_name(folder: str) -> str:
-    """Returns the name of a folder without the characters that the Hub refuses in names of repositories."""
+    """Returns a folder's name without characters that the Hub refuses: `My-Model-v2` for `My Model (v2).git`."""
     plain = unicodedata.normalize("NFKD", Path(folder).resolve().name).encode("ascii", "ignore").decode()
-    name = re.sub(r"(?:[^\w.]|\.{2,})+", "-", plain)[:80].lstrip("-.")
+    name = re.sub(r"(?:[^\w.]|\.{2,})+", "-", plain)[:80].lstrip("-.")  # the Hub allows 96 characters
     return re.sub(r"(?:\.git|[-.])+$", "", name) or "model"
 
 
@@ -53,7 +53,7 @@ def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
 
 
 class SaveBeforePush(TrainerCallback):
-    """A callback that saves the model before the trainer creates its repository on the Hub, as that can fail."""
+    """A callback that saves the model before the trainer creates the model's repository on the Hub, which may fail."""
 
     def __init__(self, save: Callable[[], None]):
         self.save = save

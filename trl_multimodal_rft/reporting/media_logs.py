@@ -41,19 +41,19 @@ logger = get_logger(__name__)
 _DATASET_FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
 TABLES = "completions"  # folder of the tables
-_FRAMES_SHOWN = 8  # of a video, in boards that show only images
+_FRAMES_SHOWN = 8  # of a video, in trackers that show only images
 
 # Columns of media that tools returned
 _TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
-MAX_PROMPTS = 8  # a table shows the media of the first prompts that have media
-MAX_BYTES = 32e6  # of the media of a prompt in a table
+MAX_PROMPTS = 8  # maximum number of prompts in a table whose media are shown: the first prompts that have media
+MAX_BYTES = 32e6  # maximum size of the media of a prompt, or the prompt's media aren't shown
 
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]
-# Media with their names in a board
+# Media with their names in a tracker
 LabelledMedia = list[tuple[MediaFile, str]]
 
 
@@ -101,21 +101,21 @@ class MediaLog:
         self._gathered_total = self.n_total
         local_entries = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
         entries = sorted(gather_object(local_entries))
-        first_rows = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
-        encoded = [(row, self._encode_media(row)) for row, process in first_rows if process == self.process_index]
+        shown_rows = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
+        encoded = [(row, self._encode_media(row)) for row, process in shown_rows if process == self.process_index]
         # One process sends at a time, to bound the memory of messages
         results = list(encoded) if self.process_index == 0 else []
-        for process in sorted({process for _, process in first_rows} - {0}):
+        for process in sorted({process for _, process in shown_rows} - {0}):
             (received,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += received if self.process_index == 0 else []
         # A text in place of media is the reason why encoding failed
         if self.process_index == 0:
             self._rows_with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
-            if 0 < self.max_prompts and len(first_rows) < len(entries):
+            if 0 < self.max_prompts and len(shown_rows) < len(entries):
                 self._warn_once(
                     "prompts",
-                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(first_rows)} "
+                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(shown_rows)} "
                     "are logged with them.",
                 )
             for _, media in results:
@@ -128,7 +128,7 @@ class MediaLog:
         try:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
-                if name not in MEDIA_COLUMNS:
+                if name not in MEDIA_COLUMNS:  # the medium is in a message
                     name = f"tool_{ref.modality}s" if name.startswith(TOOL_PREFIX) else f"{ref.modality}s"
                 file = media_file(ref, bytes_left)
                 bytes_left -= len(file.data)
@@ -144,8 +144,8 @@ class MediaLog:
 
     def rows(self) -> list[PromptMedia]:
         """Returns the media of each row of TRL's logs. Only the first row of a prompt has the media of the prompt."""
-        first = self.n_total - len(self._groups)
-        return [self._media.get(first + i, {}) for i in range(len(self._groups))]
+        first_row = self.n_total - len(self._groups)
+        return [self._media.get(first_row + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
         """Returns the first row of the prompt for each row of TRL's logs, or `None` if the prompt has no media."""
@@ -156,9 +156,14 @@ class MediaLog:
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the names of the media columns in a table. Names that the table has already get the prefix `prompt_`."""
+    """
+    Returns the names of the media columns in a table: of `columns`, also if they are empty, and of columns with
+    `media`. Names that the table has already get the prefix `prompt_`.
+    """
     present = set(columns).union(*media)
-    return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in present}
+    return {
+        column: f"prompt_{column}" if column in frame.columns else column for column in _COLUMNS if column in present
+    }
 
 
 def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
@@ -167,18 +172,19 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
         modality = _COLUMNS[column]
+        # A column such as `image` has one medium per row, and `images` has a list
         feature = _DATASET_FEATURES[modality] if column == modality else List(_DATASET_FEATURES[modality])
         features[name] = feature
-        values = []
+        cells = []
         for index, row in enumerate(media):
             files = [
                 {"bytes": file.data, "path": f"{column}-{index}-{i}.{file.suffix}"}
                 for i, file in enumerate(row.get(column, ()))
             ]
-            values.append((files[0] if column == modality else files) if files else None)
+            cells.append((files[0] if column == modality else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
         # A chunk per row, since a chunk holds at most 2 GB
-        table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in values]))
+        table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in cells]))
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")  # until the file is complete
@@ -203,12 +209,13 @@ def _with_cells(
     Adds the columns of media to a table. `make_cell` makes a cell from media and their labels, such as
     `completions/images/0.1` for the second image of the first row with media.
     """
-    prompt_numbers = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
+    # Among the rows with media, the number of each
+    prompt_numbers = {i: number for number, i in enumerate(i for i, row_media in enumerate(media) if row_media)}
     columns = {}
     for column, name in media_columns(frame, media).items():
         cells: list[Any] = [None] * len(media)
-        for i, row in enumerate(media):
-            files = row.get(column, ())
+        for i, row_media in enumerate(media):
+            files = row_media.get(column, ())
             if files:
                 label = f"completions/{name}/{prompt_numbers[i]}"
                 cells[i] = make_cell(
@@ -288,7 +295,7 @@ class MediaLogCallback(TrainerCallback):
     """
     A callback that logs completions with their media, in place of TRL's tables, which lack audio and video.
 
-    Media are gathered in events that all processes reach, since not all of them call `log`.
+    `MediaLog.gather` is a collective call, so it is in events that all processes reach. Some don't call `log`.
     """
 
     def __init__(
@@ -393,7 +400,7 @@ class MediaLogCallback(TrainerCallback):
             writer = callback.tb_writer if isinstance(callback, TensorBoardCallback) else None
             if writer is not None:
                 folder = Path(callback.logging_dir or "runs").absolute()
-                # `Trainer` publishes the output folder, but not its folder `PRIVATE`
+                # `Trainer` publishes the output folder except its folder `PRIVATE`, which gets the table
                 if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):
                     self._writer = self._writer or type(writer)(str(self.folder / "runs" / folder.name))
                     writer = self._writer

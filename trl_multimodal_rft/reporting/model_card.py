@@ -171,12 +171,13 @@ def quick_start(
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
     """Returns code that prompts a model, or scores completions with a reward model. Users add media files."""
+    # The parameters of this function are the variables of the templates
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
-    name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
-    return environment.from_string(_TEMPLATES.joinpath(name).read_text(encoding="utf-8")).render(values)
+    template_name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
+    return environment.from_string(_TEMPLATES.joinpath(template_name).read_text(encoding="utf-8")).render(values)
 
 
 @dataclass
@@ -203,17 +204,17 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     folder, modalities, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
     path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
-    on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
+    hub_dataset = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
     # Replaces TRL's names of base model and dataset, since the Hub can't resolve local ones
-    for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
+    for key, value in {"base_model": None, "datasets": hub_dataset, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, is_reward = type(base).__name__, is_reward_model([type(base).__name__])
     task = _TASKS.get(frozenset(modalities), "any-to-any") if modalities else None  # no task for text alone
     data.pipeline_tag = "text-classification" if is_reward else data.pipeline_tag or task
-    data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
+    data.eval_results = held_out_results(history, data.pipeline_tag, hub_dataset)
     needs_name = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if needs_name else None
     has_adapter = is_peft_model(run.model)
@@ -279,20 +280,20 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     if estimator is not None:
         lines.append(("Advantages", _option_with_paper(estimator, "advantage_estimator")))
     if "loss_type" in options:
-        clips = (
+        clip_names = (
             ("epsilon", "epsilon_high", "delta")
             if LOSSES[split_settings(options["loss_type"])[0]].clips_ratios
             else ()
         )
-        clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
+        bounds = [f"`{name}={options[name]}`" for name in clip_names if options[name] is not None]
         level = options["importance_sampling_level"]
         ratios = [f"ratios per {_option_with_paper(level, 'importance_sampling_level')}"] if level != "token" else []
-        lines.append(("Loss", ", ".join([_option_with_paper(options["loss_type"], "loss_type"), *clip, *ratios])))
+        lines.append(("Loss", ", ".join([_option_with_paper(options["loss_type"], "loss_type"), *bounds, *ratios])))
     lines.append(("KL divergence from the reference", _divergence(options)))
     quantile = options.get("top_entropy_quantile", 1.0)
     if quantile < 1:
-        share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
-        lines.append(("Tokens trained on", share + _paper_suffix("top_entropy_quantile")))
+        share_text = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
+        lines.append(("Tokens trained on", share_text + _paper_suffix("top_entropy_quantile")))
     lines += common_lines(options)
     # Options without a sentence
     shown_options = [name for name in _IF_ON if options.get(name)]
@@ -340,5 +341,6 @@ def _paper_suffix(name: str) -> str:
 
 
 def _join_words(words: Iterable[str]) -> str:
+    """Joins words as in `"text, images and audio"`."""
     *first, last = [*words] or [""]
     return " and ".join(part for part in [", ".join(first), last] if part)

@@ -80,7 +80,8 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
             Metrics of an [`~evaluation.EvaluationResult`].
     """
     values = {name: value for name, value in metrics.items() if value is not None}
-    # `accuracy/a_low` is also the end of an interval, and has no interval itself
+    # A name such as `accuracy/a_low` is the end of an interval, and has no interval itself. Bars begin at the bottom,
+    # so the reversed order shows the first name at the top.
     names = [name for name in values if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
