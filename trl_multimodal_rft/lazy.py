@@ -12,6 +12,7 @@ from .versions import PACKAGE, check_versions, unfit_packages
 
 def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports its `TYPE_CHECKING` block lazily."""
+    # The only `if` of the package's `__init__.py`
     (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     # The module of a lazy import and the name in it, by the name that the package offers
@@ -29,8 +30,8 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
             module, name = origins[name]
             return getattr(importlib.import_module(module, package), name)
         except Exception as error:
-            if (unfit := unfit_packages(error)) is None:
+            if (version_hint := unfit_packages(error)) is None:
                 raise
-            raise ImportError(unfit, name=PACKAGE) from error
+            raise ImportError(version_hint, name=PACKAGE) from error
 
     return load, lambda: sorted({*vars(importlib.import_module(package)), *origins}), sorted(origins)

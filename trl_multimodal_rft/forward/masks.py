@@ -25,7 +25,7 @@ KV_CACHE = cache_name()
 # Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Maximum number of mask elements that are created at a time
+# Maximum number of mask elements that are created at a time: 16 MiB of booleans
 _MASK_ELEMENTS = 2**24
 
 # Functions of transformers that create sliding-window masks
@@ -46,21 +46,23 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     tokens of text. The keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
 
     Masks follow all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask instead
-    would silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers at least all tokens
-    of the sequence, see [`~forward.layer_masks.LayerMask`].
+    would silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers all tokens of the
+    sequence, and more if an earlier call had a larger `n_new`, see [`~forward.layer_masks.LayerMask`].
     """
+    # -1: the cache is empty
     n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
         return cached_masks
     fill, masks = family_of(model).token_field_fill, None
 
     def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
+        """Returns the token fields, `(1, size + n_new)`, of the first `size` prompt tokens and `n_new` text tokens."""
         fields_of_prompt = prompt.token_fields.items()
         text_fields = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
         return {name: torch.cat([value[:size], text_fields[name]])[None] for name, value in fields_of_prompt}
 
-    # If all token fields are 0, masks depend on distances between tokens alone. Then a short prompt, twice as long as
-    # the longest window, shows whether masks are causal. Causal masks hold for any length.
+    # If all token fields are 0, masks depend on distances between tokens alone. Then the start of the prompt, twice as
+    # long as the longest window, shows whether masks are causal. A causal mask holds for any length of the prompt.
     if not any(value.any() for value in prompt.token_fields.values()):
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
@@ -81,11 +83,11 @@ def _model_masks(
     default_create: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default_create)
     # For SDPA, transformers creates a boolean mask, or `None` if attention is plain causal. `_masks_by_rows` replaces
-    # a boolean mask without gaps by spans `(T, 2)`.
+    # a boolean mask without gaps by the spans of all `T = total` tokens, `(T, 2)`.
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
-            inputs_embeds=torch.empty(1, total, 0),
+            inputs_embeds=torch.empty(1, total, 0),  # masks depend on its length, not on its values
             attention_mask=torch.ones(1, total, dtype=torch.long),
             position_ids=torch.arange(total)[None],
             is_first_iteration=True,
@@ -96,6 +98,7 @@ def _model_masks(
         layer_type: mask for layer_type, mask in masks.items() if layer_type is None or layer_type in ATTENTION_LAYERS
     }
     for layer_type, mask in masks.items():
+        # Spans have 2 dimensions
         if mask is not None and mask.dim() != 2 and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
                 f"{type(model).__name__} creates no 4D boolean mask for its layers of type {layer_type!r}, so its "
@@ -118,8 +121,8 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
-    Makes transformers create masks for SDPA as spans `(T, 2)`, see [`_spans`], within the context. A mask with gaps
-    stays a boolean mask. Rows of large masks are created a few at a time.
+    Makes transformers create masks for SDPA as spans of `T` tokens, `(T, 2)`, see [`_spans`], within the context. A
+    mask with gaps stays a boolean mask. Rows of large masks are created a few at a time, to save memory.
     """
     create_mask = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -132,7 +135,7 @@ def _masks_by_rows() -> Iterator[None]:
         **options: Callable | torch.Tensor | torch.device | int | None,
     ) -> torch.Tensor | None:
         if allow_is_causal_skip and (local_size is None or kv_length < local_size):
-            return None
+            return None  # plain causal attention
         options |= {"kv_length": kv_length, "local_size": local_size, "allow_is_causal_skip": False}
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
@@ -142,18 +145,18 @@ def _masks_by_rows() -> Iterator[None]:
             spans.append(spans_of_rows)
         return torch.cat(spans)
 
-    interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    interface["sdpa"] = by_rows
+    mask_functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    mask_functions["sdpa"] = by_rows  # an entry of this instance, which hides the class's entry until its deletion
     try:
         yield
     finally:
-        del interface["sdpa"]
+        del mask_functions["sdpa"]
 
 
 def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     """
-    Compresses the mask of a prompt of `size` tokens and of text after it. Returns [`Causal`] if the text is causal in
-    a window, else the mask as spans `(T, 2)` or as a boolean mask `(T, T)`.
+    Compresses the mask of a prompt of `size` tokens and of text after it, `T` tokens in all. Returns [`Causal`] if the
+    text is causal in a window, else the mask as spans `(T, 2)` or as a boolean mask `(T, T)`.
     """
     full_mask = mask[0, 0] if mask.dim() == 4 else None  # `None` if the mask is spans
     # Spans of all tokens, or, from a full mask, of the prompt's last token and of the text
@@ -162,9 +165,10 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
         return full_mask
     (starts, ends), total = spans.unbind(1), int(spans[-1, 1])
     positions = torch.arange(total - len(spans), total)
-    # The last token shows the window
+    # The span of the last token shows the window. Without a window, the span starts at 0.
     window = None if starts[-1] == 0 else total - int(starts[-1])
     is_causal = (ends == positions + 1) & (starts == (positions - (window or total) + 1).clamp(min=0))
+    # The text, and the prompt's last token, since a branch of a packed row starts with a copy of this token
     if not is_causal[size - 1 - total :].all():
         return mask if full_mask is None else full_mask
     if full_mask is not None:
@@ -180,8 +184,9 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
     """Returns the prefix trees of completions' prompts in a packed row. `lengths` are the completions' lengths."""
     groups = group_by_prompt(prompts)
     n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    # Masks show which prompts can share tokens. A single prompt has no other prompt to share them with.
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
-    return prompt_trees(n_completion_tokens, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
+    return prompt_trees(n_completion_tokens, {prompt for prompt, by_layer in masks.items() if _is_causal(by_layer)})
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
@@ -191,26 +196,28 @@ def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
-    Returns a model's config, or a copy of its text config without the attention windows if the forward ignores them.
+    Returns a model's config, or, if the forward ignores attention windows, a copy of its text config without windows.
 
     The forward ignores the windows of the config if it creates a plain causal mask for all layers. Functions of
     transformers that create masks and caches read the config alone, so they would apply the windows.
     """
     config = model.config.get_text_config(decoder=True)
-    windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]
+    window_names = [
+        name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None
+    ]
     modules = (model, model.base_model, model.get_decoder())
     # Names in the code of the forwards show which masks they create
-    names = set().union(*(names_in_code(type(module))[0] for module in modules))
-    if not windows or "create_causal_mask" not in names or names & _MASKS_WITH_WINDOWS:
+    code_names = set().union(*(names_in_code(type(module))[0] for module in modules))
+    if not window_names or "create_causal_mask" not in code_names or code_names & _MASKS_WITH_WINDOWS:
         return model.config
     config = copy.copy(config)
-    for name in windows:
+    for name in window_names:
         setattr(config, name, None)
     return config
 
 
 def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a config without pointwise layers, for which transformers creates no mask."""
+    """Returns a config without pointwise layers. Transformers would create no masks for a config with such layers."""
     text_config = config.get_text_config(decoder=True)
     layer_types = getattr(text_config, "layer_types", None) or ()
     if POINTWISE_LAYERS.isdisjoint(layer_types):

@@ -32,14 +32,14 @@ def micro_batch_order(
     # Completions that should stay together: their tokens in a packed row, and their batch indices
     bundles: list[tuple[int, list[int]]] = []
     for tree in prompt_trees(n_completion_tokens, groups):
-        n_shared = tree.stop if tree.children else 0
+        n_shared = tree.stop if tree.children else 0  # tokens of the common start, which each bundle holds once
         load, members = n_shared, []
         for prompt in tree.leaves:
             if members and len(members) + len(groups[prompt]) > size:
                 bundles.append((load, members))
                 load, members = n_shared, []
             load += len(prompt) - n_shared + sum(lengths[i] for i in groups[prompt])
-            members = members + groups[prompt]  # not in place, as `bundles` may hold the list
+            members = members + groups[prompt]
         bundles.append((load, members))
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
@@ -51,7 +51,8 @@ def micro_batch_order(
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: n_free[b])
             chosen, members = members[: n_free[b]], members[n_free[b] :]
             batches[b] += chosen
-            loads[b] += load
+            loads[b] += load  # too much if the bundle is split, since each piece counts the whole load
+    # Ranks with equal generators draw equal permutations, so sorted micro-batches of similar load run at the same time
     if generator is not None:
         batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]
     return [i for b in torch.randperm(n_batches, generator=generator).tolist() for i in batches[b]]
@@ -69,15 +70,16 @@ def split_by_tokens(
     packed chunk has at least one completion with tokens.
     """
 
-    def size(part: list[list[int]]) -> int:
-        """Returns the number of tokens of a row, or of padded rows with their padding."""
-        members = sum(part, [])
+    def size(index_lists: list[list[int]]) -> int:
+        """Returns the number of tokens of all listed completions in a packed row, or in padded rows with padding."""
+        members = sum(index_lists, [])
         if packed:
             return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
         return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
 
     groups, chunks = [], []
     for members in group_by_prompt(prompts).values():
+        # Completions to split. Completions without tokens join the first chunk, since a packed chunk needs tokens.
         scored = [[i] for i in members if lengths[i] or not packed]
         if len(scored) < 2 or size([members]) <= max_tokens:
             groups.append(members)

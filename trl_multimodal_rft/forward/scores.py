@@ -44,12 +44,13 @@ class ContextRows:
         """Joins values of rows `(M, L, ...)` to values of completions `(N, C, ...)`, the reverse of [`cut`]."""
         parts = [row[:n] for row, n in zip(values, chain.from_iterable(self.lengths), strict=True)]
         rows = pad_sequence([*torch.cat(parts).split([*map(sum, self.lengths)])], batch_first=True)
+        # Padding of the second dimension to C. `F.pad` takes pairs of paddings from the last dimension on.
         return F.pad(rows, (*(0, 0) * (rows.dim() - 2), 0, self.width - rows.size(1)))
 
     def rows_of_completions(self, chosen: set[int]) -> list[int]:
         """Returns the rows of the completions with these batch indices."""
-        completions = [i for i, lengths in enumerate(self.lengths) for _ in lengths]
-        return [row for row, i in enumerate(completions) if i in chosen]
+        completion_of_row = [i for i, lengths in enumerate(self.lengths) for _ in lengths]
+        return [row for row, i in enumerate(completion_of_row) if i in chosen]
 
 
 def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | None:
@@ -74,7 +75,7 @@ def with_media(
     """
     if not media_turns:
         return prompt
-    # Media after the prompt may change the prompt's positions and masks
+    # If media after the prompt change the prompt's positions or masks, the completion can't share the prompt
     positions = whole.position_ids[..., : len(prompt)]
     is_same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     is_causal = is_same and all(mask is None for mask in linear_masks(model, whole, 0).values())
@@ -83,7 +84,7 @@ def with_media(
 
 def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
     """
-    Returns the prompt for scoring a completion that holds media, `answer`, or the prompt itself if `answer` is `None`.
+    Returns the prompt for scoring `answer`, a completion that holds media. Without `answer`, returns `prompt` itself.
     """
     if answer is None:
         return prompt
@@ -104,7 +105,8 @@ class ScoreRequest:
         packed (`bool`, *optional*, defaults to `True`):
             Whether prompts are forwarded once for all their completions.
         logps, hidden (`bool`, *optional*, default to `True` and `False`):
-            Whether to compute log-probabilities and entropies, and to return the LM head's inputs, `(B, C, H)`.
+            Whether to compute log-probabilities and entropies, and to return the LM head's inputs, `(B, C, H)` with
+            hidden size `H`.
         compute_aux_loss (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a mixture of experts, in which a prompt counts once for each
             of its completions.
@@ -207,6 +209,7 @@ class ScoreRequest:
     def _map_rows(
         self, prompts: Sequence[EncodedPrompt], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> "ScoreRequest":
+        """Returns the request with other prompts, and with `change` applied to all tensors of completions."""
         target = None if self.target is None else self.target.map(change)
         return replace(self, prompts=prompts, ids=change(self.ids), mask=change(self.mask), target=target)
 
@@ -232,7 +235,7 @@ class Scores:
     log_sum_sq_probs: torch.Tensor = _per_completion()  # logarithms of sums of squared probabilities, `(B, C)`
     hidden: torch.Tensor | None = _per_completion()  # last hidden states, which predict the tokens, `(B, C, H)`
     aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
-    router: torch.Tensor = _NONE  # `router_statistics` for the auxiliary loss, `(2, E)`, summed over parts of a batch
+    router: torch.Tensor = _NONE  # `router_statistics` of `E` experts, `(2, E)`, summed over parts of a batch
     supervised: torch.Tensor = _NONE  # log-probabilities of `ScoreRequest.supervised`
     deferred: "DeferredParts | None" = field(default=None, init=False)  # parts whose gradients are pending
     view: "Scores | None" = field(default=None, init=False)  # scores of the completions after a view of their prompts
@@ -244,13 +247,13 @@ class Scores:
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
         """
-        Returns tensors by field. If `per_completion` is `True`, only those with a row per completion; if `False`, only
-        the others.
+        Returns the tensors that aren't `None`, by field. If `per_completion` is `True`, only tensors with a row per
+        completion; if `False`, only tensors without such rows.
         """
-        names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
-        rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
+        names = [spec.name for spec in fields(self) if spec.name not in ("deferred", "view")]
+        names_per_completion = [spec.name for spec in fields(self) if "per_completion" in spec.metadata]
         if per_completion is not None:
-            names = [name for name in names if (name in rows) == per_completion]
+            names = [name for name in names if (name in names_per_completion) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def map(self, function: Callable) -> "Scores":
@@ -265,7 +268,7 @@ class Scores:
     def scatter_rows(self, indices: Sequence[int], n: int) -> "Scores":
         """
         Returns scores of `n` completions: the first `len(indices)` rows, moved to `indices`, and 0 elsewhere. Further
-        rows, of dummies, are dropped.
+        rows, of dummies, are dropped. The rows `[a, b, dummy]` with `indices=[2, 0]` and `n=3` become `[b, 0, a]`.
         """
 
         def scatter(values: torch.Tensor) -> torch.Tensor:
@@ -275,7 +278,7 @@ class Scores:
         return self.map_rows(scatter)
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Scores":
-        """Returns scores with a differentiable function applied to each tensor with a row per completion."""
+        """Applies a differentiable function to each tensor with a row per completion. Keeps `deferred`, not `view`."""
         results = {name: function(value) for name, value in self.tensors(per_completion=True).items()}
         scores = Scores(**results, **self.tensors(per_completion=False))
         scores.deferred = self.deferred
@@ -285,13 +288,14 @@ class Scores:
     def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
         Joins scores of parts of a batch in the order of the batch. `indices` holds the batch indices of each part.
-        Router statistics are summed. `supervised` is that of the first part with supervised completions.
+        Router statistics are summed. `supervised` is that of the first part with supervised completions. The caller
+        computes `aux_loss` from the sum.
         """
         of_parts = [part.tensors(per_completion=True) for part in parts]
         order = [index for rows in indices for index in rows]
         tensors: dict[str, torch.Tensor] = {name: torch.cat([part[name] for part in of_parts]) for name in of_parts[0]}
         joined = cls(**tensors)
-        if order != sorted(order):
+        if order != sorted(order):  # entry `i` of the argsort below is the row of batch index `i`
             joined = joined.rows(sorted(range(len(order)), key=order.__getitem__))
         routers = [part.router for part in parts if part.router is not None]
         joined.router = torch.stack(routers).sum(0) if routers else _NONE
@@ -305,7 +309,7 @@ def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights
     probabilities, over all layers. Statistics of parts of a batch can be added. `weights` says how often each token
     counts.
 
-    Shapes: `router_logits` of each layer `(N, E)`; `weights` has `N` entries.
+    Shapes: `router_logits` of each layer `(N, E)`, for `N` tokens and `E` experts; `weights` has `N` entries.
     """
     weights = weights.reshape(-1, 1).float()
     statistics = []
@@ -323,7 +327,8 @@ def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
     transformers, from [`router_statistics`] of a batch `(2, E)`.
     """
     chosen, probabilities = router
-    n_routings = probabilities.detach().sum()  # probabilities of a token sum to 1 in each layer
+    # Tokens times layers, since the probabilities of a token sum to 1 in each layer
+    n_routings = probabilities.detach().sum()
     return len(chosen) * (chosen * probabilities).sum() / n_routings**2
 
 
@@ -333,8 +338,8 @@ class DeferredParts:
 
     A loss is computed from [`joined`] as from scores of the whole micro-batch. [`backward_by_parts`] then recomputes
     each part for its gradient, with the same random numbers on the CPU and on the `device`. `score` takes the index of
-    a part and its batch indices, and returns the part's [`~forward.scores.Scores`]. All ranks run `n_parts` forwards.
-    Surplus forwards repeat the last part.
+    a part and its batch indices, and returns the part's [`~forward.scores.Scores`]. All ranks run `n_parts` forwards,
+    so that their collectives match. Surplus forwards repeat the last part.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
@@ -379,7 +384,7 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
         raise lost_gradient_error("a score")
 
     leaf = value.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(raise_error)  # `torch.autograd.grad` doesn't call it
+    leaf.register_post_accumulate_grad_hook(raise_error)  # `torch.autograd.grad` doesn't call the hook
     return leaf
 
 

@@ -29,6 +29,7 @@ class KeptPrompt:
     def __init__(self, forward: Callable[[], States]):
         self._forward = forward
         self._states: States = {}
+        # Sums of gradients by attention layer, and by 0 for keys or 1 for values
         self._sums: dict[tuple, torch.Tensor] = {}
 
     def states(self, is_first: bool, is_last: bool) -> States:
@@ -73,29 +74,31 @@ def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -
 
 def without_prompt(row: PackedRow, states: States) -> PackedRow:
     """Returns a row without its single prompt. The completions attend to the prompt's `states`."""
-    [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
+    [block], (_, n_prompt, *_) = row.layout.blocks, row.layout.segments[0]
     layout = replace(
         row.layout,
         blocks=[
-            replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
+            replace(
+                block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - n_prompt, starts=[]
+            )
         ],
-        restore_index=row.layout.restore_index[size:] - size,
-        # False: the row has no prompt, which kernels would compute
+        restore_index=row.layout.restore_index[n_prompt:] - n_prompt,
+        # `False` tells kernels not to compute prompts, since the row has none
         windows={layer_type: (window, False) for layer_type, (window, _) in row.layout.windows.items()},
         states=states,
-        n_cached=size,
+        n_cached=n_prompt,
     )
     return replace(
         row,
-        input_ids=row.input_ids[:, size:],
-        shift_labels=row.shift_labels[:, size:],
-        position_ids=row.position_ids[..., size:],
-        token_fields={name: value[:, size:] for name, value in row.token_fields.items()},
+        input_ids=row.input_ids[:, n_prompt:],
+        shift_labels=row.shift_labels[:, n_prompt:],
+        position_ids=row.position_ids[..., n_prompt:],
+        token_fields={name: value[:, n_prompt:] for name, value in row.token_fields.items()},
         parts=row.parts[1:],
         layout=layout,
-        label_index=row.label_index - size,
+        label_index=row.label_index - n_prompt,
         # Padding, which had index 0, gets index 0 again. Its scores are masked.
-        score_index=(row.score_index - size).clamp(min=0),
+        score_index=(row.score_index - n_prompt).clamp(min=0),
     )
 
 

@@ -55,7 +55,13 @@ def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> to
 
 
 class _GraphCache:
-    """A mixer's cache that keeps the autograd graph, which transformers' caches lose by copies into buffers."""
+    """
+    A cache of one layer's mixer that keeps the autograd graph. Transformers' caches copy states into buffers, and so
+    lose the graph.
+
+    The methods have the signatures of transformers' `Cache`, but ignore `layer_idx`. `conv` and `recurrent` hold
+    states by the mixer's `state_idx`. The first dimension of a state is the row of the batch.
+    """
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
@@ -78,10 +84,11 @@ class _GraphCache:
         conv_kernel_size: int | None = None,
         **options: int | None,
     ) -> torch.Tensor:
-        before = self.conv.get(state_idx)
-        width = conv_kernel_size or (conv_states if before is None else before).size(-1)
-        if before is not None:
-            conv_states = torch.cat([before, conv_states], dim=-1)
+        earlier_states = self.conv.get(state_idx)
+        width = conv_kernel_size or (conv_states if earlier_states is None else earlier_states).size(-1)
+        # The convolution at the first new tokens reads earlier inputs, or zeros if there are none
+        if earlier_states is not None:
+            conv_states = torch.cat([earlier_states, conv_states], dim=-1)
         elif conv_states.size(-1) < width:
             conv_states = F.pad(conv_states, (width - conv_states.size(-1), 0))
         self.conv[state_idx] = conv_states[..., -width:]
@@ -116,7 +123,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
             return f"{type(mixer).__name__} starts from no given state"
         if _cache_name(mixer) is None or "attention_mask" not in inspect.signature(type(mixer).forward).parameters:
             return f"{type(mixer).__name__} has no known arguments for cache and mask"
-        forward = vars(mixer).get("forward")
+        forward = vars(mixer).get("forward")  # set on the instance, in place of the method of its class
         if forward is not None and getattr(forward, "__func__", None) is not _prefix_forward:
             return f"the forward of {type(mixer).__name__} is replaced, by hooks of a device map or by kernels"
     return None
@@ -142,6 +149,7 @@ def _prefix_forward(
     layout = prefix_layout.state_layout
 
     def run_mixer(index: torch.Tensor, mask: torch.Tensor | None, states: _GraphCache) -> torch.Tensor:
+        """Runs the mixer on the row positions `index`, `(batch, length)`, from `states`, and updates `states`."""
         rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
         return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
 
@@ -158,10 +166,12 @@ def has_states(model: PreTrainedModel) -> bool:
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the modules whose code reads a state from a cache."""
     return [module for module in model.get_decoder().modules() if _STATE_METHODS & names_in_code(type(module))[0]]
 
 
 def _cache_name(mixer: nn.Module) -> str | None:
+    """Returns the name of the argument of a mixer's forward that takes the cache."""
     return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHE_ARGUMENTS), None)
 
 
@@ -172,6 +182,6 @@ def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
     functions = [f for base in classes for f in vars(base).values() if inspect.isfunction(f)]
     codes = [inspect.unwrap(f).__code__ for f in functions]
     # The compiler keeps the names of a call's keyword arguments as a constant tuple
-    constants = [value for code in codes for value in code.co_consts if isinstance(value, tuple)]
-    names = (name for code in codes for name in code.co_names)
-    return frozenset(names), frozenset(name for names in constants for name in names)
+    constant_tuples = [value for code in codes for value in code.co_consts if isinstance(value, tuple)]
+    attributes = (name for code in codes for name in code.co_names)
+    return frozenset(attributes), frozenset(name for constants in constant_tuples for name in constants)

@@ -19,10 +19,10 @@ def backward_by_parts(
     Runs the backward pass of all parts but the last, for a scalar loss of the joined scores.
 
     The scores of a part are computed again. A surrogate loss, the sum of these scores times the gradient of the loss
-    with respect to them, then has the part's share of the gradient. Returns a scalar with the value of the loss, whose
-    `backward()` runs the last part. `divisor` is the number by which the caller divides the loss, such as the number
-    of accumulation steps. Raises a `RuntimeError` if the loss also depends on other tensors than the scores, as the
-    gradients of these tensors would be lost.
+    with respect to them, then has the part's share of the gradient. Returns a scalar with the value of the loss. The
+    caller's `backward()` of this scalar runs the last part. `divisor` is the number by which the caller divides the
+    loss, such as the number of accumulation steps. Raises a `RuntimeError` if the loss also depends on tensors other
+    than the scores, as the gradients of these tensors would be lost.
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     if other_leaves := leaves_of_graph([loss]) - {*leaves}:
@@ -41,6 +41,7 @@ def backward_by_parts(
                     # Surplus parts have no gradient, but must run the collectives of a backward pass
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not is_last:
+                # DeepSpeed would divide by the number of accumulation steps once more, after `divisor`
                 is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
                 accelerator.backward(surrogate / divisor, **({"scale_wrt_gas": False} if is_deepspeed else {}))
     return surrogate - surrogate.detach() + loss.detach()

@@ -16,7 +16,7 @@ import torch
 from ..encoding.prompts import EncodedPrompt
 
 
-# A common start becomes a node only if this saves at least this fraction of the tokens after the parent node, with
+# A common start becomes a node only if the node saves at least this fraction of the tokens after its parent, including
 # completions. Smaller savings make no measurable difference.
 _WORTH_SHARING = 0.1
 
@@ -77,7 +77,8 @@ def _nodes_after(
         return [leaf(prompts[0])]
     first = prompts[0]
     n_equal = n_common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
-    # Children repeat the last token of a node, so it must not belong to media
+    # Children repeat the last token of a node. Where this token would belong to media, the node ends before the media.
+    # `(n_equal, 0)` stands for prompts without media, and changes neither condition.
     starts, ends = zip(*(prompt.media_span or (n_equal, 0) for prompt in prompts), strict=True)
     if min(starts) < n_equal <= max(ends):
         n_common = min(starts)
@@ -86,13 +87,16 @@ def _nodes_after(
     is_worthwhile = n_saved >= _WORTH_SHARING * sum(
         len(prompt) - depth + n_completion_tokens[prompt] for prompt in prompts
     )
-    groups: dict[tuple, list[EncodedPrompt]] = {}
+    # Prompts by their first symbol after the common start. A prompt that ends there gets a separate entry.
+    prompts_by_symbol: dict[tuple, list[EncodedPrompt]] = {}
     for i, prompt in enumerate(prompts):
         next_symbol = symbols[prompt][n_equal : n_equal + 1].flatten().tolist()
-        groups.setdefault((*next_symbol,) or (None, i), []).append(prompt)
+        prompts_by_symbol.setdefault((*next_symbol,) or (None, i), []).append(prompt)
     child_depth = n_common if is_worthwhile and n_common else depth
     children = [
-        node for group in groups.values() for node in _nodes_after(group, child_depth, symbols, n_completion_tokens)
+        node
+        for alike_prompts in prompts_by_symbol.values()
+        for node in _nodes_after(alike_prompts, child_depth, symbols, n_completion_tokens)
     ]
     return [Node(max(prompts, key=len), n_common, children)] if is_worthwhile and n_common else children
 
@@ -105,34 +109,39 @@ def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
-    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and ids of media."""
+    """
+    Returns the symbols of the tokens of each prompt, `(P, K)`. Two tokens of `P` are equal if all `K` values of their
+    symbols are: id, media number, token fields and positions.
+    """
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
-    axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
+    n_axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
     media_numbers: dict[int, int] = {}
     symbols = {}
     for i, prompt in enumerate(prompts):
         media = torch.zeros_like(prompt.input_ids)
         if prompt.media_span is not None:
+            # At the first placeholder alone, since prompts share all of their media or none
             media[prompt.media_span[0]] = media_numbers.setdefault(id(prompt.on_device), len(media_numbers) + 1)
         elif prompt.media:
             media[0] = -1 - i  # another number for each prompt, as media without a span can't be shared
         fields = [prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)) for name in names]
-        positions = prompt.position_ids.flatten(0, -2).expand(axes, -1)
+        positions = prompt.position_ids.flatten(0, -2).expand(n_axes, -1)
         symbols[prompt] = torch.stack([prompt.input_ids, media, *fields, *positions], dim=1)
     return symbols
 
 
 def share_media(prompts: Iterable[EncodedPrompt]) -> None:
     """Makes prompts with equal media share `on_device`, the cache of media and of encoder outputs on devices."""
-    by_shapes: dict[tuple, list[EncodedPrompt]] = {}
+    # Media of different shapes differ, so only prompts whose media have equal shapes need a hash
+    prompts_by_shapes: dict[tuple, list[EncodedPrompt]] = {}
     for prompt in dict.fromkeys(prompts):
         if prompt.media:
             shapes = ((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
-            by_shapes.setdefault((*shapes,), []).append(prompt)
-    for group in by_shapes.values():
+            prompts_by_shapes.setdefault((*shapes,), []).append(prompt)
+    for similar_prompts in prompts_by_shapes.values():
         caches: dict[bytes, dict] = {}
-        for prompt in group if len(group) > 1 else ():
+        for prompt in similar_prompts if len(similar_prompts) > 1 else ():
             prompt.on_device = caches.setdefault(_digest(prompt), prompt.on_device)
 
 
