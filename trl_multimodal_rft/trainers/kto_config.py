@@ -10,8 +10,7 @@ from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer doesn't use: the neutral values that are accepted, and the reason why other values
-# raise an error
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),
@@ -27,7 +26,7 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
     Configuration class for the [`MultimodalKTOTrainer`].
 
     Holds every argument of [`~trl.KTOConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
-    datasets and about padding have no use here, and raise an error.
+    datasets and about padding have no effect here, and raise an error if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):

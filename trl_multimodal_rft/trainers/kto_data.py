@@ -24,7 +24,7 @@ from .sft_data import missing_columns_error
 
 logger = get_logger(__name__)
 
-# Columns of the reference's log-probabilities
+# Columns of the reference's log-probabilities: of the row's completion, and of the completion in the KL estimate
 REFERENCE_COLUMNS = ("ref_logps", "ref_KL_logps")
 # Column with the index of the row whose completion `ref_KL_logps` scores
 KL_ROW = "KL_row"
@@ -38,7 +38,8 @@ COLUMNS = (
     *REFERENCE_COLUMNS,
     KL_ROW,
 )
-_PAIRS_PER_BLOCK = 1000  # pairs per block, in which all chosen completions come first, as in TRL
+# TRL unpairs a dataset in blocks of this many pairs, and puts the chosen completions of a block first
+_PAIRS_PER_BLOCK = 1000
 
 
 def label_of(cell: Cell, row: int) -> bool:
@@ -59,11 +60,11 @@ class LabelledCompletion(PreferencePair):
 class LabelledCollator(PreferenceCollator):
     """
     Collator that encodes a prompt and its media once for two completions: its own, and the completion of the previous
-    row in the micro-batch. TRL estimates the KL divergence from the latter. In evaluation, the estimate splits larger
-    batches into micro-batches of training's size.
+    row in the micro-batch. TRL estimates the KL divergence from the second completion. If a batch of evaluation is
+    larger than a micro-batch of training, rows are paired within parts of training's size.
     """
 
-    calculate_kl: bool = True
+    calculate_kl: bool = True  # whether the loss has a KL estimate
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -83,6 +84,7 @@ class LabelledCollator(PreferenceCollator):
             [`~trainers.preference_data.PreferenceCollator`].
         """
         encoded, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        # An encoded row has its whole completion as `rejected`. Index `i` is of the row that lends this completion
         others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
         pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]
         completions = [pair.chosen for pair in pairs]
@@ -111,7 +113,7 @@ class LabelledCollator(PreferenceCollator):
         columns = {"label": torch.tensor(labels), KL_ROW: kl_rows}
         for name in REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]:
             values = [finite_number(row.get(name), name, row.row_index) for row in rows]
-            if None not in values:
+            if None not in values:  # otherwise the trainer scores the reference itself
                 columns[name] = torch.tensor(values)
         if REFERENCE_COLUMNS[1] in columns:
             for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
@@ -125,19 +127,19 @@ class LabelledCollator(PreferenceCollator):
 
     def _kl_indices(self, n: int) -> list[int]:
         """
-        Returns the batch index of the row whose completion follows the prompt of each of `n` rows in the KL estimate.
+        Returns, for each of `n` rows, the batch index of the row that lends its completion to the KL estimate.
 
-        It is the row before, or for the first row of a micro-batch the last one. With micro-batches of 3, the indices
-        for 5 rows are 2, 0, 1, 4 and 3.
+        This is the previous row. For the first row of a micro-batch, it is the last row. With micro-batches of 3, the
+        indices for 5 rows are 2, 0, 1, 4 and 3.
         """
         size = self.args.per_device_train_batch_size
-        starts = [i - i % size for i in range(n)]
-        return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(starts)]
+        micro_batch_starts = [i - i % size for i in range(n)]
+        return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(micro_batch_starts)]
 
     def encode(self, row: Row) -> LabelledCompletion:
         """
-        Encodes a row. `chosen` is its completion cut to `max_length`. `rejected` is its whole completion, for the KL
-        estimate of another row. Raises `OverlongRow` if the prompt leaves no room.
+        Encodes a row. `chosen` is its completion, cut to `max_length`. `rejected` is its whole completion, which
+        `__call__` lends to another row for the KL estimate. Raises `OverlongRow` if the prompt leaves no room.
         """
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
@@ -177,24 +179,28 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
         dataset = dataset if "prompt" in columns else dataset.map(extract_prompt)
         return unpair_preference_dataset(dataset)
     if "prompt" not in columns:
-        texts = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
-        dataset = concatenate_datasets([dataset.remove_columns(["chosen", "rejected"]), texts], axis=1)
-    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of the pair
-    n, names = len(dataset), ("chosen", "rejected")
+        prompts_and_completions = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
+        dataset = concatenate_datasets(
+            [dataset.remove_columns(["chosen", "rejected"]), prompts_and_completions], axis=1
+        )
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # not a completion's
+    n, completion_columns = len(dataset), ("chosen", "rejected")
     sides = [
-        dataset.remove_columns(other).rename_column(name, "completion").add_column("label", [name == "chosen"] * n)
-        for name, other in (names, names[::-1])
+        dataset.remove_columns(other).rename_column(column, "completion").add_column("label", [column == "chosen"] * n)
+        for column, other in (completion_columns, completion_columns[::-1])
     ]
     starts = range(0, n, _PAIRS_PER_BLOCK)
     blocks = [np.arange(start, min(start + _PAIRS_PER_BLOCK, n)) for start in starts]
+    # `sides` have the chosen completion of pair `i` at the index `i`, and the rejected one at `n + i`
     order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
     return concatenate_datasets(sides).select(order)
 
 
 def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable_weight: float) -> None:
     """
-    Warns if weights don't make up for unequal numbers of labels, by equation 8 of
-    [KTO](https://huggingface.co/papers/2402.01306).
+    Warns if weights don't make up for unequal numbers of labels. By equation 8 of
+    [KTO](https://huggingface.co/papers/2402.01306), weight times number should be 1 to 1.33 times as large for
+    desirable completions as for undesirable ones.
     """
     n_desirable = max(sum(labels), 1)
     n_undesirable = max(len(labels) - n_desirable, 1)

@@ -134,13 +134,13 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             `tuple` of `torch.Tensor`: Sums over the tokens of the completions, `(B,)`, and of the completions in the
             KL estimate, `(B,)`. The second is `None` if the loss has no KL estimate.
         """
-        n, logps = len(inputs["sequences"]), []
+        n, logps_by_call = len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
-            # first call scores all. The second call returns the scores of the KL estimate
-            logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
-            return SimpleNamespace(log_probs=logps[0])
+            # first call scores both at once. The second call finds its scores in the list
+            logps_by_call[:] = logps_by_call[1:] or self._score(model, inputs).logps.split(n)
+            return SimpleNamespace(log_probs=logps_by_call[0])
 
         with kept_requires_grad(self._unwrapped(self.model)):
             return super().compute_ref_log_probs(score, _as_trl_batch(inputs))
@@ -160,6 +160,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             mean_logits=row_scores.mean_logits,
             aux_loss=row_scores.aux_loss,
         )
+        # TRL's loss calls the model for the KL estimate first, if there is one, and then for the rows' completions
         kl_outputs = [SimpleNamespace(log_probs=scores.logps[n:].detach())] if self.calculate_KL else []
         return self._loss_of_trl(_as_trl_batch(inputs), *kl_outputs, outputs), scores
 

@@ -63,14 +63,20 @@ logger = get_logger(__name__)
 
 
 def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
-    """Returns a context that adds `image_token_id`, which TRL reads for every processor, to a config without it."""
-    has_images = hasattr(config, "image_token_id")
-    return nullcontext() if has_images else replaced(config, image_token_id=min(placeholders, default=None))
+    """
+    Returns a context in which a config has an `image_token_id`, which TRL reads for every processor. A config without
+    this entry gets the smallest of the `placeholders`.
+    """
+    has_token_id = hasattr(config, "image_token_id")
+    return nullcontext() if has_token_id else replaced(config, image_token_id=min(placeholders, default=None))
 
 
 @contextmanager
 def loading_in_trl(by_name: bool):
-    """Raises if TRL loads incomplete weights. With `by_name`, hides TRL's warning of unused `model_init_kwargs`."""
+    """
+    Raises an error within the context if TRL loads incomplete weights. With `by_name`, this package has already loaded
+    the model with `model_init_kwargs`, so TRL's warning that they are unused is hidden.
+    """
 
     def is_shown(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
@@ -93,9 +99,9 @@ class LoadedParts:
     model: Any
     processing_class: Any
     processor_source: dict[str, Any] | None  # arguments that load the processor again, if it was loaded here
-    revision: str | None
+    revision: str | None  # of the model, if it was loaded here
     by_name: bool  # whether the model was loaded here
-    ref_model: Any = None
+    ref_model: Any = None  # set by `load_for_sampling`
 
     def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
         """Returns the processor as transformers loads it, or the processor that was passed."""
@@ -111,12 +117,15 @@ def load_parts(
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> LoadedParts:
-    """Loads a model by its name, and a missing processor. Raises `ValueError` if the model can't be trained."""
+    """
+    Loads a model by its name with `load`, and a missing processor. Raises `ValueError` if the model can't be trained.
+    """
     if hasattr(model, "model_for"):  # an actor of `lightrft`; the trainer takes its model
         model = model.model_for(args)
     by_name = isinstance(model, str)
     if by_name:
         model = load_policy(model, args, quantization_config, load)
+    # Reward models have another `load`, and need no LM head
     if load is load_model and not model.can_generate():
         class_name = policy_class(model.config).__name__
         raise ValueError(
@@ -191,8 +200,10 @@ def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholde
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
     # TRL passes `disable_compile` itself, and a second value would be an error
-    if "disable_compile" in (kwargs := mapping(args.generation_kwargs)):
-        options["generation_kwargs"] = {name: value for name, value in kwargs.items() if name != "disable_compile"}
+    if "disable_compile" in (generation_kwargs := mapping(args.generation_kwargs)):
+        options["generation_kwargs"] = {
+            name: value for name, value in generation_kwargs.items() if name != "disable_compile"
+        }
     with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **options):
         yield
 
@@ -202,14 +213,14 @@ def first_fallbacks(
 ) -> Fallbacks:
     """Adds fused heads to the policy and to TRL's reference. Returns the fallbacks that hold until the self-check."""
     model = unwrapped(accelerator, policy)
-    options = {
+    head_options = {
         "temperature": args.temperature,
         "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
         "rule": head_rule(model),
     }
     if reference is not None:
-        add_fused_head(unwrapped(accelerator, reference), outputs=_reference_outputs(args), **options)
-    has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
+        add_fused_head(unwrapped(accelerator, reference), outputs=_reference_outputs(args), **head_options)
+    has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **head_options)
     if not has_head:
         logger.warning(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
@@ -322,7 +333,7 @@ def reward_sources(
 ) -> RewardSources:
     """Returns the sources of rewards. Raises `ValueError` if there is none and the config needs rewards."""
     environment_funcs = toolbox.reward_funcs()
-    if not reward_funcs:
+    if not reward_funcs:  # environments' functions go to TRL's constructor, and none is left to add afterwards
         reward_funcs, environment_funcs = [*environment_funcs.values()], {}
     if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
@@ -330,18 +341,16 @@ def reward_sources(
     processors = [*processors] if isinstance(processors, list) else [processors]
     init_kwargs, trust_remote_code = mapping(args.model_init_kwargs), args.trust_remote_code
     revision: str | None = init_kwargs.get("revision")
-    for i, entry in enumerate(reward_funcs):
-        if isinstance(entry, str) and is_adapter(entry, revision):
+    for i, reward_func in enumerate(reward_funcs):
+        if isinstance(reward_func, str) and is_adapter(reward_func, revision):
             reward_funcs[i], processor = load_trained_reward_model(
-                entry, trust_remote_code=trust_remote_code, **init_kwargs
+                reward_func, trust_remote_code=trust_remote_code, **init_kwargs
             )
-            # A slice, because the list may be too short, for which TRL raises an error
+            # If the list is too short, the slice is empty, and TRL raises an error afterwards
             processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
-        elif isinstance(entry, str):  # TRL loads the model
-            register_reward_model(entry, revision, trust_remote_code)
-    return RewardSources(
-        reward_funcs, processors, [isinstance(entry, str) for entry in reward_funcs], environment_funcs
-    )
+        elif isinstance(reward_func, str):  # TRL loads the model
+            register_reward_model(reward_func, revision, trust_remote_code)
+    return RewardSources(reward_funcs, processors, [isinstance(func, str) for func in reward_funcs], environment_funcs)
 
 
 def with_media_reader(
@@ -352,7 +361,10 @@ def with_media_reader(
     args: Any,
     template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
-    """Wraps a reward model and its processor in a [`RewardModel`], which reads media. Returns functions unchanged."""
+    """
+    Wraps a reward model and its processor in a [`RewardModel`], which reads media. Returns functions as they are, and
+    also models without a processor of media. `by_name` says whether the reward model was loaded by its name.
+    """
     if not isinstance(reward_func, nn.Module):
         return reward_func
     if is_peft_model(reward_func):  # TRL doesn't move such a model to the accelerator's device

@@ -40,6 +40,7 @@ def add_view(run: Run, rollout: Rollout) -> None:
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
+    # `view_prompts` keeps the same object for a prompt that the view doesn't change
     rollout.view.replaces = torch.tensor(
         [clean is not viewed for clean, viewed in pairs], device=run.accelerator.device
     )
@@ -55,16 +56,18 @@ def measure_dependency(
     score_reference: Callable[[Rollout], Scores],
 ) -> Scores:
     """
-    Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media.
+    Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media,
+    `(B, C)`. `score` and `score_reference` score a rollout under the policy and under the reference.
 
     With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
-    and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy.
+    and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy with
+    the media. It is 0 where the view replaces no media.
     """
-    args, is_replaced = run.args, require(rollout.view.replaces)[:, None]
+    args, has_replacement = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
         old_scores = score(rollout)
         view_scores = score_reference(replace(rollout, prompts=rollout.view.prompts))
-        rollout.view.dependency = torch.where(is_replaced, view_scores.entropies - old_scores.entropies, 0)
+        rollout.view.dependency = torch.where(has_replacement, view_scores.entropies - old_scores.entropies, 0)
     else:
         batch_size: int = args.per_device_train_batch_size
         model: Any = run.model
@@ -72,21 +75,26 @@ def measure_dependency(
             old_scores, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, batch_size)
     if not args.loss_view_settings.has_gradient:  # updates don't forward the view
         rollout.view.prompts = []
-    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * is_replaced)}
+    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * has_replacement)}
     log_metrics(metrics, run.accelerator.gather, run.metrics.current)
     return old_scores
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """
-    Weighs advantages by the mean dependency of a completion's tokens on media, and tokens by their own dependency, as
-    far as the settings ask for it. Weights are 1 where the view replaces no media.
+    Weighs completions and tokens by their dependency on media.
+
+    With `advantage_min`, weighs advantages by the mean dependency of a completion's tokens. With `temperature` or
+    `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
     """
     settings, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if settings.advantage_min is not None:
-        means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
-        statistics = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
+        mean_dependencies = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
+        # (N, 2) of all ranks: the mean dependency, and 1 if the completion is to be weighed
+        statistics = run.accelerator.gather(
+            torch.stack([mean_dependencies, (replaces & mask.any(1)).to(mean_dependencies.dtype)], dim=1)
+        )
         completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
         run.metrics.add({"view/weight_max": completion_weights.max().item()})
         local_weights = local_rows(run.accelerator, completion_weights, len(rollout))
@@ -103,9 +111,9 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
 def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
-    """Adds the terms of the view, averaged like the policy loss, to the loss of a micro-batch, and their metrics."""
+    """Adds the view's terms, averaged like the policy loss, and their metrics to the loss of a micro-batch."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    # Without scores under the view, all coefficients are 0, so the other scores can stand in
+    # Without scores under the view, the terms that read them have coefficients of 0, so any scores can stand in
     view_scores = scores if scores.view is None else scores.view
     losses, kl = view_term(
         scores.logps,

@@ -134,13 +134,14 @@ class MediaArguments(CheckedKeywords, _Config):
     def __post_init__(self):
         # TRL sets defaults under deprecated names, such as `gradient_checkpointing`. Newer versions of transformers
         # warn of them unless the new names are set
-        for name in ("checkpointing", "checkpointing_kwargs"):
-            if getattr(self, f"activation_{name}", False) is None:
-                setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]  # may be JSON, too
+        for suffix in ("checkpointing", "checkpointing_kwargs"):
+            if getattr(self, f"activation_{suffix}", False) is None:
+                setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
+        # transformers reads these fields from JSON, too
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]
         check_values(self)
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # its only effect here would be a warning of torch
+            self.dataloader_pin_memory = False  # without an accelerator, torch would only warn
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
         if self.bf16 is None and not (self.fp16 or self.use_cpu or has_bf16):
             # TRL's default is `True`, which transformers refuses here
@@ -162,7 +163,7 @@ class MediaArguments(CheckedKeywords, _Config):
         self.freeze = as_names(self.freeze)
         self.learning_rates = as_rates(self.learning_rates)
         check_ignored(self.ignored_media_columns)
-        _ = self.rules, self.unreadable_rows  # raises if they are invalid
+        _ = self.rules, self.unreadable_rows  # the properties raise an error for invalid settings
 
     @property
     def rules(self) -> MediaRules:
@@ -303,17 +304,18 @@ class SamplingArguments(MediaArguments):
     max_staleness = 0  # number of generation batches that are sampled before they are due
 
     def __post_init__(self):
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # may be JSON, too
+        # transformers reads this field from JSON, too
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
         batch_names = batch_options(self)  # before TRL fills in options
         try:
             super().__post_init__()
         except ValueError:
-            if hasattr(self, "distributed_state"):  # else TRL hasn't checked batches yet
+            if hasattr(self, "distributed_state"):  # set before TRL checks batches, so the error may be about them
                 check_batches(self, batch_names)
             raise
-        # vLLM has other options than transformers
+        # `None` skips the check of names, since vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
-        _ = self.packing_settings  # raises if they are invalid
+        _ = self.packing_settings  # the property raises an error for invalid settings
         engine_kwargs = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:
             return
@@ -472,14 +474,14 @@ class MultimodalArguments(SamplingArguments):
 
 
 def check_range(config, name: str) -> None:
-    """Checks an argument that takes a smallest and a largest value, or `None`."""
+    """Raises `ValueError` unless an argument is `None`, or a smallest value followed by a larger one."""
     bounds = getattr(config, name)
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")
 
 
 def check_views(config) -> None:
-    """Checks the views in sampling."""
+    """Raises `ValueError` if a view in sampling applies to no completion, or if its schedule doesn't fit it."""
     rollout_settings, contrast_settings = config.rollout_view_settings, config.contrast_view_settings
     for option, settings in (("rollout_view", rollout_settings), ("contrast_view", contrast_settings)):
         if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
@@ -487,23 +489,23 @@ def check_views(config) -> None:
                 f"`fraction` ({settings.fraction}) of `{option}` of `num_generations` ({config.num_generations}) is "
                 "no completion; raise one of them."
             )
-    as_schedule(rollout_settings.schedule)(0.0)
+    as_schedule(rollout_settings.schedule)(0.0)  # raises for an invalid schedule
     if rollout_settings.schedule != "constant":
-        rollout_settings.view.scaled(1.0)
+        rollout_settings.view.scaled(1.0)  # raises if the view has no strength to schedule
 
 
 def check_sampling(config) -> None:
     """Checks the arguments that choose prompts, exchange groups of completions, or set views in sampling."""
     check_views(config)
     check_range(config, "dynamic_sampling_range")
-    exchanges = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
-    for name in exchanges:
+    exchange_options = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
+    for name in exchange_options:
         if config.num_generations < 2:
             raise ValueError(
                 f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must be at least "
                 "2."
             )
-    for name in [*exchanges, *(["balance_ranks"] if config.balance_ranks else [])]:
+    for name in [*exchange_options, *(["balance_ranks"] if config.balance_ranks else [])]:
         n_completions = config.per_device_train_batch_size * config.steps_per_generation
         if n_completions % config.num_generations != 0:
             raise ValueError(

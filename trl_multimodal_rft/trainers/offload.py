@@ -29,7 +29,8 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, slab_size: int = 2**26):
-        self.device, self.slab_size = device, slab_size  # a power of two, to which torch rounds pinned memory up
+        # The default is a power of two, to which torch rounds pinned memory up
+        self.device, self.slab_size = device, slab_size
         self.slabs: list[torch.Tensor] = []
         self._used = 0  # bytes that open contexts use
 
@@ -45,12 +46,13 @@ class HostMemory:
         ]
         sizes, used_before = [storage.nbytes() for storage in on_device], self._used
         try:
+            # (bytes on the device, bytes on the host)
             copies = [pair for storage in on_device for pair in self._host_copies(storage)]
             _copy([(host, part) for part, host in copies])
             try:
                 for storage in on_device:
                     storage.resize_(0)
-                clear_device_cache()  # vLLM allocates outside torch's cache
+                clear_device_cache()  # vLLM can't use memory that torch's cache holds
                 yield
             finally:
                 for storage, size in zip(on_device, sizes, strict=True):
@@ -105,7 +107,7 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def update_states(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
-    """Yields the gradients of a model, and all states of its optimizer."""
+    """Yields the gradients of a model, and all states of its optimizer, among them objects that aren't tensors."""
     yield from (parameter.grad for parameter in model.parameters())
     while optimizer is not None:
         # DeepSpeed steps with copies in float32, and keeps gradients apart from parameters

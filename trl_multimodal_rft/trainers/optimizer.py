@@ -41,15 +41,15 @@ def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, 
     check_trainable(model)
     disable_unsupported_checkpointing(unwrapped(None, model), args)
     freeze(model, args.freeze)
-    reentrant = args.gradient_checkpointing and mapping(args.gradient_checkpointing_kwargs).get("use_reentrant")
-    if args.freeze and reentrant:
+    is_reentrant = args.gradient_checkpointing and mapping(args.gradient_checkpointing_kwargs).get("use_reentrant")
+    if args.freeze and is_reentrant:
         model.enable_input_require_grads()  # else layers after frozen embeddings get no gradient
     if not args.learning_rates:
         return
     if optimizer is not None:
         raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
-    chosen = match_keys(model, [*args.learning_rates], "learning_rates")
-    trained_keys = {key for parameter, key in chosen.items() if parameter.requires_grad}
+    keys_by_parameter = match_keys(model, [*args.learning_rates], "learning_rates")
+    trained_keys = {key for parameter, key in keys_by_parameter.items() if parameter.requires_grad}
     if idle_keys := mapping(args.learning_rates).keys() - trained_keys:
         raise ValueError(
             f"`learning_rates` has a rate for {min(idle_keys)!r}, in which nothing is trained that no other key "
@@ -72,19 +72,20 @@ def split_groups_by_rate(
     splits in two: the weights of the tower, and the rest. The schedule multiplies the rate of each group.
     """
     part_rates = mapping(args.learning_rates)
-    chosen = match_keys(model, [*part_rates], "learning_rates")
-    keys = {**{id(parameter): key for parameter, key in chosen.items()}, **(keys or {})}
+    keys_by_parameter = match_keys(model, [*part_rates], "learning_rates")
+    keys = {**{id(parameter): key for parameter, key in keys_by_parameter.items()}, **(keys or {})}
+    # `None` is the key of parameters without a rate of their part, which keep the rate of their group
     all_rates: dict[str | None, float | None] = {None: None, **part_rates, **(rates or {})}
     groups = []
     for group in optimizer.param_groups:
-        by_key: dict[str | None, list] = {key: [] for key in all_rates}
+        parameters_by_key: dict[str | None, list] = {key: [] for key in all_rates}
         for parameter in group["params"]:
-            by_key[keys.get(id(parameter))].append(parameter)
-        for key, parameters in by_key.items():
-            rate = {} if all_rates[key] is None else {"lr": all_rates[key]}
-            groups += [{**group, **rate, "params": parameters}] if parameters else []
+            parameters_by_key[keys.get(id(parameter))].append(parameter)
+        for key, parameters in parameters_by_key.items():
+            rate_option = {} if all_rates[key] is None else {"lr": all_rates[key]}
+            groups += [{**group, **rate_option, "params": parameters}] if parameters else []
     grouped_ids = {id(parameter) for group in groups for parameter in group["params"]}
-    if any(parameter.requires_grad and id(parameter) not in grouped_ids for parameter in chosen):
+    if any(parameter.requires_grad and id(parameter) not in grouped_ids for parameter in keys_by_parameter):
         raise ValueError(f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no groups; drop one.")
     optimizer.param_groups[:] = groups
 
@@ -103,6 +104,7 @@ def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: Train
 
 
 def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
+    """Writes `freeze` and `learning_rates` into a checkpoint, for [`parts_mismatch`]. Writes no file without them."""
     if args.freeze or args.learning_rates:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
 
@@ -143,12 +145,13 @@ def mark_group_parts(
             "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, so "
             "that `optim`, `learning_rate` and `value_learning_rate` count."
         )
-    ids = {id(parameter) for parameter in critic.parameters()}
+    critic_ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
         split_groups_by_rate(
-            model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(ids, "critic")
+            model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(critic_ids, "critic")
         )
-    owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
+    # For each group, whether its weights are the critic's: both truth values in a mixed group
+    owners = [{id(parameter) in critic_ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
             "The optimizer must hold the critic's weights in separate parameter groups. Make the critic first, "
@@ -228,7 +231,7 @@ def two_schedules(
 def _schedule(
     args: "MultimodalPPOConfig", name: str, warmup_steps: float, n_steps: int, rate: float
 ) -> Callable[[int], float]:
-    """Returns a function of the step that gives the factor of the initial learning rate."""
+    """Returns a function from the step to the factor of the initial `rate`. `warmup_steps` below 1 are a share."""
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
         name,
@@ -236,6 +239,7 @@ def _schedule(
         torch.optim.SGD([torch.zeros(1)], lr=rate),
         num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
         num_training_steps=n_steps,
+        # `lr_scheduler_kwargs` belong to `lr_scheduler_type`. A critic's schedule of another type has none
         scheduler_specific_kwargs=mapping(args.lr_scheduler_kwargs) if name == args.lr_scheduler_type else None,
     )
     if not isinstance(scheduler, LambdaLR):

@@ -100,7 +100,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     )
     bootstrap_truncated: bool = False
     shared_trunk: bool = False
-    # `None` is rejected. It is in the type because the parser reads `float | str` as `float`.
+    # The types include `None`, which is rejected, because the parser would read `float | str` as `float`
     vf_coef: float | str | None = 0.1
     value_learning_rate: float | str | None = None
     freezing_actor_steps: Annotated[int, "[0, inf]"] = 0
@@ -108,7 +108,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     ema_decay: Annotated[float | None, "(0, 1)"] = None
     ptx_coef: float | str | None = 0.0
 
-    _has_critic = True
+    _has_critic = True  # other trainers reject a config with a critic
 
     def __post_init__(self):
         check_values(self)

@@ -177,10 +177,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         warn_of_unread(args, {"ptx_dataset": ptx_dataset}, supervised=True)
         super().__init__(**arguments)
-        options: Any = args.gradient_checkpointing_kwargs or {}
-        reentrant = options.get("use_reentrant") and args.gradient_checkpointing
+        checkpointing_kwargs: Any = args.gradient_checkpointing_kwargs or {}
+        is_reentrant = checkpointing_kwargs.get("use_reentrant") and args.gradient_checkpointing
+        # DDP and DeepSpeed reduce the gradient of a weight once per backward
         reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
-        if args.ptx.coef > 0 and reentrant and reduces_once:
+        if args.ptx.coef > 0 and is_reentrant and reduces_once:
             raise ValueError(
                 "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
                 "apart, and DDP and DeepSpeed take only once. Set "
@@ -200,7 +201,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             # The critic isn't idle if FSDP or ZeRO-3 gathers it with the policy, or if continuous batching casts it
             casts_critic = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
             self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts_critic else None
-            add_critic(self.model, self.critic)  # after TRL's constructor, which would adapt the critic, too
+            # After TRL's constructor, which would put the adapter into the critic, too
+            add_critic(self.model, self.critic)
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
             if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
@@ -258,7 +260,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the advantages of all ranks' completions. Also sets the rollout's values and GAE's returns."""
+        """
+        Returns the advantages of all ranks' completions, `(N, C)`, or without a critic as in GRPO. Also sets the
+        rollout's values and GAE's returns. `rewards` and `group_ids` are `(N,)`.
+        """
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
         values, bootstrap = self._score_values(rollout)
@@ -309,26 +314,27 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         """Returns the loss of GRPO, and in training adds the losses of the critic and of supervised rows."""
-        policy = super()._loss(scores, inputs)
+        policy_output = super()._loss(scores, inputs)
         if not self.model.training:
-            return policy
+            return policy_output
         args, mask, loss_type = self.args, inputs.loss_mask, self._policy_loss
-        tensors = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
-        unscaled = policy.loss * self._n_accumulation_steps() if loss_type.is_mean else policy.loss
-        metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
-        loss = self._loss_if_updated("policy", policy.loss, scores.logps)
+        loss_inputs = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
+        # The metric is a mean over micro-batches, so it takes the loss before the division by their number
+        unscaled_loss = policy_output.loss * self._n_accumulation_steps() if loss_type.is_mean else policy_output.loss
+        metrics = {"policy_loss": rank_mean(unscaled_loss), **policy_output.metrics, **ratio_metrics(loss_inputs)}
+        loss = self._loss_if_updated("policy", policy_output.loss, scores.logps)
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
             targets = require(inputs.values.old), require(inputs.values.returns)
-            value = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
-            mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
+            value_output = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
+            mean = loss_type.average(value_output.loss, mask, self._normalizer(inputs))
             loss = loss + args.value_loss.coef * self._loss_if_updated("critic", mean, scores.values)
-            metrics |= value.metrics
+            metrics |= value_output.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
-            ptx = ptx_loss(scores.supervised, self._ptx_batch.mask)
-            mean = ptx.loss / self._n_accumulation_steps()
+            ptx_output = ptx_loss(scores.supervised, self._ptx_batch.mask)
+            mean = ptx_output.loss / self._n_accumulation_steps()
             loss = loss + args.ptx.coef * self._loss_if_updated("policy", mean, scores.supervised)
-            metrics |= ptx.metrics
+            metrics |= ptx_output.metrics
         if self.accelerator.sync_gradients:
             logged = self._metrics["train"]
             if self.kl_coef != 0 and args.kl_target is None:

@@ -70,6 +70,7 @@ class PreferenceCollator(SupervisedCollator):
             for i, pair in enumerate(pairs):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
+        # Triples: the pair, the name of its completion's column, and the prompt before the completion
         clean_completions = [(pair, name, pair) for name in COMPLETIONS for pair in pairs]
         completions = [*clean_completions, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
         ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in completions])
@@ -97,10 +98,12 @@ class PreferenceCollator(SupervisedCollator):
             if None in values and name != REFERENCE_COLUMNS[2]:
                 row = rows[values.index(None)].row_index
                 raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
-        return {n: torch.tensor([math.nan if value is None else value for value in columns[n]]) for n in columns}
+        return {
+            name: torch.tensor([math.nan if value is None else value for value in columns[name]]) for name in columns
+        }
 
     def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
-        """Returns a row as a pair that isn't cut, with checked token ids."""
+        """Returns a row as a pair that isn't cut, with checked token ids. `whole` is as for `encode_preference`."""
         pair = self._encoder_of(row).encode_preference(row, whole=whole)
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
@@ -133,6 +136,7 @@ class PreferenceCollator(SupervisedCollator):
 
     def _cut_answer(self, prompt: EncodedPrompt, answer: SupervisedSequence, name: str) -> SupervisedSequence:
         """Cuts a completion with media to `max_length`. Raises `OverlongRow` if this would lose media, or all text."""
+        # The number of tokens that are left, and the index after the last token of media
         n, (_, end) = (
             len(self._cut_completion(prompt, answer.input_ids.tolist())),
             cast(tuple[int, int], answer.media_span),
@@ -161,7 +165,10 @@ class PreferenceCollator(SupervisedCollator):
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
-        """Adds the prompt under the view to the pair of row `i`, if the view applies to its media."""
+        """
+        Adds the prompt under the view to the pair of row `i`, if the view applies to its media. `rows` and their
+        `messages` are those of the micro-batch, if the view takes media of another row.
+        """
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
             # Random numbers depend on the row, not on rank or epoch, so that the reference can score before the run
@@ -184,7 +191,7 @@ class ComparisonCollator(PreferenceCollator):
         return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
 
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair. Raises `MediaError` if prompt and completion have more than `max_length` tokens."""
+        """Encodes a row as a pair. Raises `MediaError` if the prompt and the longer completion exceed `max_length`."""
         pair, max_length = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if max_length is not None and n_tokens > max_length:

@@ -96,17 +96,21 @@ class PreferenceTrainer(CompletionTrainer):
         return dict(zip(self._reference_columns, logps, strict=False))
 
     def _with_reference_columns(self, dataset: Rows) -> Dataset:
-        """Returns a dataset with columns of the reference's log-probabilities, which are NaN for skipped rows."""
+        """
+        Returns a dataset with columns of the reference's log-probabilities. Skipped rows get NaN, and -1 as an index.
+        """
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
-        batches: list[dict[str, torch.Tensor]] = []
+        batch_columns: list[dict[str, torch.Tensor]] = []
         with evaluation_mode(self.model):
             for batch in self.get_eval_dataloader(dataset):
                 columns = self._score_reference(self._prepare_inputs(batch))
-                batches.append({name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns})
+                batch_columns.append(
+                    {name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns}
+                )
         indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
-        for name in batches[0]:
-            column = torch.cat([columns[name] for columns in batches])
+        for name in batch_columns[0]:
+            column = torch.cat([columns[name] for columns in batch_columns])
             if len(column) != len(indices):
                 raise ValueError(
                     f"The reference scored {len(column)} of {len(indices)} rows; with "
@@ -151,6 +155,7 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         measure, pairs = Measure(self._policy, model, has_engine_positions=False), inputs["sequences"]
+        # In the order of `completion_ids`: the first completions of all pairs, then the second ones
         sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
         rows = [row for side in sides for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
@@ -165,8 +170,8 @@ class PreferenceTrainer(CompletionTrainer):
         """
         step, interval, is_training = self.state.global_step, self.args.media_contribution_steps, self.model.training
         metrics, n = self._metrics["train" if is_training else "eval"], len(inputs["sequences"])
-        is_first = step != self._contribution_step if is_training else "media/contribution" not in metrics
-        if not interval or not is_first or (is_training and not is_due(interval, step, 1)):
+        is_unmeasured = step != self._contribution_step if is_training else "media/contribution" not in metrics
+        if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
             return
         self._contribution_step = step if is_training else self._contribution_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
@@ -178,7 +183,10 @@ class PreferenceTrainer(CompletionTrainer):
 def _stand_in_rows(
     dataset: Rows, processing_class: Processor, stand_in_columns: dict[str, list]
 ) -> Dataset | IterableDataset:
-    """Returns rows for TRL's constructor, which tokenizes them unless they have a column of media."""
+    """
+    Returns rows for TRL's constructor, as a stream if the dataset is one. With a processor, rows have an empty column
+    of images, so that TRL doesn't tokenize them.
+    """
     image_column = (
         {"image": [None] * len(stand_in_columns["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
     )

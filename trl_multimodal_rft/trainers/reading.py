@@ -96,6 +96,7 @@ class CompletionTrainer(CheckpointMixin):
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
             logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
+        # Reward models need no fused head, and have no `outputs`
         has_heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
         if not all(has_heads):
             logger.warning(
@@ -118,16 +119,16 @@ class CompletionTrainer(CheckpointMixin):
         order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
             self.train_dataset,
+            # One sequence per row, and one micro-batch per batch
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
-            # An update reads all its micro-batches before it forwards the first one, to count their labels. So the
-            # prefetch covers whole updates
+            # An update first reads all its micro-batches, to count their labels. So the prefetch covers whole updates
             args.media_prefetch * args.gradient_accumulation_steps,
             order if args.train_sampling_strategy == "random" else None,
             collate_fn=partial(self._collate, split="train"),
         )
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
-        if is_argument:  # a dataset that `evaluate` gets hasn't been prepared by the constructor
+        if is_argument:  # passed to `evaluate`, so the constructor hasn't prepared it
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
@@ -138,9 +139,11 @@ class CompletionTrainer(CheckpointMixin):
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
-            plain = partial(inputs["plain"], cache(self._load_processor))
+            processor_outputs = partial(inputs["plain"], cache(self._load_processor))
             self.checks.on_rows(
-                partial(self._check_rows, packs=self._packs, processor_outputs=plain), model, inputs["sequences"]
+                partial(self._check_rows, packs=self._packs, processor_outputs=processor_outputs),
+                model,
+                inputs["sequences"],
             )
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:

@@ -129,7 +129,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         if args.chat_template_path is not None:
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class
-        self.data_collator = replace(self.data_collator)  # a new encoder, as TRL's constructor has set special tokens
+        # A copy makes a new encoder, with the special tokens that TRL's constructor has set
+        self.data_collator = replace(self.data_collator)
         columns = [*COLUMNS, *COMPARISON_COLUMNS] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
         packs, load = args.packing == "prefix", loaded.load_processor
@@ -140,12 +141,12 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     def _check_adapter(self) -> None:
         """Raises `ValueError` for prompt learning, and warns if no adapter trains `score`."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
-        if any(part.is_prompt_learning for part in configs):
+        if any(config.is_prompt_learning for config in configs):
             raise ValueError(
                 "Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA."
             )
         if configs and not any(
-            part.requires_grad for part in self._unwrapped(self.model).get_submodule("score").parameters()
+            parameter.requires_grad for parameter in self._unwrapped(self.model).get_submodule("score").parameters()
         ):
             logger.warning(
                 "The adapter leaves `score` as it is, at random unless the model is a reward model; set "

@@ -101,9 +101,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     # Rollout
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        exchanges = self._groups is not None and self.model.training
-        # The KL penalty in the reward needs scores before the update, and so do groups that are replayed later
-        if self.beta != 0 or exchanges:
+        exchanges_groups = self._groups is not None and self.model.training
+        # Scores before the update enter the KL penalty in the reward, and the ratios of groups that are replayed later
+        if self.beta != 0 or exchanges_groups:
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
@@ -114,7 +114,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
-        """Returns leave-one-out advantages, with the KL penalty in the reward."""
+        """Returns leave-one-out advantages of all ranks, with the KL penalty in the reward."""
         penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
         advantages = leave_one_out(penalized, group_ids, self.normalize_advantages)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._run.group_size))
@@ -130,9 +130,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     # Update
 
     def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
-        is_corrected = rollout.importance_sampling_ratio is not None
+        had_ratios = rollout.importance_sampling_ratio is not None  # as in a later iteration on the same rollout
         scores = super()._score(model, rollout, **options)
-        if self._corrects_for_engine(rollout) and not is_corrected:
+        if self._corrects_for_engine(rollout) and not had_ratios:
             # The loss is proportional to the advantages, so the ratio of a completion weights the loss, too
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores

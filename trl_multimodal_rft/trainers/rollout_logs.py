@@ -117,8 +117,8 @@ class RolloutLog:
             difficulty_sampler.update_pass_rates(
                 run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
             )
-            known_frac, mean = difficulty_sampler.coverage()
-            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
+            known_frac, mean_pass_rate = difficulty_sampler.coverage()
+            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
 
     def _add_reward_logs(self, n: int) -> None:
         """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
@@ -145,7 +145,10 @@ def reward_index(name: str | None, names: Sequence[str]) -> int:
 
 
 def is_due(interval: int, step: int, n_steps: int) -> bool:
-    """Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`."""
+    """
+    Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`. With an
+    interval of 10 and 4 updates, step 8 is due, since update 10 is among the updates 9 to 12.
+    """
     return (step + n_steps) // interval > step // interval
 
 
@@ -177,23 +180,26 @@ class ReadMetrics(TrainerCallback):
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Returns the number of steps and the reward of each reward function that gave all completions of a run the same
-    reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
+    Returns the reward functions that gave all completions of a run the same reward, by name, with the number of their
+    steps and the reward. Leaves out functions whose rewards differed at any step, such as one for a learned format.
     """
     constant = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
     for key in dict.fromkeys(keys):
         name = key.removeprefix("rewards/").removesuffix("/mean")
-        entries = [logs for logs in history if key in logs]
-        reward = entries[0][key]
-        means_and_stds = [(logs[key], logs[f"rewards/{name}/std"]) for logs in entries]
-        # The standard deviation of fewer than two rewards is `None`
+        reward_logs = [logs for logs in history if key in logs]
+        reward = reward_logs[0][key]
+        means_and_stds = [(logs[key], logs[f"rewards/{name}/std"]) for logs in reward_logs]
+        # Up to rounding, stds must be 0, and means the first reward. The std of fewer than two rewards is `None`
         if all(
             None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in means_and_stds
         ):
             # Steps count from the log before the first one with the function
-            previous = next(i for i, logs in enumerate(history) if key in logs) - 1
-            constant[name] = (history[-1]["step"] - (0 if previous < 0 else history[previous]["step"]), reward)
+            previous_index = next(i for i, logs in enumerate(history) if key in logs) - 1
+            constant[name] = (
+                history[-1]["step"] - (0 if previous_index < 0 else history[previous_index]["step"]),
+                reward,
+            )
     return constant
 
 
@@ -221,24 +227,26 @@ class EqualRewardsHint(TrainerCallback):
         """
         numbers = rewards[~rewards.isnan()]
         differs = live if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
+        # Keeps the step at which rewards became equal. `None` if they differ, or if all are NaN
         self._equal_since = (
             None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since
         )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
-        steps = (
+        n_equal_steps = (
             0 if None in self._warned_functions or self._equal_since is None else state.global_step - self._equal_since
         )
-        rewards = {} if self.by_steps else constant_rewards(history)
-        constant = {name: values for name, values in rewards.items() if values[0] >= self.patience}
-        if steps >= self.patience:
+        # By function: the number of steps, and the reward
+        steps_and_rewards = {} if self.by_steps else constant_rewards(history)
+        constant = {name: pair for name, pair in steps_and_rewards.items() if pair[0] >= self.patience}
+        if n_equal_steps >= self.patience:
             self._warned_functions |= {None, *constant}
             equal = "an advantage of 0" if self.by_steps else "the same reward"
             mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
-                f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {steps} steps "
+                f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {n_equal_steps} steps "
                 f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
                 "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
