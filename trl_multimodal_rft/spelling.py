@@ -58,6 +58,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     most similar of the valid `names`; `""` without either.
     """
     name, names = name.replace("-", "_"), list(names)
+    # A removed name helps only if the name to use instead is valid here
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
@@ -104,16 +105,16 @@ def join_settings(name: str, settings: dict[str, Any]) -> str:
 
 def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
     """Returns the names of the functions in a `reward_recipe`, without duplicates."""
-    weights = [*recipe.values()] if isinstance(recipe, dict) else []
-    if not weights or not all(
-        isinstance(entry, dict) and all(isinstance(weight, (int, float)) for weight in entry.values())
-        for entry in weights
+    weights_by_label = [*recipe.values()] if isinstance(recipe, dict) else []
+    if not weights_by_label or not all(
+        isinstance(weights, dict) and all(isinstance(weight, (int, float)) for weight in weights.values())
+        for weights in weights_by_label
     ):
         raise ValueError(
             f"`reward_recipe` is {recipe!r}; write the weights of reward functions by the label of a row, such as "
             '{"counting": {"counting_reward": 1.0}}.'
         )
-    return [*dict.fromkeys(name for entry in weights for name in entry)]
+    return [*dict.fromkeys(name for weights in weights_by_label for name in weights)]
 
 
 def check_settings(
@@ -141,19 +142,20 @@ T = TypeVar("T")
 
 def read_settings(cls: Callable[..., T], option: str, text: str | float | None) -> T:
     """
-    Parses the value of an option to an instance of the dataclass `cls`. The value is a name or a number, the first
-    field, and settings may follow, the other fields: `"0.1(cliprange=0.2)"` becomes `cls(0.1, cliprange=0.2)`. Raises
-    a `ValueError` about an unknown setting, and about a value that the annotation of its field excludes.
+    Parses the value of an option to an instance of the dataclass `cls`. The text begins with a name or a number, the
+    value of the first field. Settings may follow, the values of other fields: `"0.1(cliprange=0.2)"` becomes
+    `cls(0.1, cliprange=0.2)`. Raises a `ValueError` about an unknown setting, and about a value that the annotation of
+    its field excludes.
     """
-    first, *parameters = inspect.signature(cls).parameters.values()
-    name, settings = split_settings(text) if isinstance(text, str) else (text, None)
-    if isinstance(name, str) and {*_types_and_interval(first.annotation)[0]} == {float}:
-        name = as_number(name)
-        if isinstance(name, str):
+    first_field, *other_fields = inspect.signature(cls).parameters.values()
+    value, settings = split_settings(text) if isinstance(text, str) else (text, None)
+    if isinstance(value, str) and {*_types_and_interval(first_field.annotation)[0]} == {float}:
+        value = as_number(value)
+        if isinstance(value, str):
             raise ValueError(f"`{option}` must be a number, such as 0.1, also with settings behind it, got {text!r}.")
-    check_value(f"`{option}`", name, first.annotation, "choose another number")
-    check_settings(cls, option, settings or {}, [parameter.name for parameter in parameters])
-    return cls(name, **(settings or {}))
+    check_value(f"`{option}`", value, first_field.annotation, "choose another number")
+    check_settings(cls, option, settings or {}, [parameter.name for parameter in other_fields])
+    return cls(value, **(settings or {}))
 
 
 def as_number(value: T) -> T | float:
@@ -165,7 +167,7 @@ def as_number(value: T) -> T | float:
 
 
 def _types_and_interval(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
-    """Returns the types that an annotation names, and its interval, if any."""
+    """Returns the types that an annotation names, and its interval such as `"[0, 1)"`, if any."""
     interval = None
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)
@@ -204,8 +206,8 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raises a `ValueError` about a value that isn't among the choices."""
     if value not in choices:
-        near = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{near}")
+        suggestion = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{suggestion}")
 
 
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:
@@ -235,10 +237,12 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     try:
         target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
-        near = did_you_mean(function, vars(sys.modules.get(module, error)))
+        # Names in the module, or those of the error, of which there are none, if the module can't be imported
+        suggestion = did_you_mean(function, vars(sys.modules.get(module, error)))
+        # The module itself is missing, and not a module that it imports
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
-            near = f" {similar_names(Path(f'{module}.py'))[0]}."
-        raise ValueError(f"There is no {kind} {name!r}: {error}.{near}") from error
+            suggestion = f" {similar_names(Path(f'{module}.py'))[0]}."
+        raise ValueError(f"There is no {kind} {name!r}: {error}.{suggestion}") from error
     if not callable(target):
         raise ValueError(f"There is no {kind} {name!r}: it is of type {type(target).__name__}.")
     return target

@@ -1,5 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Stages of a rollout: encoding rows as prompts, also under a view, adding completions, and scoring them."""
+"""
+Stages of a rollout: encoding rows as prompts, with or without a view, adding completions, and scoring them.
+
+In shapes, `N` is the number of completions, and `C` the number of columns for tokens of completions.
+"""
 
 import functools
 import math
@@ -46,8 +50,8 @@ def collect(
     """
     Returns a rollout of `rows`, one row per completion, with environments and encoded prompts.
 
-    A batch without media is encoded only if `encodes_text`. Otherwise the user's `rollout_func` tokenizes it. `views`
-    has the view of each row's media, by row index.
+    A batch with media is always encoded. A batch of text is encoded only if `encodes_text`: without it, the user's
+    `rollout_func` tokenizes the text. `views`, by row index, has the views under which prompts are encoded.
     """
     dataset_rows, row_indices = [row.row for row in rows], [row.row_index for row in rows]
     source = Source(dataset_rows, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
@@ -76,11 +80,11 @@ def collect(
                 try:
                     prompts.append(encode(messages[i]))
                 except MediaError as error:
-                    # Without an observation, the row is at fault. Without the row's own messages, no prompt is left
+                    # If the messages are the row's own, the row is at fault. If the row has none, no prompt is left
                     if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
-                    # The environment's observation can't be encoded, which ends the trajectory
-                    source.failures[i], messages[i] = error, dataset_messages[i]  # without the observation
+                    # The environment's observation can't be encoded. The trajectory ends, with the row's own prompt
+                    source.failures[i], messages[i] = error, dataset_messages[i]
                     prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
@@ -88,16 +92,17 @@ def collect(
 
 def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
     """
-    Returns the prompts of completions, encoded with the media that a view puts in place of theirs. Completions of one
-    prompt share the new prompt. If the view replaces no media of a prompt, the prompt stays the same object. Media
-    that tools returned stay as they are. Random numbers depend on the view's seed and the row index.
+    Returns the prompts of a rollout's completions, encoded under a view. Completions of one prompt share the new
+    prompt. If the view replaces no media of a prompt, the prompt stays the same object. Media that tools returned stay
+    as they are. Random numbers depend on the view's seed and the row index.
     """
-    encoded: dict[int, EncodedPrompt] = {}
+    new_prompts_by_id: dict[int, EncodedPrompt] = {}  # by `id` of the prompt without the view
 
     def under_view(index: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
         """Returns a prompt, with the messages `batch_messages[index]`, under the view."""
-        if isinstance(prompt, Contexts):  # the messages of the first context are the prompt's
+        if isinstance(prompt, Contexts):  # the first context is the prompt, and later contexts replaced it
             contexts = zip(prompt.prompts, [batch_messages[index], *rollout.source.contexts[index]], strict=True)
+            # Passes the messages of the whole batch, because a view may take media of another row
             new_prompts = [
                 under_view(index, context, [*batch_messages[:index], messages, *batch_messages[index + 1 :]])
                 for context, messages in contexts
@@ -110,15 +115,15 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
             return with_new_start(prompt, under_view(index, prompt.prompt, batch_messages))
         if not any(view.applies_to(modality) for modality in prompt.modalities):
             return prompt
-        if id(prompt) not in encoded:
-            encoded[id(prompt)] = encoder.encode(
+        if id(prompt) not in new_prompts_by_id:
+            new_prompts_by_id[id(prompt)] = encoder.encode(
                 batch_messages[index],
                 rollout.source.row_indices[index],
                 view_of_row(view, batch_messages, rollout.source.row_indices, index),
                 sampled=True,  # a context may hold turns that the policy sampled
                 **rollout.source.template_tools(index),
             )
-        return encoded[id(prompt)]
+        return new_prompts_by_id[id(prompt)]
 
     prompts = [under_view(index, prompt, rollout.source.messages) for index, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
@@ -127,8 +132,8 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 def with_new_start(prompt: EncodedPrompt, start: EncodedPrompt) -> EncodedPrompt:
     """
-    Returns `start`, with the tool results that `prompt` holds if it is a [`Conversation`]. In that case `start`
-    replaces `prompt.prompt`, and must have the same number of tokens.
+    Replaces the prompt of a [`Conversation`] by `start`, and keeps the tool results. Returns `start` itself for any
+    other prompt. `start` must have as many tokens as the prompt that it replaces.
     """
     if not isinstance(prompt, Conversation):
         return start
@@ -140,16 +145,17 @@ def with_new_start(prompt: EncodedPrompt, start: EncodedPrompt) -> EncodedPrompt
 def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], index: int) -> View:
     """
     Returns the view, seeded for the row at `index` in the batch. A view that needs media of another row gets the media
-    of the next row that has other media of the same modalities, or none if there is no such row in the batch.
+    of the next row that has other media of the same modalities. If the batch has no such row, the view gets no media.
+    In a batch of 4 rows, the rows after row 2 are 3, 0 and 1.
     """
     view = view.seeded(*view.seed, row_indices[index])
     if not view.type.needs_other:
         return view
     media = _media_to_replace(view, messages[index])
-    for step in range(1, len(messages)):
-        other = _media_to_replace(view, messages[(index + step) % len(messages)])
-        if {ref.modality for ref in other} >= {ref.modality for ref in media} and not same_prompt(other, media):
-            return view.with_others(other)
+    for distance in range(1, len(messages)):
+        others = _media_to_replace(view, messages[(index + distance) % len(messages)])
+        if {ref.modality for ref in others} >= {ref.modality for ref in media} and not same_prompt(others, media):
+            return view.with_others(others)
     return view
 
 
@@ -163,9 +169,9 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Returns lists of numbers as a tensor `(N, C)`, padded on the right, with `C` a multiple of `multiple`."""
-    longest = max([1, *map(len, rows)])  # a batch without tokens gets one column, which masks exclude
-    longest += -longest % (multiple or 1)
-    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+    width = max([1, *map(len, rows)])  # a batch without tokens gets one column, which masks exclude
+    width += -width % (multiple or 1)  # rounds up
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
 
 def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: Collection[int]) -> tuple:
@@ -179,21 +185,21 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
     if rollout.prompts:
         rows = zip(rollout.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
-        for i, (prompt, prompt_ids, ids) in enumerate(rows):
+        for i, (prompt, prompt_ids, completion_ids) in enumerate(rows):
             if list(prompt_ids) != prompt.input_ids.tolist():
                 raise ValueError(
                     f"`rollout_func` gave {len(prompt_ids)} `prompt_ids` for completion {i} that differ from the "
                     f"{len(prompt)} of its prompt as the processor encodes it, placeholders included; return those of "
                     "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
                 )
-            if not set(placeholders).isdisjoint(ids):
+            if not set(placeholders).isdisjoint(completion_ids):
                 raise ValueError(
                     f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, but not "
                     "their media; use `tools` or `environment_factory` to show media to the model."
                 )
     else:
-        ids = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]
-        rollout.prompts = [EncodedPrompt(row, {}, {}, torch.arange(len(row))[None]) for row in ids]
+        ids_by_prompt = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]
+        rollout.prompts = [EncodedPrompt(ids, {}, {}, torch.arange(len(ids))[None]) for ids in ids_by_prompt]
     return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
 
@@ -210,8 +216,9 @@ def add_completions(
 ) -> tuple[dict[str, float], int]:
     """
     Adds completions, their masks and their log-probabilities to a rollout. `tool_mask` is 0 on results of tools, and
-    `None` without tools. `ended` is false for completions that were cut off. Returns TRL's metrics of lengths, and the
-    number of prompt and sampled tokens, both over all ranks.
+    `None` without tools. `ended` is false for completions that were cut off. With `mask_truncated`, the loss
+    leaves such completions out. Returns TRL's metrics of lengths, and the number of prompt and sampled tokens, both
+    over all ranks.
     """
     device, pad_token_id = accelerator.device, rollout.pad_token_id
     rollout.source.ids, rollout.source.ended = ids, ended
@@ -220,7 +227,7 @@ def add_completions(
     has_ended = torch.tensor(ended)
     # Numbers of sampled tokens
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
-    if tool_mask is not None:
+    if tool_mask is not None:  # padding may be 1, since `completion_mask` excludes it
         rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
     if logps is not None:
         rows = [[torch.nan if logp is None else logp for logp in row] for row in logps]
@@ -259,23 +266,24 @@ def score_with_view(
     Returns the scores of a micro-batch. If its prompts have views, the field `view` holds the scores of the same
     completions given the prompts under the view.
 
-    One forward computes both, as wrappers such as DDP require. Where the view replaces nothing, both are equal. For
-    example, if the view replaces media of completions 1 and 3 of 4, the forward's rows are 0 to 3, and 5 and 7.
-    `rows` are the batch indices of the completions to forward, by default all. `options` are further fields of the
-    [`~forward.scores.ScoreRequest`].
+    One forward computes the scores without and under the view, as wrappers such as DDP require. For 4 completions, its
+    rows 0 to 3 have the plain prompts, and its rows 4 to 7 the prompts under the view. If the view replaces only media
+    of completions 1 and 3, only the rows 0 to 3, 5 and 7 are forwarded, and the view's scores of completions 0 and 2
+    are the plain ones. `rows` are the batch indices of the completions to forward, by default all. `options` are
+    further fields of the [`~forward.scores.ScoreRequest`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
         replaces = require(rollout.view.replaces)
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
-        scored_rows = None if len(scored_rows) == 2 * n else scored_rows
+        scored_rows = None if len(scored_rows) == 2 * n else scored_rows  # `None` forwards all rows
         doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
         scores = policy.score(model, ScoreRequest(*doubled_completions, packed, rows=scored_rows, **options))
-        plain, view = scores.rows(slice(n)), scores.rows(slice(n, None))
+        plain, view_scores = scores.rows(slice(n)), scores.rows(slice(n, None))
         is_replaced = replaces[:, None]
         plain.view = Scores(
-            logps=torch.where(is_replaced, view.logps, plain.logps),
-            entropies=torch.where(is_replaced, view.entropies, plain.entropies),
+            logps=torch.where(is_replaced, view_scores.logps, plain.logps),
+            entropies=torch.where(is_replaced, view_scores.entropies, plain.entropies),
         )
         plain.deferred = scores.deferred
     else:
@@ -290,8 +298,10 @@ def score_dependency(
     policy: PolicyForward, model: nn.Module, rule: HeadRule, rollout: Rollout, size: int
 ) -> tuple[Scores, torch.Tensor]:
     """
-    Returns the scores of a rollout, and the KL divergence `(N, C)` between each token's distributions without and with
-    the view of its prompt, 0 where the view replaces nothing. Forwards have `size` completions.
+    Returns the scores of a rollout, and the dependency of its tokens on the media that the view replaces, `(N, C)`.
+
+    The dependency is the KL divergence between a token's distributions without and under the view. It is 0 where the
+    view replaces nothing. Forwards have `size` completions.
     """
     ranges = rollout.parts(size)
     part_scores, dependencies = [], []
@@ -300,9 +310,9 @@ def score_dependency(
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
         head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
         target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
-        view = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
-        dependencies.append(view.divergences)
-        plain.hidden = None
+        scores = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
+        dependencies.append(scores.divergences)
+        plain.hidden = None  # frees its memory before the next part
         part_scores.append(plain)
     return Scores.join(part_scores, ranges), torch.cat(dependencies)
 
@@ -318,6 +328,8 @@ def score_values(
     """
     Returns the value of the state before each completion token, and the value of the state after each completion
     that was cut off (`is_cut`), or 0 for other completions. Forwards have `size` completions.
+
+    For a completion of 2 tokens that was cut off, the critic scores 3 states: before each token, and after the last.
 
     Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
@@ -386,18 +398,19 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     mask = torch.cat([part.loss_mask for part in scored_parts])
     ratios = torch.cat([rollout_ratios(part, args) for part in scored_parts])
     difference = (logps - engine_logps).abs()[mask.bool() & ~engine_logps.isnan()]
+    # Sequence-level modes have one ratio per completion
     loss_ratios = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
-    difference, loss_ratios = (
+    difference, loss_ratios = (  # 0 on a rank without values
         tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (difference, loss_ratios)
     )
-    name = "sampling/importance_sampling_ratio"
+    prefix = "sampling/importance_sampling_ratio"
     low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
-    values = {
+    values = {  # by metric: this rank's value, and the function that combines the ranks' values
         "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
         "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
-        f"{name}/min": (loss_ratios.min(), nanmin),
-        f"{name}/mean": (loss_ratios.mean(), torch.nanmean),
-        f"{name}/max": (loss_ratios.max(), nanmax),
+        f"{prefix}/min": (loss_ratios.min(), nanmin),
+        f"{prefix}/mean": (loss_ratios.mean(), torch.nanmean),
+        f"{prefix}/max": (loss_ratios.max(), nanmax),
     }
     if args.max_staleness > 0:
         # Ratios out of bounds were set to the bound or to 0, so ratios strictly between the bounds were kept
@@ -409,10 +422,11 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
     """
     Returns the number of on-policy micro-batches of a rollout, which are those before the first update.
-    `steps_per_rollout` is `steps_per_generation` times the number of iterations over a rollout.
+    `steps_per_rollout` is `steps_per_generation` times the number of iterations over a rollout. With
+    `steps_per_generation=4` and `gradient_accumulation_steps=2`, the first update comes after 2 micro-batches.
     """
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-    if accumulation % steps_per_rollout == 0:
+    if accumulation % steps_per_rollout == 0:  # no update before the rollout is used up
         return steps
     # If neither `accumulation` nor `steps_per_rollout` divides the other, an update may span two rollouts. Then no
     # micro-batch counts as on-policy.
@@ -433,14 +447,15 @@ def packing_metrics(
     Returns two shares over all ranks: prompt tokens that aren't forwarded because completions share a prompt, and
     completions that aren't forwarded because they have no gradient.
     """
+    # Prompt tokens of a micro-batch, if each completion had its own copy of the prompt
     n_unshared = [
         sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches
     ]
     n_forwarded = [
-        policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n
-        for part, n in zip(micro_batches, n_unshared, strict=True)
+        policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n_tokens
+        for part, n_tokens in zip(micro_batches, n_unshared, strict=True)
     ]
     n_skipped = sum(sum(part.tokens.without_gradient) for part in micro_batches)
     counts = [sum(n_forwarded), sum(n_unshared), n_skipped, sum(map(len, micro_batches))]
-    n_forwarded, n_unshared, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
-    return {"packing/shared_frac": 1 - n_forwarded / n_unshared, "packing/skipped_frac": n_skipped / n}
+    n_forwarded, n_unshared, n_skipped, n_completions = sum_over_ranks(policy.accelerator, counts)
+    return {"packing/shared_frac": 1 - n_forwarded / n_unshared, "packing/skipped_frac": n_skipped / n_completions}

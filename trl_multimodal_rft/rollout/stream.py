@@ -78,7 +78,7 @@ class PromptEncoder:
     def messages(self, rows: Sequence[Row], prefix: str = "") -> list[Any]:
         """
         Returns the prompts of a batch's rows with their media, or a list of `None` if environments make the prompts.
-        Columns whose names start with `prefix` take the place of the columns without it.
+        With the prefix `teacher_`, the column `teacher_image` takes the place of `image`, for example.
         """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
@@ -87,8 +87,8 @@ class PromptEncoder:
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
         """
-        Returns the encoded prompt of a row, or `None` for a prompt without media, as its format depends on the other
-        rows of a batch. `prompt` is the row's prompt as text or messages, by default read from the row.
+        Returns the encoded prompt of a row, or `None` for text, whose format depends on the batch's other rows.
+        `prompt` is the row's prompt as text or messages, by default read from the row.
         """
         check_has_prompt(row)
         if prompt is None:
@@ -108,7 +108,7 @@ class PromptEncoder:
     def encode(
         self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
     ) -> EncodedPrompt:
-        """Encodes the prompt of a row, with media under `view`. `sampled` says that the policy wrote a part of it."""
+        """Encodes a prompt of the row index `row`, under `view`. `sampled` says that the policy wrote a part of it."""
         encoded = encode_prompt(
             self.checked_prompt(prompt, row),
             self.processor,
@@ -165,7 +165,7 @@ class _ReadRow(NamedTuple):
 
     row: Row
     prompt: Any = None
-    decoded: Any = ()  # media of the prompt
+    decoded: Any = ()  # decoded media of the prompt, which loses them when a worker process pickles it
     messages: Any = None  # messages of the prompt, made from this row alone
     teacher_prompt: Any = None  # a teacher's prompt, if it isn't `prompt`
     teacher_decoded: Any = ()
@@ -194,7 +194,8 @@ class RowStream:
 
     `encode` encodes the prompt of one row. It is `None` if environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teacher_prompt`
-    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all.
+    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all. `metrics` are TRL's
+    `_metrics`, and `state` returns the trainer's state.
 
     With `on_media_error="skip"`, rows that can't be read are skipped. With `drops`, rows that raise an
     [`~data.reading.refs.OverlongRow`] are skipped. In training, other rows replace skipped rows. Evaluations leave
@@ -217,7 +218,7 @@ class RowStream:
         self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
         self._start_errors: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
-        # Classes of errors. A row that raises one is skipped.
+        # Errors for which a row is skipped. An `OverlongRow` is a `MediaError`, too.
         self._skipped_errors = MediaError if skips else OverlongRow if drops else ()
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._rules = args.rules
@@ -279,13 +280,13 @@ class RowStream:
                 undecoded(dataset), shape, read_batch, self._columns, skip_to_readable=self._from_first
             )
             return _batch_loader(self._batches, **options)
-        args, get_skipped = self._args, lambda: self.skipped
+        args, get_skipped = self._args, lambda: self.skipped  # a function, as a checkpoint replaces the dictionary
         if getattr(args, "difficulty_sampling", False):
             self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
         self._rows, self._extra_rows = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
         self._batches = EpochBatches(len(dataset), shape, self._read_training_batch, order, self.sampler, get_skipped)
-        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
+        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # workers are forked
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             # Workers leave out messages, because a pickled `MediaRef` becomes a text. `_as_encoded_rows` adds them.
             self._pool = PrefetchPool(
@@ -300,7 +301,7 @@ class RowStream:
     ) -> DataLoader:
         """
         Returns a loader of [`RowBatch`]es to evaluate. If rows may be skipped, all rows are first read once, to find
-        the rows to leave out. `sampler` applies to datasets, and `shuffle` to streams.
+        the rows to leave out. `sampler` orders the row indices of a dataset, and `shuffle` the rows of a stream.
         """
         args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
         if isinstance(dataset, IterableDataset):
@@ -331,13 +332,16 @@ class RowStream:
         return self._unreadable.get(dataset, {})
 
     def draw(self, n: int) -> RowBatch:
-        """Returns this rank's next `n` extra rows, in an endless order that is independent of the batches."""
+        """
+        Returns this rank's next `n` extra rows, in an endless order that is independent of the batches. With `n=3` and
+        2 ranks, rank 0 gets positions 0 to 2 of the order, and rank 1 gets 3 to 5. The next call starts at position 6.
+        """
         assert self._extra_rows is not None
-        ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
-        self._n_extra += ranks * n
+        n_ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
+        self._n_extra += n_ranks * n
         row_indices = self._extra_rows.row_indices(start + rank * n, n)
         # Rows of the next call, to prefetch them. The next call comes if too few groups have signal.
-        self._coming_extra_rows = self._extra_rows.row_indices(start + (ranks + rank) * n, n)
+        self._coming_extra_rows = self._extra_rows.row_indices(start + (n_ranks + rank) * n, n)
         return RowBatch([index for index in row_indices for _ in range(self._group_size)], self._read_training_batch)
 
     # Batches of the run, counted from its first one
@@ -359,8 +363,8 @@ class RowStream:
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
         """
-        Restores the row indices of batches from a checkpoint, since rows that were skipped after these batches were
-        formed would change them.
+        Restores the row indices of batches, by batch index, from a checkpoint. If the batches were formed again, other
+        rows would replace the rows that were skipped meanwhile.
         """
         self._batches.checkpoint_keys = keys
 
@@ -405,10 +409,12 @@ class RowStream:
         """
         rank_start = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         row_indices = [*map(_row_index, batch.keys)]
+        # For each completion, whether it is the first of its group on this rank
         starts_group = [
             i == 0 or (rank_start + i) % completions == 0 or row_indices[i] != row_indices[i - 1]
             for i in range(len(batch))
         ]
+        # Evaluation raises errors here, since its loaders leave out unreadable rows from the start
         skipped_errors, batch_errors = self._skipped_errors if training else (), dict[int, str]()
         read_rows: dict[int, _ReadRow] = {}  # by the batch index at which a group begins
         # In each round, ranks share their new errors. The next round reads replacements of these rows, until no rank
@@ -420,7 +426,7 @@ class RowStream:
             for i in (i for i in range(len(batch)) if starts_group[i]):
                 key = self._replacement(batch.keys[i], batch_errors) if training else batch.keys[i]
                 if i in read_rows and read_rows[i].row.row_index == _row_index(key):
-                    continue
+                    continue  # an earlier round has read the row
                 try:
                     read_rows[i] = self._take_row(key, rows, training)
                 except skipped_errors as error:
@@ -437,7 +443,7 @@ class RowStream:
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
-        """Returns the time limit, in seconds, for downloading, unpacking and decoding the media of a row."""
+        """Returns the time limit in seconds for a row's media: equal times to download, unpack and decode one."""
         chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have neither column
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})
@@ -446,16 +452,17 @@ class RowStream:
         return 3 * self._rules.media_timeout
 
     def _take_row(self, key: Any, rows: DatasetRows | None, training: bool) -> "_ReadRow":
+        """Returns a row and its encoded prompts. `key` is the row index or, without `rows`, the row itself."""
         if training and self._pool is not None and self._has_media_prompts:
             read_row = self._pool.take(key)
         else:
             read_row = self._read_row(key if rows is None else rows[key])
-        for prompt, decoded in (
+        for prompt, decoded_media in (
             (read_row.prompt, read_row.decoded),
             (read_row.teacher_prompt, read_row.teacher_decoded),
         ):
-            if decoded:
-                prompt.decoded = decoded  # pickled prompts lose their decoded media
+            if decoded_media:
+                prompt.decoded = decoded_media  # a prompt from a worker has lost them
         if training:
             self._last_row = read_row.row
         return read_row
@@ -526,7 +533,7 @@ class RowStream:
     def _record_failed(
         self, errors: dict[int, str], skipped: dict[int, str], n_rows: int, split: str
     ) -> dict[int, str]:
-        """Records failed rows of a split of `n_rows`, and returns the errors of all ranks by row index."""
+        """Adds errors of a split of `n_rows` to `skipped` and a file. Returns all ranks' errors by row index."""
         failures, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
         new_failures = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)
@@ -534,8 +541,8 @@ class RowStream:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
                 for row_index, error in new_failures.items():
-                    entry = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
-                    lines.write(json.dumps(entry) + "\n")
+                    record = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
+                    lines.write(json.dumps(record) + "\n")
         settings = unreadable_rows(self._args.on_media_error)
         if settings.action == "raise":  # only overlong rows are skipped then (see `drops`); their number has no limit
             if failures:
@@ -548,7 +555,7 @@ class RowStream:
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
-        """Returns the errors of unreadable rows of an evaluation dataset. Each rank reads a part of the rows, once."""
+        """Returns errors of an evaluation dataset's unreadable rows. At the first call, each rank reads a share."""
         if not self._skipped_errors or self._encode is None:
             return {}
         if dataset not in self._unreadable:

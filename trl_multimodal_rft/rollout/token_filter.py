@@ -44,21 +44,25 @@ class TokenFilter:
         return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_settings.scope)
 
     def weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the weights of tokens in the policy loss. Shapes: all `(B, C)`."""
+        """
+        Returns the weights of tokens in the policy loss. Shapes: all `(B, C)`, for `B` completions of this rank with
+        `C` columns of tokens.
+        """
         args, settings = self.args, self.args.entropy_settings
         options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
         if settings.scope == "sequence":
             return high_entropy_mask(entropies, mask, scope="sequence", **options)
         weights = high_entropy_mask(self.gather(entropies.detach()), self.gather(mask), **options)
+        # This rank's rows, without columns of padding by `gather`
         return weights[self.rank * len(mask) : (self.rank + 1) * len(mask), : mask.size(1)]
 
     def set_weights(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
         """
-        Sets the weights of micro-batches' tokens. Tokens also compete with the tokens of other ranks, unless the scope
-        is the sequence.
+        Sets the weights of micro-batches' tokens by their entropies, `(B, C)`. Tokens also compete with the tokens of
+        other ranks, unless the scope is the sequence.
         """
         weights = self.weights(
             torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])
         )
-        for micro_batch, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
-            micro_batch.tokens.weights = part
+        for micro_batch, batch_weights in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
+            micro_batch.tokens.weights = batch_weights

@@ -14,7 +14,7 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..spelling import check_settings, load_dotted, split_settings
 
 
-_MIN_SIDE = 28  # pixels of a box's shortest side, the side of a token's patch in Qwen2.5-VL
+_MIN_SIDE = 28  # smallest side of a box in pixels. In Qwen2.5-VL, a token stands for 28 x 28 pixels
 _MAX_ELONGATION = 100  # largest ratio of a box's sides
 
 
@@ -61,6 +61,7 @@ class Zoom:
         return [{"type": "image", "image": region}]
 
     def _region(self, bbox_2d: Any, width: int, height: int) -> tuple[int, int, int, int]:
+        """Returns the left, top, right and bottom pixel of a box, cut and enlarged, or raises `ValueError`."""
         try:
             left, top, right, bottom = (float(coordinate) for coordinate in bbox_2d)
         except (TypeError, ValueError):
@@ -85,8 +86,11 @@ class Zoom:
 
 
 def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
-    """Returns start and end of a box's side in pixels. Enlarges short sides to `_MIN_SIDE` or the image's `size`."""
-    if start >= end:
+    """
+    Returns start and end of a box's side in pixels. Enlarges short sides to `_MIN_SIDE` or the image's `size`. In an
+    image of 100 pixels, the side from 40 to 50 becomes the side from 31 to 59.
+    """
+    if start >= end:  # outside of the image
         return 0, 0
     start, end = math.floor(start), math.ceil(end)
     n_missing = min(_MIN_SIDE, size) - (end - start)
@@ -109,8 +113,8 @@ def load_tools(names: Sequence[str]) -> dict[str, Any]:
     Raises `ValueError` for an unknown name or setting, or for several classes.
     """
     tools, factories = [], []
-    for text in names:
-        name, settings = split_settings(text)
+    for spelling in names:
+        name, settings = split_settings(spelling)
         tool = TOOLS.get(name) or load_dotted(name, "tool", [*TOOLS], "my_tools.search")
         if settings:
             check_settings(tool, name, settings)

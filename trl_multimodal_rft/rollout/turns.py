@@ -3,7 +3,8 @@
 Completions of several turns with tool calls. The results of tools, media included, are appended to the completion. For
 example, a call of 3 tokens, its result of 2 and an answer of 1 make a completion with the mask [1, 1, 1, 0, 0, 1].
 
-If the context is rewritten, results are in the new context instead, which replaces all that the model has read so far.
+An environment or `max_context_media` may rewrite the context instead. The new context contains the results, and
+replaces all tokens that the model has read so far.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from .stream import PromptEncoder
 
 logger = get_logger(__name__)
 
-# Limits that end a conversation after a call
+# Limits on tokens, turns and media that end a completion after a call, as keys of `Trajectory.counts`
 LIMITS = ("length", "turns", "media")
 
 _DEEPEST = 100  # limit on the nested levels of a call's arguments
@@ -100,7 +101,7 @@ class Trajectory:
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
-            self.logps = self.logps + (logps or [0.0] * len(ids))
+            self.logps = self.logps + (logps or [0.0] * len(ids))  # the mask excludes tool results
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,15 @@ class ToolLoop:
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
-        # Limits. A new context replaces the tokens before it, and adds no tokens to the completion
+        # Limits. `n_before` tokens precede the results, and the completion grows by `n_added` tokens. A new context
+        # replaces the tokens before it, and adds no tokens to the completion
         n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
         config = encoder.model.config.get_text_config(decoder=True)
-        limits = [getattr(config, "max_position_embeddings", None), self.engine_length]
+        length_limits = [getattr(config, "max_position_embeddings", None), self.engine_length]
         fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
-        if not fits or any(n is not None and n_before + len(encoded) >= n for n in limits):
+        if not fits or any(limit is not None and n_before + len(encoded) >= limit for limit in length_limits):
             trajectory.counts["length"] += 1
             return False
         n_media = sum(1 for message in [*trajectory.messages, *results] for _ in iter_refs(message))
@@ -197,7 +199,7 @@ class ToolLoop:
             return None
         messages = [*self._conversation(trajectory), *results]
         try:
-            # A copy, as the environment may change it
+            # `tree_map` copies lists and dictionaries, which the environment may change
             custom_messages = None if rewrite is None else rewrite(tree_map(lambda value: value, messages))
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
@@ -212,10 +214,10 @@ class ToolLoop:
 
     def _conversation(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """Returns the messages of the context and all later ones, without control tokens that the policy sampled."""
-        context, n = trajectory.contexts[-1]
+        context, n_replaced = trajectory.contexts[-1]
         return context + [
             checked_texts(message, self.encoder.processor, "strip", "") if message["role"] == "assistant" else message
-            for message in trajectory.messages[n:]
+            for message in trajectory.messages[n_replaced:]
         ]
 
     def _encode_results(
@@ -244,7 +246,7 @@ class ToolLoop:
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """Calls the tools of a completion, and returns their results as messages in the order of the calls."""
-        results: list[Any] = []
+        results: list[Any] = []  # pairs of a tool's name, and its result, error or coroutine
         for call in trajectory.calls:
             trajectory.counts["calls"] += 1
             function = call.get("function", {})
@@ -263,8 +265,9 @@ class ToolLoop:
         if coroutines:
             awaited_results = iter(asyncio.run_coroutine_threadsafe(_gather(coroutines), self.loop).result())
             results = [
-                (name, next(awaited_results) if inspect.iscoroutine(value) else value) for name, value in results
+                (name, next(awaited_results) if inspect.iscoroutine(result) else result) for name, result in results
             ]
+        # Results become messages
         row, messages = trajectory.row, []
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
@@ -309,6 +312,7 @@ class ToolLoop:
     def _sample_turns(self, trajectories: list[Trajectory], idle_prompt: EncodedPrompt) -> None:
         """Samples the turns after the results. A rank without results samples `idle_prompt`, to join collectives."""
         prompts = [item.whole or item.prompt for item in trajectories] or [idle_prompt]
+        # The completion that a turn continues, and the last results, which `None` replaces after a new context
         continuations = [
             (item.index, item.encoded_results[-1][1] if item.encoded_results else None) for item in trajectories
         ]
@@ -319,6 +323,7 @@ class ToolLoop:
         for i, trajectory in enumerate(trajectories):
             new_ids = ids[i][: n_left[i]]
             ids_before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
+            # Messages of tools since the last turn, the newest first
             results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
             start = len(trajectory.ids)
             trajectory.append(new_ids, None if logps is None else logps[i][: n_left[i]], sampled=True)
@@ -335,11 +340,12 @@ def parse_assistant_turn(
     callables: Any = list(tools.values())
     try:
         message = parse_response(tokenizer, ids, prefix=ids_before, tools=callables)
-        values = [message.get("tool_calls")]
+        # Each round replaces lists and dictionaries by their items, which removes one level of nesting
+        nested_values = [message.get("tool_calls")]
         for _ in range(_DEEPEST):
-            values = [[*value.values()] if isinstance(value, dict) else value for value in values]
-            values = [item for value in values if isinstance(value, list) for item in value]
-        if not values:
+            nested_values = [[*value.values()] if isinstance(value, dict) else value for value in nested_values]
+            nested_values = [item for value in nested_values if isinstance(value, list) for item in value]
+        if not nested_values:
             return message
     except RecursionError:
         pass
@@ -446,9 +452,11 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
             f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
             "messages with `content` that end with the user's or a tool's, or `None` to keep those so far."
         )
+    # Paths of an environment aren't relative to the folder of rows' media
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
     def read_block(block: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns a block of earlier media unchanged, and other blocks with references."""
         return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
 
     return _with_blocks(messages, read_block)
@@ -463,7 +471,7 @@ def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[st
 def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
     """Returns messages with `change(block)`, a list of blocks, in place of every block."""
     return [
-        {**message, "content": [part for block in message["content"] for part in change(block)] or ""}
+        {**message, "content": [new_block for block in message["content"] for new_block in change(block)] or ""}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
