@@ -33,7 +33,7 @@ _PROBE_BYTES = 2**20  # number of first bytes from which FFmpeg detects a format
 # A file that was written as a stream states a length of 0 or of at least this value, because the length was unknown
 _UNKNOWN_LENGTH = 2**32 - 2**16
 
-_MOST_PARTS = 1_000_000  # limit on the number of chunks, boxes, pages or tags that are read from a file
+_MOST_PARTS = 1_000_000  # limit on the chunks, boxes, pages or tags that are read from a file
 _ID3V1_BYTES = 128  # bytes of an ID3v1 tag at the end of an MP3; some encoders include the tag in the length
 _OGG_LAST_PAGE = 4  # flag of the last page of a stream
 _REVERSAL = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
@@ -67,8 +67,8 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.tell()
     head = stream.read(16)
     stream.seek(start)
-    finder = next((finder for pattern, finder in _FINDERS if re.match(pattern, head, re.DOTALL)), None)
-    missing = finder(stream, size) if finder else None
+    find_missing = next((function for pattern, function in _FINDERS if re.match(pattern, head, re.DOTALL)), None)
+    missing = find_missing(stream, size) if find_missing else None
     stream.seek(0)
     if missing is not None:
         raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
@@ -100,13 +100,13 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Returns whether an H.264 keyframe is an IDR picture, so that no later frame depends on frames before it. A keyframe
-    of another type may start a gradual refresh, from which decoding can't start.
+    Returns whether an H.264 keyframe is an IDR picture. Decoding can start there, because no later frame depends on
+    earlier frames. It can't start at all other keyframes, because some of them begin a gradual refresh.
     """
     if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False
-    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The first byte of a unit ends with
-    # its type in 5 bits, and type 5 is an IDR picture.
+    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The header stores this size minus 1
+    # in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
     offset, prefix_size = 0, 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
         if packet[offset + prefix_size] & 31 == 5:
@@ -134,7 +134,7 @@ def _skip_tags(stream: BinaryIO) -> None:
 
 
 def _shortfall(begin: int, length: int, size: int) -> str | None:
-    """Describes what a file of `size` bytes has of the `length` bytes from `begin` on, or returns `None` for all."""
+    """Returns a text such as "3 of 10 bytes" if a file of `size` bytes ends before `begin + length`, else `None`."""
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 
@@ -187,7 +187,8 @@ def _missing_in_matroska(stream: BinaryIO, size: int) -> str | None:
 
 def _ebml_number(stream: BinaryIO) -> int | None:
     """
-    Reads an EBML number of variable length. Returns `None` for an invalid number, and for all bits set (unknown).
+    Reads an EBML number of variable length. Returns `None` for an invalid number, and for one whose bits are all 1:
+    the length is then unknown.
 
     Zero bits at the start of the first byte count the further bytes: `0x81` is 1, and `0x40 0x02` is 2.
     """
@@ -202,18 +203,20 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 
 def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
     """Looks for incomplete and missing pages, and for pages that don't match their checksums."""
-    open_streams, last_page_numbers = set(), {}  # serial numbers of streams whose last page is still to come
+    # Serial numbers of streams whose last page is still to come, and by serial number the latest page number
+    open_streams, latest_page_numbers = set(), {}
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
         stream.seek(begin)
         page = stream.read(end - begin)
-        number = int.from_bytes(page[18:22], "little")
+        page_number = int.from_bytes(page[18:22], "little")
+        # The checksum is that of the page with zeros in place of the checksum
         if page[22:26] != _ogg_checksum(page[:22] + bytes(4) + page[26:]):
-            return f"page {number} is damaged"
-        if serial in open_streams and number != last_page_numbers[serial] + 1:
-            return f"page {last_page_numbers[serial] + 1} is missing"
-        last_page_numbers[serial] = number
+            return f"page {page_number} is damaged"
+        if serial in open_streams and page_number != latest_page_numbers[serial] + 1:
+            return f"page {latest_page_numbers[serial] + 1} is missing"
+        latest_page_numbers[serial] = page_number
         (open_streams.discard if flags & _OGG_LAST_PAGE else open_streams.add)(serial)
     return "the last page of a stream is missing" if open_streams else None
 
@@ -240,6 +243,7 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
             begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _UNKNOWN_LENGTH
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
+            # Skips to the next page. The read may end within its first 4 bytes, so the next read repeats 3 bytes.
             head += stream.read(2**12)
             skip = head.find(b"OggS", 1)
             offset += max(len(head) - 3, 1) if skip < 0 else skip
@@ -268,6 +272,7 @@ def _missing_in_gif(stream: BinaryIO, size: int) -> str | None:
     return None if stream.read().rstrip(b"\0").endswith(b"\0;") else "its last block is missing"
 
 
+# Patterns of the first bytes of a file, each with the function that looks for missing parts
 _FINDERS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
     (rb"RIF[FX].{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _missing_in_riff),
     (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _missing_in_boxes),

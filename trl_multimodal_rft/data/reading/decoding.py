@@ -138,7 +138,7 @@ def load_audio(
                     f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
                     "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
                 )
-            count = max_seconds * rate
+            count = max_seconds * rate  # the length after truncation, as the rest is never decoded
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
     with decoding(ref):
@@ -230,12 +230,12 @@ def load_video(
             select_frames = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in select_frames(metadata=metadata)]
         indices = list(metadata.frames_indices)
-        frames, n_decoded, shape = None, 0, None
+        frames, n_decoded, frame_shape = None, 0, None
         for chunk in read_frames(indices):
-            if shape is None:
+            if frame_shape is None:
                 check_pixels(ref, (chunk.shape[2], chunk.shape[1]))
-                shape = chunk.shape[1:]
-            if chunk.shape[1:] != shape:
+                frame_shape = chunk.shape[1:]
+            if chunk.shape[1:] != frame_shape:
                 raise ref.error("the frames have different sizes; resize them to one size")
             chunk = chunk if resize_fn is None else resize_fn(chunk, len(indices))
             if frames is None:
@@ -268,11 +268,12 @@ def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list
 def qwen_frame_size(
     options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
 ) -> tuple[int, int]:
-    """Returns the height and width to which qwen-vl-utils resizes the frames of a video."""
+    """Returns the height and width to which qwen-vl-utils resizes a video of `count` frames, `height` x `width`."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
     if "resized_height" in options and "resized_width" in options:
         return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
+    # The same formulas as in `qwen_vl_utils.fetch_video`, 0.9 and 1.05 included
     min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
     total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
     pixels_per_frame = total_pixels / count * vision.FRAME_FACTOR
@@ -397,7 +398,7 @@ def read_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check_length: Callable[[float, float], None]
 ) -> _AudioChunks:
     """
-    Yields chunks of audio and their rate, up to `max_seconds`. A chunk has the shape (N,), as channels are averaged.
+    Yields chunks of audio and their rate, up to `max_seconds`. Channels are averaged, so a chunk has the shape (N,).
 
     Calls `check_length(count, rate)` with the number of samples that the header states, if any, and after each chunk
     with the number of samples so far.
@@ -436,7 +437,7 @@ def _decode_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check: Callable[[float, float], None]
 ) -> _AudioChunks:
     """
-    Yields chunks of shape (N, channels) and their rate. Chunks may end after `max_seconds`, where
+    Yields chunks of shape (N, channels) and their rate. Together, chunks may be longer than `max_seconds`, because
     [`read_audio_chunks`] cuts them.
     """
     source = ref.source
@@ -490,7 +491,7 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
 
 
 def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    """Returns the samples of an array, float32 of shape (N, channels)."""
+    """Returns the samples of an array, float32 of shape (N, channels). The array's shorter axis is the channels."""
     samples = _as_numpy(array)
     kind = samples.dtype.kind
     if samples.ndim not in (1, 2) or not (kind == "f" or kind in "iu" and samples.itemsize <= 4):
@@ -555,10 +556,12 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _FrameReader]]:
             check_complete(ref, stream)
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
-            metadata, index = _scan_video(ref, stream)
-            if index is not None and is_indexed(stream) and is_torchcodec_usable():
+            metadata, stream_index = _scan_video(ref, stream)
+            if stream_index is not None and is_indexed(stream) and is_torchcodec_usable():
                 decoders = importlib.import_module("torchcodec.decoders")
-                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, stream_index=index, num_ffmpeg_threads=0))
+                yield _torchcodec_frames(
+                    ref, decoders.VideoDecoder(stream, stream_index=stream_index, num_ffmpeg_threads=0)
+                )
             else:
                 yield metadata, partial(_decode_frames, stream)
 
@@ -574,7 +577,7 @@ def holds_frames(ref: MediaRef) -> bool:
 
 
 def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> tuple[VideoMetadata, _FrameReader]:
-    """Returns the metadata of a list of frames, with the indices of at most `max_frames` of them, and its reader."""
+    """Returns the metadata of a list of frames, with indices of at most `max_frames` frames, and a frame reader."""
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
@@ -597,7 +600,7 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
 
 
 def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _FrameReader]:
-    """Returns the metadata of a torchcodec decoder, and its reader of frames."""
+    """Returns the metadata of a torchcodec decoder, and a function that reads its frames."""
     header = decoder.metadata
     height, width = header.height or 0, header.width or 0
     metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
@@ -625,8 +628,8 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
 
     The decoders can differ if a packet isn't a frame, if decoding can't start at every keyframe, or if frames are
-    mirrored. If packets aren't frames, as in clips that were cut without re-encoding, the number of packets isn't the
-    number of frames, so all frames are decoded and counted.
+    mirrored. In clips that were cut without re-encoding, some packets aren't frames. The number of packets then
+    isn't the number of frames, so all frames are decoded and counted.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
@@ -644,13 +647,15 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
                 count_is_exact = (
                     count_is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first_pts
                 )
+                # Decoders may drop frames before the first keyframe, so the first packet must be one
                 count_is_exact = count_is_exact and (packet.is_keyframe or count > 1)
                 if suits_torchcodec and packet.is_keyframe and video.codec_context.name == "h264":
                     suits_torchcodec = has_idr_picture(bytes(packet), video.codec_context.extradata)
-        size, index = (video.width, video.height), video.index
+        size, stream_index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not count_is_exact:
-        max_seconds = ref.rules.max_video_seconds  # `media_size` sets it to infinity
+        # One frame more than the limit, so that a longer video is recognized. `media_size` sets no limit.
+        max_seconds = ref.rules.max_video_seconds
         max_count = None if math.isinf(max_seconds) else int(max_seconds * fps) + 1
         with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]
@@ -662,7 +667,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
             suits_torchcodec = not any(map(_is_mirrored, itertools.islice(frames, 1)))
     return VideoMetadata(
         count, fps, *size, duration=count / fps
-    ), index if count_is_exact and suits_torchcodec else None
+    ), stream_index if count_is_exact and suits_torchcodec else None
 
 
 def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":

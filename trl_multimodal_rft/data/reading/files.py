@@ -47,6 +47,8 @@ _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
 
 @dataclass(frozen=True)
 class MediaFile:
+    """Encoded file of a medium, for logs and servers."""
+
     modality: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # file extension, such as `"wav"`

@@ -38,6 +38,8 @@ _LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 
 @dataclass
 class Answer:
+    """Response of a server to [`ask`]."""
+
     status: int
     body: bytes  # the whole body
     is_html: bool  # by the content type or the start of the body
@@ -154,14 +156,18 @@ def _attempt(
     check_url: Callable[[str], None] | None,
     connections: list[HTTPConnection],
 ) -> tuple[Answer, float]:
-    """Sends a request, follows redirects that `check_url` allows, and returns the answer and its `Retry-After`."""
+    """
+    Sends a request, and follows redirects that `check_url` allows. `until` is the deadline, by `time.monotonic()`.
+
+    Returns the answer, and the seconds in its header `Retry-After`, 0 without seconds there.
+    """
     for _ in range(_MOST_REDIRECTS + 1):
         if check_url is not None:
             check_url(url)
         # Some servers refuse the user agent of `requests`. A small compressed body could become a large one, so
         # compression isn't accepted.
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
-        seconds_left = max(until - time.monotonic(), 0.1)
+        seconds_left = max(until - time.monotonic(), 0.1)  # `requests` accepts no timeout of 0
         # A URL with a `check_url` comes from a row of a dataset, so its server must get no password from ~/.netrc
         auth = None if check_url is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
@@ -178,9 +184,9 @@ def _attempt(
                 continue
             body = _body(response, until, max_bytes)
             is_html = "html" in response.headers.get("Content-Type", "") or body.lstrip()[:1] == b"<"
-            wait = response.headers.get("Retry-After", "")
+            retry_after = response.headers.get("Retry-After", "")
             answer = Answer(response.status_code, body, is_html, response.headers.get("Date", ""))
-            return answer, float(wait) if wait.isdecimal() else 0.0
+            return answer, float(retry_after) if retry_after.isdecimal() else 0.0
     raise requests.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 

@@ -38,6 +38,7 @@ class _ImageFile(Bounded):
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
+        # After the header, `open_image` sets `max_bytes` to infinity
         if self.max_bytes < math.inf and data.startswith(b"Exif\0\0"):
             self.exif_bytes += len(data)
             if self.exif_bytes > _MOST_EXIF:  # Pillow joins all segments before it parses them
@@ -95,13 +96,13 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
 
 def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
     """Returns a GIF's first frame on its background color, where Pillow would use the first color of the palette."""
-    box, color = image.tile[0][1], image.info.get("background")
+    box, color_index = image.tile[0][1], image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
         return image
     # Without a global palette, the index of a color stands for a level of grey
     palette = bytes(image.global_palette.palette) if image.global_palette else bytes(i // 3 for i in range(768))
-    background = "white" if color is None else tuple(palette[3 * color : 3 * color + 3])
+    background = "white" if color_index is None else tuple(palette[3 * color_index : 3 * color_index + 3])
     screen = PIL.Image.new("RGB", image.size, background)
     screen.paste(image.crop(box).convert("RGB"), box)
     return screen
@@ -159,13 +160,15 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
 
 def _png_pixel_bytes(header: bytes) -> int:
     """Returns the number of bytes of a PNG's pixels, and of one filter per row, from its `IHDR` chunk."""
-    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
-    bits_per_pixel = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    width, height, depth, color_type, _, _, interlaced = struct.unpack(">IIBBBBB", header)
+    # Channels by color type: grey, RGB, palette, grey with alpha, RGB with alpha
+    bits_per_pixel = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color_type]
     # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
         n_columns, n_rows = -((x - width) // across), -((y - height) // down)  # rounded up
+        # A row has one byte for its filter, then its pixels in whole bytes
         n_bytes += n_rows * (1 + (n_columns * bits_per_pixel + 7) // 8) if n_columns > 0 else 0
     return n_bytes
 
@@ -177,13 +180,13 @@ def check_pil_image(ref: MediaRef, image: PIL.Image.Image) -> None:
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Raises a [`MediaError`] for EXIF data whose entries share bytes, as Pillow's copies could exhaust the memory."""
+    """Raises a [`MediaError`] for EXIF data whose entries share bytes, because Pillow copies the bytes per entry."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # ImageMagick writes EXIF data as hexadecimal text
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))
     while data and data.startswith(b"Exif\0\0"):
         data = data[6:]
     if data:
-        # If entries share bytes, Pillow reads more bytes than the data have
-        entries = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE_BYTES)
-        PIL.Image.Exif().load_from_fp(cast("IO[bytes]", entries))
+        # If entries share bytes, Pillow reads more bytes than the data have, and could exhaust the memory
+        stream = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE_BYTES)
+        PIL.Image.Exif().load_from_fp(cast("IO[bytes]", stream))

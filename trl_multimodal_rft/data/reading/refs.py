@@ -22,8 +22,8 @@ _LONGEST_WORD = 300
 
 def checksum(messages: str | list | None) -> int | None:
     """Returns a checksum of the media in messages, `None` without media."""
-    media = [*iter_refs(messages)]
-    return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
+    refs = [*iter_refs(messages)]
+    return reduce(lambda total, ref: ref.checksum(total), refs, 0) if refs else None
 
 
 def shortened(value: Any) -> str:
@@ -106,11 +106,11 @@ class MediaRef:
         def byte_chunks(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
             if isinstance(value, dict):
                 keys = {"bytes"} if value.get("bytes") is not None else value.keys()
-                for name in sorted(keys & value.keys()):
-                    yield from byte_chunks(value[name])
+                for key in sorted(keys & value.keys()):
+                    yield from byte_chunks(value[key])
             elif isinstance(value, list | tuple):
-                for entry in value:
-                    yield from byte_chunks(entry)
+                for item in value:
+                    yield from byte_chunks(item)
             elif isinstance(value, bytes):
                 yield value
             elif isinstance(value, str | os.PathLike):
@@ -120,7 +120,7 @@ class MediaRef:
             else:
                 yield value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
 
-        return reduce(lambda total, part: zlib.crc32(part, total), byte_chunks(self.stored), start)
+        return reduce(lambda total, chunk: zlib.crc32(chunk, total), byte_chunks(self.stored), start)
 
     def error(self, message: str) -> MediaError:
         """

@@ -20,6 +20,7 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     `pixels` of one frame of a video. The result is empty for a list of frames, and for a medium at a remote URL, which
     would be downloaded again.
     """
+    # `encoded_source` doesn't accept a dictionary of samples
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}

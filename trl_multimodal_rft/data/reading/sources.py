@@ -134,10 +134,14 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens the path or bytes from [`fetch_file`] as a stream. Some decoders take a path for a pattern of files."""
+    """
+    Opens the path or bytes from [`fetch_file`] as a stream. Decoders get the stream rather than the path, because some
+    read a path as a pattern of several files.
+    """
     if isinstance(file, bytes):
         return BytesIO(file)
-    # Opened by a descriptor, so that the stream has no name that decoders would interpret
+    # Opened by a descriptor, so that the stream has no name that decoders would interpret, and without waiting, which
+    # would be endless for a pipe without a writer
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:
@@ -170,6 +174,7 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
     header, comma, data = uri.partition(",")
     if not comma:
         raise ref.error("a data URI without a comma; write 'data:<type>;base64,<data>'")
+    # Base64 writes 3 bytes as 4 characters
     if len(data) > 4 / 3 * ref.rules.max_media_bytes + 4:
         raise _too_large_error(ref)
     if not header.endswith(";base64"):
@@ -199,7 +204,7 @@ def _local_path(ref: MediaRef, path: str) -> str:
     original, path = path, join_media_dir(ref, path)
     if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
-    _check_file(ref, os.path.realpath(path), 0)
+    _check_file(ref, os.path.realpath(path), 0)  # `open_file` checks the size
     if os.path.isdir(path):
         remedy = "give the list of the files of its frames" if ref.modality == "video" else "name a file in it"
         raise ref.error(f"'{os.path.abspath(path)}' is a folder; {remedy}")
