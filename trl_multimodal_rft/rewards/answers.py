@@ -161,6 +161,7 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     """
     rewards = []
     for text in map(completion_text, completions):
+        # Without `completion_ids`, the opening tag may be at the end of the prompt, which the function doesn't get
         begins = text.lstrip().startswith("<think>") or not ("<think>" in text or "completion_ids" in kwargs)
         has_thoughts = begins and "</think>" in text
         answer = text.rpartition("</think>")[2] if think else text
@@ -183,8 +184,8 @@ def rewards_by_reference(
     """
     Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty.
 
-    `read_references` returns the references in a cell. If there are none, raises a [`RowError`] that names the
-    expected `form`.
+    `read_references` returns the references in a cell. If there are none, raises a [`RowError`] with the reward
+    function's `name` and the expected `form`. `columns` are the function's other arguments, for an error.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -233,6 +234,7 @@ def extract_answer(text: str) -> str:
 
 def _find_answer(text: str) -> tuple[str, bool]:
     """Returns the answer in a text, and whether it is in LaTeX."""
+    # An answer in tags, in which there may be a box or a statement
     _, *after_tag = _OPENING_TAG.split(text, maxsplit=1)
     if after_tag:
         answer, *after_closing_tag = _CLOSING_TAG.split(after_tag[0], maxsplit=1)
@@ -242,6 +244,7 @@ def _find_answer(text: str) -> tuple[str, bool]:
     box = _last_box(text)
     if box is not None:
         return _unwrapped(box), True
+    # The last line without tags, as (text before "####", "####", text behind); `hashes[1]` is "" without "####"
     hashes = ("", "", "") if after_tag else text.rstrip().rpartition("\n")[2].rpartition("####")
     answer = hashes[2] if hashes[1] else text
     stated_answer = _stated_answer(answer)
@@ -254,7 +257,7 @@ def _find_answer(text: str) -> tuple[str, bool]:
 def _last_box(text: str) -> str | None:
     """Returns the content of the closed `\\boxed{}` that opens last, such as the inner one of two, or `None`."""
     open_braces: list[int | None] = []  # index after the opening brace of a box, `None` for other braces
-    start, content = -1, None
+    last_begin, content = -1, None
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
             open_braces.append(None)
@@ -262,8 +265,8 @@ def _last_box(text: str) -> str | None:
             open_braces.append(brace.end())
         elif brace[0] == "}" and open_braces:
             begin = open_braces.pop()
-            if begin is not None and begin > start:
-                start, content = begin, text[begin : brace.start()]
+            if begin is not None and begin > last_begin:
+                last_begin, content = begin, text[begin : brace.start()]
     return content
 
 
@@ -315,8 +318,9 @@ def normalize_answer(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    # An answer of punctuation alone stays unchanged, as it would otherwise equal an empty completion
+    """Returns a text without case, punctuation and extra whitespace."""
     folded = text.casefold().replace("i\u0307", "i")  # from the Turkish capital İ
+    # An answer of punctuation alone stays unchanged, as it would otherwise equal an empty completion
     return " ".join(_PUNCTUATION.sub("", folded).split()) or text
 
 
@@ -356,6 +360,7 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
 
 def _same_choice(answer: str, reference: str) -> bool:
     """Returns whether both texts name the same choice, by letter, text or both. The reference must have a letter."""
+    # (letter, index of the text behind the letter), or `None`
     answer_choice, right_choice = read_letter(answer), read_letter(reference)
     if right_choice is None:
         return False
@@ -383,11 +388,11 @@ def _equal(answer: str, reference: str) -> bool:
     if texts[0] == texts[1]:
         return True
     numbers = [_number(text) for text in texts]
-    one, other = numbers
-    if one is not None and other is not None:
+    value, right_value = numbers
+    if value is not None and right_value is not None:
         # As in math_verify, fractions are equal if they agree up to the sixth decimal place
-        fractions = all("." in text or "/" in text for text in texts)
-        return one == other or fractions and round(one, 6) == round(other, 6)
+        are_fractions = all("." in text or "/" in text for text in texts)
+        return value == right_value or are_fractions and round(value, 6) == round(right_value, 6)
     if not (_is_expression(answer) and _is_expression(reference)):
         return False
     units = {_value_and_unit(text)[1] for text in (answer, reference)} - {""}
@@ -409,7 +414,7 @@ def _is_expression(text: str) -> bool:
     if _PROSE.search(bare) is not None:
         return False
     bare = _ESCAPE.sub("", bare).strip("$?;°\"' ")
-    # Brackets must close, as math_verify reads "7)8" as 7
+    # Brackets and bars must close, as math_verify reads "7)8" as 7
     depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in bare)]
     return min(depths) == depths[-1] == bare.count("|") % 2 == 0 and _READABLE.fullmatch(bare) is not None
 
@@ -419,7 +424,7 @@ def _number(text: str) -> Fraction | None:
     if len(text) > _LONGEST_EXPRESSION:
         return None
     mixed = _MIXED.fullmatch(text)
-    if mixed is not None:
+    if mixed is not None:  # sign, whole number if any, fraction
         return Fraction(mixed[1] + "1") * (int(mixed[2] or 0) + Fraction(mixed[3]))
     if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
         return None

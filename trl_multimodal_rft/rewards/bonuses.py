@@ -103,12 +103,12 @@ def tool_curiosity_reward(
             "tool_curiosity_reward needs `group_ids`, which trainers pass where no group straddles processes; make "
             "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
         )
-    counts = [
+    call_counts = [
         0 if isinstance(completion, str) else sum(len(message.get("tool_calls") or ()) for message in completion)
         for completion in completions
     ]
     n_with_calls = defaultdict(int)
-    for group, count in zip(group_ids, counts, strict=True):
+    for group, count in zip(group_ids, call_counts, strict=True):
         n_with_calls[group] += count > 0
     sizes = Counter(group_ids)
     return [
@@ -116,5 +116,5 @@ def tool_curiosity_reward(
         + call_penalty * min(free_calls - count, 0)
         if count
         else 0.0
-        for group, count in zip(group_ids, counts, strict=True)
+        for group, count in zip(group_ids, call_counts, strict=True)
     ]

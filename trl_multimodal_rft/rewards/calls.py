@@ -126,8 +126,8 @@ def _explain_errors(
     except RowError as error:
         raise RowError(indices[error.position], error.problem) from None
     except Exception as error:
-        failing = _failing_position(reward_func, columns, type(error))
-        location = f"row {indices[failing]}" if failing is not None else f"one of the rows {sorted(set(indices))}"
+        position = _failing_position(reward_func, columns, type(error))
+        location = f"row {indices[position]}" if position is not None else f"one of the rows {sorted(set(indices))}"
         hint, frames = _hint_about_format(error, columns["completions"]), user_frames(error)
         if not frames:
             for note in [f"The reward function '{name}' raised this for {location}.", *hint]:
@@ -182,10 +182,10 @@ def compares_completions(reward_func: Callable) -> bool:
     codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
     for code in codes:  # the loop also reaches code that it appends, such as comprehensions
         codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
-    steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
-    helpers = [name for op, name in steps if op == "LOAD_GLOBAL" and not hasattr(builtins, name)]
-    compares = any(op == "CONTAINS_OP" or (op == "COMPARE_OP" and value in ("==", "!=")) for op, value in steps)
-    return compares and not helpers and not any(value == "content" for _, value in steps)
+    instructions = [(item.opname, item.argval) for code in filter(None, codes) for item in dis.get_instructions(code)]
+    helpers = [name for op, name in instructions if op == "LOAD_GLOBAL" and not hasattr(builtins, name)]
+    compares = any(op == "CONTAINS_OP" or (op == "COMPARE_OP" and value in ("==", "!=")) for op, value in instructions)
+    return compares and not helpers and not any(value == "content" for _, value in instructions)
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
@@ -211,8 +211,8 @@ def checked_reward(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Callable:
     """
-    Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]. Errors
-    name rows by `rows`, which has each completion's row index.
+    Wraps a reward function so that wrong parameters and return values raise an error. For `rows`, each completion's
+    row index, and `turns`, see [`check_rewards`].
     """
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
@@ -266,8 +266,9 @@ def check_rewards(
     """
     Checks the rewards of a reward function, and returns them as a list.
 
-    `turns` are the token spans of each completion's turns. With them, the reward of a completion may be a list: one
-    number per turn, or pairs (index of a step's last token, reward).
+    Errors name rows by `rows`, which has each completion's row index. `turns` are the token spans, (start, stop), of
+    each completion's turns. With `turns`, the reward of a completion may be a list: one number per turn, or pairs
+    (index of a step's last token, reward).
     """
     source = f"The reward function '{name}' returned"
     try:
@@ -356,6 +357,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     """Returns names for metrics. Duplicates, such as the names of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
+        # A name with a suffix must also differ from the names without a suffix
         unique, suffix = name, 1
         while unique in distinct or suffix > 1 and unique in names:
             suffix += 1
@@ -400,7 +402,7 @@ def call_rewards(
             return await asyncio.gather(*map(call, async_funcs))
 
         results |= zip(async_funcs, asyncio.run_coroutine_threadsafe(call_all(), loop).result(), strict=True)
-    unchanged_types = (type(None), StepwiseReward)
+    unchanged_types = (type(None), StepwiseReward)  # `float` would drop the steps
     return {
         name: [value if isinstance(value, unchanged_types) else float(value) for value in results[name]]
         for name in reward_funcs

@@ -107,9 +107,9 @@ def _n_characters(text: str) -> int:
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:
     """Returns the index of the choice that an answer names by rule 3 of [`named_choice`], or `None`."""
-    answer_words, *words = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
-    for index, choice_words in enumerate(words):
-        other_words = set().union(*words) - choice_words
+    answer_words, *words_by_choice = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
+    for index, choice_words in enumerate(words_by_choice):
+        other_words = set().union(*words_by_choice) - choice_words
         if choice_words and choice_words <= answer_words and not answer_words & other_words:
             return index
     return None

@@ -67,6 +67,7 @@ def _comparer(process_id: int) -> _Comparer:
 
 
 def _start_process() -> subprocess.Popen:
+    # `-P` keeps this file's folder off the path, as its modules would hide installed modules of the same names
     process = subprocess.Popen(
         [sys.executable, "-P", __file__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -98,6 +99,7 @@ def _compare_lines() -> None:
     from math_verify import parse, verify
 
     logging.disable()
+    # Libraries print to stderr, so that only replies are in the pipe to the parent process
     replies, sys.stdout = sys.stdout, sys.stderr
     print("ready", file=replies, flush=True)
     with open(os.devnull, "w") as nowhere:

@@ -77,7 +77,7 @@ def box_iou_reward(
     """
 
     def reward(answer: str, references: list[Box], position: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, position)
+        scales = scales_of(solution_scale, answer_scale, position)  # of reference and answer
         box = next(iter(boxes_in(answer)), None)
         if box is None:
             return 0.0
@@ -116,7 +116,7 @@ def point_in_box_reward(
     """
 
     def reward(answer: str, references: list[Box], position: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, position)
+        scales = scales_of(solution_scale, answer_scale, position)  # of reference and answer
         points = points_in(answer)
         if not points:
             return 0.0
@@ -208,7 +208,7 @@ def detection_reward(
         raise ValueError(f"detection_reward has the methods {[*reward_by_method]}, not {method!r}.")
 
     def reward(answer: str, references: list[Box], position: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, position)
+        scales = scales_of(solution_scale, answer_scale, position)  # of reference and answer
         boxes = [scaled_box(box, scales[1]) for box in boxes_in(answer)]
         references = [scaled_box(reference, scales[0]) for reference in references]
         return reward_by_method[method](answer, boxes, references, of_row(iou_threshold, position))
@@ -217,10 +217,11 @@ def detection_reward(
 
 
 def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
+    """Returns the reward of the method `"visual_rft"`, up to 2, which doesn't depend on the text of the answer."""
     # Of boxes with equal coordinates, the first counts
     boxes = list({box[:4]: box for box in reversed(boxes)}.values())[::-1]
     boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
-    unmatched, overlap, confidence = list(references), 0.0, 0.0
+    unmatched, iou_sum, confidence_sum = list(references), 0.0, 0.0
     for box in boxes:
         candidates = [
             (box_iou(box, candidate), i)
@@ -231,25 +232,29 @@ def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold:
         is_match = iou > threshold
         if is_match:
             del unmatched[index]
-            overlap += iou
+            iou_sum += iou
         if box.confidence is not None and 0 <= box.confidence <= 1:
-            confidence += box.confidence if is_match else 1 - box.confidence
-    return overlap / max(len(boxes), len(references)) + confidence / len(boxes) if boxes else 0.0
+            confidence_sum += box.confidence if is_match else 1 - box.confidence
+    return iou_sum / max(len(boxes), len(references)) + confidence_sum / len(boxes) if boxes else 0.0
 
 
 def _perception_r1(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
+    """Returns the reward of the method `"perception_r1"`, from 0 to 3."""
     reward = 0.25 * share_of_boxes(answer)
     if not boxes:
         return reward
+    # `(boxes, references)`
     ious = np.array([[box_iou(box, reference) for reference in references] for box in boxes])
-    pairs = [pair for pair in _best_assignment(ious) if ious[pair] > threshold]
-    if not pairs:
+    matches = [match for match in _best_assignment(ious) if ious[match] > threshold]
+    if not matches:
         return reward
-    precision, recall = len(pairs) / len(boxes), len(pairs) / len(references)
-    labels = [(_label(boxes[i]), _label(references[j])) for i, j in pairs]
+    precision, recall = len(matches) / len(boxes), len(matches) / len(references)
+    # (label of the box, label of the reference) of each match
+    labels = [(_label(boxes[i]), _label(references[j])) for i, j in matches]
     is_right = [label is not None and label == reference for label, reference in labels]
     reward += 0.75 * 2 * precision * recall / (precision + recall) + float(np.mean(is_right))
-    reward += float(np.mean([ious[pair] for pair in pairs])) - 0.5 * (2 - precision - recall)
+    # `1 - precision` is the share of boxes without a match, and `1 - recall` the share of such references
+    reward += float(np.mean([ious[match] for match in matches])) - 0.5 * (2 - precision - recall)
     return min(max(reward, 0.0), 3.0)
 
 
@@ -301,7 +306,7 @@ def counting_reward(
             return float(count in references)
         if not points:
             return float(number_in(answer) == len(references))
-        scales = scales_of(solution_scale, answer_scale, position)
+        scales = scales_of(solution_scale, answer_scale, position)  # of reference and answer
         guesses = np.array(points) / scales[1]
         targets = np.array(references) / scales[0]
         # Distances `(guesses, targets)`, as shares of the diagonal: coordinates are from 0 to 1

@@ -65,13 +65,14 @@ def majority_reward(
     groups: dict[int, list[int]] = defaultdict(list)
     for position, group in enumerate(group_ids):
         groups[group].append(position)
+    # Rewards by completion, shares of the most frequent answer by group, and a completion's index for each label
     rewards, shares, winners = [0.0] * len(completions), [], []
     for positions in groups.values():
         votes = Counter(answers[position] for position in positions if answers[position])
         # The most frequent answer and its number of votes, and the second number of votes, 0 if there is none
-        (label, n), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
-        shares.append(n / len(positions))
-        if n > n_second and shares[-1] >= threshold:
+        (label, n_votes), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
+        shares.append(n_votes / len(positions))
+        if n_votes > n_second and shares[-1] >= threshold:
             for position in positions:
                 rewards[position] = float(answers[position] == label)
             winners.append(next(position for position in positions if answers[position] == label))

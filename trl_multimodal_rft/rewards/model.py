@@ -106,7 +106,9 @@ class RewardModel:
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
         # The arguments of `forward` don't show the modalities, since some classes accept arguments that they ignore
         self._modalities = {
-            k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)
+            modality
+            for modality in MODALITIES
+            if not pretrained or any(modality in input_modalities(m) for m in pretrained)
         }
         tokenizer = tokenizer_of(processor)
         # `self` can stand for a model here, because `placeholder_tokens` reads only its attribute `config`
@@ -178,8 +180,8 @@ class RewardModel:
     def _encode_batch(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
         """Returns sequences to forward whole, by batch index, and groups that share a forward pass of their prompt."""
         sequences, groups, start = {}, [], 0
-        # Rows from `start` to `stop` have equal prompts. They are encoded when the next row has another prompt. A row
-        # whose completion has media is encoded alone
+        # Rows `start` to `stop - 1` have equal prompts. They are encoded when row `stop` has another prompt or doesn't
+        # exist: the prompts a, a and b are encoded at `stop` 2 and 3. A row with media in its completion stays alone.
         for stop in range(1, len(prompts) + 1):
             completion_refs = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
             if stop < len(prompts) and not completion_refs and same_prompt(prompts[stop], prompts[start]):
@@ -231,13 +233,14 @@ class RewardModel:
         )
         try:
             group = _Group(rows, *common_start(first_sequence, ids))
-        except ValueError:
+        except ValueError:  # the sequences don't have the same first tokens, or not the same media
             return None
         # If a completion has only padding tokens, its score is read at the prompt's last token. That token must then
         # be no padding token.
         return None if group.prompt.input_ids[-1] == self._pad_id else group
 
     def _load_media(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
+        """Returns decoded media and `processor_kwargs`, see [`decode_media`], if the model supports the media."""
         for ref in refs:
             if ref.modality not in self._modalities or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
@@ -260,13 +263,17 @@ class RewardModel:
 
     def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
         """Returns batch indices per forward pass. If media must not be padded, a pass has media of equal shapes."""
-        groups: dict[tuple | None, list[int]] = {}
-        isolate = family_of(self.config).isolate is not None
+        shape_groups: dict[tuple | None, list[int]] = {}
+        needs_equal_shapes = family_of(self.config).isolate is not None
         for i, row in rows.items():
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
-            groups.setdefault(shapes if isolate else None, []).append(i)
+            shape_groups.setdefault(shapes if needs_equal_shapes else None, []).append(i)
         size = self.batch_size
-        return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+        return [
+            indices[start : start + size]
+            for indices in shape_groups.values()
+            for start in range(0, len(indices), size)
+        ]
 
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
         assert self._group_model is not None

@@ -52,6 +52,7 @@ def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -
     """
     names = recipe_names(recipe)
     functions = dict(zip(names, load_reward_funcs(names), strict=True))
+    # (kind, name, weight) of each reward, as `apply_recipe` expects
     table = {label: [("named", name, weight) for name, weight in weights.items()] for label, weights in recipe.items()}
     return apply_recipe(functions, table, label_column)
 
@@ -80,6 +81,7 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return []
     columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
+    # The arguments of a call without completions
     no_rows: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for func in functions:
         if inspect.isfunction(function := getattr(func, "func", func)):
@@ -95,6 +97,7 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
 
 
 def _load_func(name: str) -> Callable:
+    """Returns the reward function of a name with or without settings, see [`load_reward_funcs`]."""
     name, settings = split_settings(name)
     if name in _FACTORIES:
         return _call_factory(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})

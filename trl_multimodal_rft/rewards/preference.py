@@ -77,6 +77,7 @@ def verdict_in(text: str) -> Verdict | None:
         `str` or `None`: `"A"` if the first answer is better, `"B"` if the second is better, or `"tie"`. `None` without
         a verdict, or if verdicts contradict each other.
     """
+    # Thoughts have no verdict, also if they aren't closed
     final_text = text.rpartition("</think>")[2].partition("<think>")[0]
     candidates = ["".join(groups) for groups in _MARKED_VERDICT.findall(final_text)] or [extract_answer(final_text)]
     verdicts = {_as_verdict(words) for words in candidates} - {None}

@@ -44,11 +44,11 @@ def combine_rewards(
             )
     # The first term, NaN, is the sum if a label has no rewards
     terms = [torch.full_like(rewards[0], torch.nan)]
-    for name, weights in _weights_by_name({label: recipe[label] for label in labels}).items():
+    for name, label_weights in _weights_by_name({label: recipe[label] for label in labels}).items():
         if name not in label_map:
             raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
         terms.append(
-            rewards[label_map[name]] * terms[0].new_tensor([weights.get(label, torch.nan) for label in labels])
+            rewards[label_map[name]] * terms[0].new_tensor([label_weights.get(label, torch.nan) for label in labels])
         )
     return add_rewards(torch.stack(terms))
 
@@ -56,8 +56,8 @@ def combine_rewards(
 def _weights_by_name(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
     """Returns the weight of each reward by name and label."""
     weights: dict[str, dict[str, float]] = {}
-    for label, parts in recipe.items():
-        for _, name, weight in parts:
+    for label, label_rewards in recipe.items():
+        for _, name, weight in label_rewards:
             label_weights = weights.setdefault(name, {})
             if not is_finite(weight):
                 raise ValueError(f"The recipe's weight of {name!r} for {label!r} is {weight!r:.40}; give a number.")
@@ -125,6 +125,7 @@ def apply_recipe(
 def _on_labelled_rows(
     name: str, reward_func: Callable, weights: dict[str, float], labels: Iterable[str], label_column: str
 ) -> Callable:
+    """Wraps a function so that it gets only rows whose label has a weight. Other rows get no reward from it."""
     logged_columns: set[str] = set()
 
     def prepare(columns: dict[str, Any]) -> PreparedCall:
@@ -148,9 +149,9 @@ def _on_labelled_rows(
         if "log_extra" in columns:
 
             def log_extra(column: str, values: list) -> None:
-                by_position = dict(zip(positions, values, strict=True))
+                values_by_position = dict(zip(positions, values, strict=True))
                 logged_columns.add(column)
-                columns["log_extra"](column, [by_position.get(position) for position in range(len(row_labels))])
+                columns["log_extra"](column, [values_by_position.get(position) for position in range(len(row_labels))])
 
             arguments["log_extra"] = log_extra
             if not positions:

@@ -39,6 +39,7 @@ _CORNERS = (("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax"), ("left",
 _CONFIDENCE_KEYS = ("confidence", "score")
 _LABEL_KEYS = ("label", "category")
 
+# Size of the image in the coordinates of an answer or a reference: a number for both sides, or (width, height)
 Scale = float | tuple[float, float] | None
 
 
@@ -214,7 +215,7 @@ def _as_box(value: Json) -> Box | None:
         confidence, label = (_first_value(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
         value = _first_value(entries, _BOX_KEYS) or _values(entries, _CORNERS)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, (list, tuple)) for item in value):
-        value = sum(map(list, value), [])
+        value = sum(map(list, value), [])  # two corners
     if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
         return None
     left, top, right, bottom = map(float, value)
@@ -237,7 +238,7 @@ def _as_point(value: Json) -> tuple[float, float] | None:
 
 def _as_span(value: Json) -> tuple[float, float] | None:
     if isinstance(value, dict):
-        return next(iter(spans_in(str(value))), None)
+        return next(iter(spans_in(str(value))), None)  # `_SPAN` matches such a text, see `_TO`
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)):
         return (float(value[0]), float(value[1])) if value[0] < value[1] else None
     return None
@@ -248,12 +249,14 @@ def _first_value(entries: dict[str, Json], keys: Sequence[str]) -> Json:
 
 
 def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
-    """Returns the values of the first complete group of keys. Underscores in keys don't count."""
+    """Returns the values of the first group of keys that is complete. `keys` are groups such as `_CORNERS`."""
+    # Underscores in keys don't count: "x_min" is "xmin"
     entries = {key.replace("_", ""): value for key, value in entries.items()}
     return next(([entries[key] for key in group] for group in keys if entries.keys() >= {*group}), [])
 
 
 def _is_number(value: Json) -> TypeGuard[float]:
+    """Returns whether a value is a number, neither NaN nor larger than any coordinate or time."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
 
 

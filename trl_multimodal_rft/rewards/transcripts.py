@@ -91,7 +91,7 @@ def _spoken(text: str) -> str:
     text = normal_form(text, superscripts=True).casefold().replace("’", "'")
     characters = []
     for index, character in enumerate(text):
-        if unicodedata.category(character)[0] not in "PS":
+        if unicodedata.category(character)[0] not in "PS":  # no punctuation, no symbol
             characters.append(character)
             continue
         neighbors = text[max(index - 1, 0) : index], text[index + 1 : index + 2]

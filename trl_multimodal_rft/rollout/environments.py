@@ -280,6 +280,7 @@ def reward_of(environment_class: type) -> Callable:
     async def call_and_wait(
         environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
+        # An async `get_reward` returns an awaitable, so `call` returns awaitables in place of rewards
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
             with _store_error(failures, i):
                 return None if reward is None else await reward

@@ -67,12 +67,12 @@ class GroupExchange:
 
     accelerator: Accelerator
     group_size: int
-    replay: GroupBuffer
+    replay: GroupBuffer  # groups with signal of earlier steps
     # Groups with signal for which the last batch had no room. All ranks draw while any rank lacks groups, so without
     # a limit, the surplus of the other ranks would grow and age.
     surplus: GroupBuffer
     max_rounds: int  # maximum number of draws in a step, the rollout itself included; 0 without dynamic sampling
-    replays: bool
+    replays: bool  # whether groups from `replay` fill a batch
     is_bounded: bool = False  # whether the mean rewards of groups must be in a range
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class GroupExchange:
         signal, and no draw is left, the result has these 3 groups, and 1 replayed group, or else 1 without signal.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
-        draws = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
-        n_groups, rounds = len(draws), 1
+        drawn_groups = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
+        n_groups, rounds = len(drawn_groups), 1
         # Picks are groups with signal. The surplus comes first, as its completions are older
-        picks = self.surplus.take(len(self.surplus)) + _with_signal(draws)
+        picks = self.surplus.take(len(self.surplus)) + _with_signal(drawn_groups)
         while rounds < self.max_rounds and any_rank(self.accelerator, len(picks) < n_groups):
-            further_groups = draw(n_groups).for_loss().groups(self.group_size)
-            draws, picks, rounds = draws + further_groups, picks + _with_signal(further_groups), rounds + 1
+            new_groups = draw(n_groups).for_loss().groups(self.group_size)
+            drawn_groups, picks, rounds = drawn_groups + new_groups, picks + _with_signal(new_groups), rounds + 1
         if is_dynamic:
             self.surplus.append(picks[n_groups:])
         picks = picks[:n_groups]
@@ -107,8 +107,8 @@ class GroupExchange:
         old_groups = self.replay.sample(n_groups - len(picks), step)
         if self.replays:
             self.replay.append(picks)
-        with_signal = _with_signal(draws)
-        without_signal = [group for group in draws if group not in with_signal]
+        with_signal = _with_signal(drawn_groups)
+        without_signal = [group for group in drawn_groups if group not in with_signal]
         groups = picks + old_groups + without_signal[: n_groups - len(picks) - len(old_groups)]
 
         # The result, and counts over all ranks
@@ -116,10 +116,10 @@ class GroupExchange:
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         total_age = sum(step - group.step for group in old_groups)
-        unequal_groups = [group for group in draws if require(group.rewards.has_signal).all()]
-        n_equal = len(draws) - len(unequal_groups)
+        unequal_groups = [group for group in drawn_groups if require(group.rewards.has_signal).all()]
+        n_equal = len(drawn_groups) - len(unequal_groups)
         n_below, n_above = (sum(_range_side(group) == side for group in unequal_groups) for side in (-1, 1))
-        counts = [len(draws), len(with_signal), n_groups, len(old_groups), total_age, n_equal, n_below, n_above]
+        counts = [len(drawn_groups), len(with_signal), n_groups, len(old_groups), total_age, n_equal, n_below, n_above]
         n_drawn, n_with_signal, n_used, n_replayed, total_age, *n_dropped = sum_over_ranks(self.accelerator, counts)
         metrics = {"sampling/kept_frac": n_with_signal / n_drawn}
         if self.is_bounded:
@@ -134,6 +134,7 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
+    """Returns the groups with signal and a mean reward in the range."""
     return [group for group in groups if require(group.rewards.has_signal).all() and _range_side(group) == 0]
 
 

@@ -90,15 +90,16 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
     For example, two ranks have groups with the loads [[9, 5], [4, 2]]. A swap of groups 0 and 2 changes the totals
     from 14 and 6 to 9 and 11. No further swap helps, so the assignment is [[2, 1], [0, 3]].
     """
-    n = len(loads[0])
-    assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
-    load, is_free = sum(map(list, loads), []), sum(map(list, free), [])
+    n_groups = len(loads[0])  # per rank
+    assignment = [list(range(rank * n_groups, rank * n_groups + n_groups)) for rank in range(len(loads))]
+    group_loads, is_free = sum(map(list, loads), []), sum(map(list, free), [])
     totals = [sum(rank_loads) for rank_loads in loads]
     while max(totals) > (1 + _TOLERANCE) * sum(totals) / len(totals):
         longest, shortest = totals.index(max(totals)), totals.index(min(totals))
         gap = totals[longest] - totals[shortest]
+        # (gap after the swap, positions of the two groups in their ranks' lists)
         swaps = (
-            (abs(gap - 2 * (load[a] - load[b])), i, j)
+            (abs(gap - 2 * (group_loads[a] - group_loads[b])), i, j)
             for i, a in enumerate(assignment[longest])
             for j, b in enumerate(assignment[shortest])
             if is_free[a] and is_free[b]
@@ -108,32 +109,33 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
             break
         a, b = assignment[longest][i], assignment[shortest][j]
         assignment[longest][i], assignment[shortest][j] = b, a
-        totals[longest] -= load[a] - load[b]
-        totals[shortest] += load[a] - load[b]
+        totals[longest] -= group_loads[a] - group_loads[b]
+        totals[shortest] += group_loads[a] - group_loads[b]
     return assignment
 
 
 def _is_free(groups: Sequence[Rollout]) -> list[int]:
     """Returns 1 for a group that may move, and 0 for one that shares the media of its prompt with another group."""
-    media = [{id(prompt.shared.on_device) for prompt in group.prompts} for group in groups]
-    n_holders = Counter(sum(map(list, media), []))
-    return [int(all(n_holders[key] == 1 for key in keys)) for keys in media]
+    media_ids = [{id(prompt.shared.on_device) for prompt in group.prompts} for group in groups]
+    n_holders = Counter(sum(map(list, media_ids), []))
+    return [int(all(n_holders[media_id] == 1 for media_id in group_media_ids)) for group_media_ids in media_ids]
 
 
 def _move(
     local_groups: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
     """Returns the groups that this rank receives from others, and the bytes that all ranks send."""
-    rank, device, n = accelerator.process_index, accelerator.device, len(local_groups)
+    rank, device, n_groups = accelerator.process_index, accelerator.device, len(local_groups)
     # (index of a group among all ranks' groups, source rank, target rank)
     moves = [
-        (group, group // n, target)
+        (group, group // n_groups, target)
         for target, rank_groups in enumerate(assignment)
         for group in rank_groups
-        if group // n != target
+        if group // n_groups != target
     ]
     payloads = {group: pickled_group(local_groups[group]) for group, source, _ in moves if source == rank}
-    sizes = torch.tensor([len(payloads.get(group, ())) for group in range(n * len(assignment))], device=device)
+    # Bytes of groups that this rank sends, 0 for others. The sum over ranks gives every rank all sizes.
+    sizes = torch.tensor([len(payloads.get(group, ())) for group in range(n_groups * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # Gloo can't send memory of a GPU
         device = torch.device("cpu")

@@ -72,6 +72,7 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
     Returns the arguments of reward functions, as TRL passes them, with media as the dataset has them. The arguments
     include `group_ids`, unless a group straddles ranks.
     """
+    # Further columns of `rollout_func` have a list with a value per row, or one value for all rows
     rows = [
         {**row, **{key: value[i] if isinstance(value, list) else value for key, value in rollout.source.extra.items()}}
         for i, row in enumerate(rollout.source.rows)
@@ -105,6 +106,7 @@ def reward_early(
     Several threads may do this at once. `calls` then lets one thread at a time call a function that isn't async.
     """
     log_entries: list[tuple[str, str, Any]] = []
+    # These stand-ins for the logging functions collect the function's name and arguments of each call
     logs = {key: partial(lambda *entry: log_entries.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
     serial_funcs = {
@@ -150,8 +152,8 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
     tokens 6 and 7, give the sums 0.5 and 2.0.
     """
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
-    for sums, row, completion_turns in zip(turn_sums, rewards, turns, strict=True):
-        for i, item in enumerate(row):
+    for sums, completion_rewards, completion_turns in zip(turn_sums, rewards, turns, strict=True):
+        for i, item in enumerate(completion_rewards):
             for end, reward in item.steps if isinstance(item, StepwiseReward) else ():
                 if (turn := bisect_right(completion_turns, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
                     sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
@@ -251,6 +253,7 @@ def join_steps(
     """
     step_lists, state_ids, weights = [], {}, weights.cpu().double()
     for row, completion_turns in zip(rewards, turns, strict=True):
+        # For each function, its stepwise rewards by the step's last token
         stepwise = [dict(item.steps) if isinstance(item, StepwiseReward) else {} for item in row]
         steps = []
         for end in sorted({stop - 1 for stop, _ in completion_turns}.union(*stepwise)):

@@ -269,8 +269,8 @@ class Rollout(_Part):
 
     def groups(self, size: int) -> list["Rollout"]:
         """
-        Returns one rollout per group of `size` completions. Per-token tensors lose the last columns if all completions
-        of the group mask them, except for the first column.
+        Returns one rollout per group of `size` completions. Per-token tensors are cut to the group's longest
+        completion in the mask, but keep at least one column.
         """
         parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
@@ -334,6 +334,7 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     `group_ids` and `num_items_in_batch`, which count over the whole batch.
     """
     width = max(rollout.completion_ids.size(1) for rollout in rollouts)
+    # In a rollout with one column, a value per completion looks like a value per token, so all rollouts must agree
     token_fields = set.intersection(*(rollout.token_fields() for rollout in rollouts))
     return _join(
         [rollout.with_copied_prompts().to(device).resized(width, token_fields) for rollout in rollouts],
