@@ -62,7 +62,7 @@ def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | 
 
 def split_lengths(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
     """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
-    counts = [prompt.lengths_by_context(n) for prompt, n in zip(prompts, lengths, strict=True)]
+    counts = [prompt.lengths_by_context(length) for prompt, length in zip(prompts, lengths, strict=True)]
     return [context for prompt in prompts for context in prompt.contexts], [n for row in counts for n in row]
 
 

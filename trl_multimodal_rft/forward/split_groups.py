@@ -113,9 +113,8 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
     n_chunks, n_seen = Counter(prompt for part_prompts in prompts_of_parts for prompt in part_prompts), Counter()
     ends = {}
     for index, part_prompts in enumerate(prompts_of_parts):
-        for prompt in [
-            prompt for prompt in part_prompts if n_chunks[prompt] > 1
-        ]:  # at most one, as a chunk holds a single prompt
+        # At most one prompt, as a chunk holds a single prompt
+        for prompt in [prompt for prompt in part_prompts if n_chunks[prompt] > 1]:
             n_seen[prompt] += 1
             ends[index] = n_seen[prompt] == 1, n_seen[prompt] == n_chunks[prompt]
     return ends

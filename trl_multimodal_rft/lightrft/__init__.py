@@ -40,6 +40,7 @@ def _load_name(package: str, names: list[str], name: str) -> type:
 
 for _path, _names in ALIASES.items():
     _module = types.ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
+    # `.models` or `.trainer`, the package that defines the names
     vars(_module)["__getattr__"] = functools.partial(_load_name, f".{_path.split('.')[0]}", _names)
     vars(_module)["__dir__"] = functools.partial(list, _names)
     sys.modules[_module.__name__] = _module

@@ -48,6 +48,7 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     if "value_clip" in options:
         fields["vf_coef"] = join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": options["value_clip"]})
     if "advantage_estimator" in options:
+        # LightRFT's options by settings of the estimator
         discount_options = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
         settings = {name: float(options[option]) for name, option in discount_options.items() if option in options}
         fields["advantage_estimator"] = join_settings(options["advantage_estimator"], settings)

@@ -248,6 +248,7 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
+    # `fully_shard` replaces the policy's class by a subclass with `FSDPModule`. The first other base is the old class.
     policy_without_critic = object.__new__(
         next(base for base in type(policy).__mro__ if not issubclass(base, FSDPModule))
     )

@@ -33,13 +33,13 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restores the random states of Python, NumPy and torch on exit."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def checkpoint_activations(

@@ -95,27 +95,33 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
         path = name.removeprefix(prefix)
         if name.startswith(f"{CRITIC}."):
             yield name, CRITIC, parameter
-        elif not name.startswith(prefix):  # prompt learning
+        elif not name.startswith(prefix):  # PEFT's weights of prompt learning, outside the base model
             yield name, "language_model", parameter
         else:
             short_name = path
+            # From the weight outwards, the first module with a part
             while path not in parts_by_name:
                 path = path.rpartition(".")[0]
             yield short_name, parts_by_name[path], parameter
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Returns parts by dotted names of modules. A weight has the part of the innermost of these modules around it."""
+    """
+    Returns parts by dotted names of modules. A weight has the part of the innermost of these modules around it: for
+    Qwen2.5-VL, `model.visual` is the `vision_tower`, and `model.visual.merger` inside it belongs to the `projector`.
+    """
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}  # weights in neither the language model nor an encoder
     heads = model.get_output_embeddings(), getattr(model, "score", None)
     for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
             parts_by_name[names[module]] = "language_model"
+    # A decoder that is the whole base model may have encoders inside
     language_names = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]
+    # Encoders by the patterns, the outermost alone, and then the encoders that `find_towers` returns
     towers = {}
     for name in names.values():
-        is_inside = any(name.startswith(f"{other}.") for other in [*language_names, *towers])
+        is_inside = any(name.startswith(f"{outer}.") for outer in [*language_names, *towers])
         for part, pattern in _ENCODERS.items():
             if not is_inside and pattern.fullmatch(name.rpartition(".")[2]):
                 towers[name] = part
@@ -225,6 +231,7 @@ def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
 
 
 def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
+    """Freezes parameters, and the running statistics of batch norms that have one of them."""
     for parameter in frozen:
         parameter.requires_grad_(False)
     fix_batch_norms(module for module in model.modules() if not frozen.isdisjoint(module.parameters(recurse=False)))
@@ -291,6 +298,7 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
 
 
 def _size(parameter: nn.Parameter) -> int:
+    """Returns the number of elements of a parameter, which may be sharded or packed."""
     size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
     if type(parameter).__name__ == "Params4bit":  # packs two weights into a byte
         size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize

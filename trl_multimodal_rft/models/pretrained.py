@@ -29,10 +29,10 @@ from .wrapped import replaced
 
 if Version(transformers.__version__) < Version("5.23"):
     # Without this, decoders would be saved and sent to vLLM as `language_model.model.model`, unlike in released models
-    for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
-        _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(kind))
+    for model_type in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
+        _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(model_type))
         decoder = WeightRenaming("^language_model", "model.language_model")
-        register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
+        register_checkpoint_conversion_mapping(model_type, [head, decoder, *towers], overwrite=True)
 
 
 class _TransposeBack(Transpose):
@@ -60,6 +60,7 @@ class _TransposeBack(Transpose):
 
 
 def _reverse(self: Transpose) -> Transpose:
+    """Returns the conversion for saving. `check_dims` marks conversions that depend on the weight's shape."""
     reverse_class: type[Transpose] = _TransposeBack if self.check_dims else Transpose
     return reverse_class(self.dim1, self.dim0)
 
@@ -203,14 +204,12 @@ def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
     names = [
-        name.replace("ForSequenceClassification", kind)
+        name.replace("ForSequenceClassification", suffix)
         for name in config.architectures or []
-        for kind in ("ForConditionalGeneration", "ForCausalLM")
+        for suffix in ("ForConditionalGeneration", "ForCausalLM")
     ]
-    names += [candidate[config.model_type] for candidate in mappings if config.model_type in candidate]
-    model_class = next(
-        (getattr(transformers, candidate) for candidate in names if hasattr(transformers, candidate)), None
-    )
+    names += [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
+    model_class = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if model_class is None:
         raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
     return model_class

@@ -37,6 +37,7 @@ class _ScoreMixin(GenericForSequenceClassification):
         policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # the policy's class
         policy.__init__(config)
         model, head = cast(PreTrainedModel, self), policy.get_output_embeddings()
+        # The LM head's attribute
         delattr(model, next(name for name, module in model.named_children() if module is head))
         model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         model.post_init()

@@ -118,7 +118,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # The attribute keeps this object alive, since transformers has only a weak reference to it
+            # The attribute keeps the DeepSpeed config alive, since transformers has only a weak reference to it
             uses_zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if uses_zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
@@ -158,7 +158,7 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        # Without an accelerator, forwards don't wait for other ranks: each rank holds the whole model
+        # No `accelerator` is passed, so forwards don't wait for other ranks: each rank holds the whole model
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
@@ -282,7 +282,10 @@ class Actor(nn.Module):
         media: dict[str, torch.Tensor],
         is_action: torch.Tensor,
     ) -> ModelOutput | tuple[torch.Tensor, ModelOutput]:
-        """Returns log-probabilities and the output of the model's own forward, with the logits of all columns."""
+        """
+        Returns log-probabilities, `(B, A)`, and the output of the model's own forward, with the logits of all columns.
+        Without `num_actions`, returns the output alone.
+        """
         base, (n_actions, length) = self.base_model, (num_actions or 0, sequences.size(1))
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         fields = {name: value for name, value in media.items() if name in TOKEN_FIELDS}
@@ -300,6 +303,7 @@ class Actor(nn.Module):
         output = self.model(input_ids=sequences, **inputs)
         if num_actions is None:
             return output
+        # The logits before a token predict the token
         logits, ids = output.logits[:, length - 1 - n_actions : length - 1], sequences[:, length - n_actions :]
         logps, entropy = scores_of_logits(logits, ids, self.temperature, entropy_requires_grad=False)
         if self.high_entropy_token_ratio > 0:
@@ -349,6 +353,7 @@ class Actor(nn.Module):
         kwargs |= dict(zip(_VISION_NAMES, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         base, names = self.base_model, _media_names(self.base_model) | _GRIDS
+        # Tensors of media; all other arguments are options of generation
         tensor_names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
         media = _accepted_media(base, {name: kwargs.pop(name) for name in tensor_names})
         # In order of precedence: options of this call, this call's generation config, the model's generation config
@@ -530,7 +535,10 @@ def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[
 
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does. Buffers stay: a cast would round the frequencies of RoPE."""
+    """
+    Casts parameters as `from_pretrained` does: modules that `base` keeps in float32 stay. Buffers stay, too, since a
+    cast would round the frequencies of RoPE.
+    """
     fp32_modules = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in fp32_modules):
@@ -544,12 +552,12 @@ def _add_lora(
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # PEFT gets full names. From "all-linear", PEFT makes suffixes, and the suffix "0" of a merger's layer would
+        # Full names instead of "all-linear", which PEFT turns into suffixes: the suffix "0" of a merger's layer would
         # match whole blocks.
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
-    # Full names here, too: many suffixes of names in encoders also match layers of the language model
+    # Frozen modules by full names, too: many suffixes of names in encoders also match layers of the language model
     excluded = rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None
     config = peft.LoraConfig(**lora_settings, target_modules=target_modules, exclude_modules=excluded, bias="none")
     base_modules = set(model.modules())

@@ -43,7 +43,7 @@ _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 @dataclass
 class BareCompletions:
     """
-    Prompts and completions of `B` sequences, and the action columns of the caller's batch.
+    Prompts and completions, of at most `C` tokens, of `B` sequences, and the `A` action columns of the caller's batch.
 
     Example: with `num_actions=2`, the padded rows `[p, q, a, b]` and `[0, 0, r, c]` have the completions `[a, b]` and
     `[c]`. So `ids` are `[[a, b], [c, 0]]`, and `is_action` is `[[True, True], [False, True]]`.
@@ -145,10 +145,10 @@ def bare_prompts(
     forwards share them.
     """
     prompts: list[EncodedPrompt] = []
-    by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
+    prompts_by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
     for ids, media, fields in inputs:
         media = {name: value.cpu() for name, value in media.items()}
-        candidates = by_ids[tuple(ids.tolist())]
+        candidates = prompts_by_ids[tuple(ids.tolist())]
         prompt = next((candidate for candidate in candidates if same_prompt(candidate.media, media)), None)
         if prompt is None:
             prompt = bare_prompt(model, ids, media, fields)
@@ -172,8 +172,8 @@ def bare_prompt(
     split_media(model, [ids], media)  # only checks
     if not fields:
         fields = token_fields(model, ids)
-        videos = any(modality_of(name) == "video" for name in media)
-        if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
+        has_video = any(modality_of(name) == "video" for name in media)
+        if "mm_token_type_ids" in fields and has_video and not (fields["mm_token_type_ids"] == 2).any():
             raise MediaError(
                 "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
             )
@@ -193,6 +193,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     if family_of(model).token_fields_mark_media:
         for modality, ids in placeholder_token_ids(model, model).items():
             types[_isin(input_ids, ids)] = _TOKEN_TYPES[modality]
+    # Types that also mark the tokens before and after media. -1, for a model without such tokens, is no token's id.
     with_ends = types.clone()
     for modality in MODALITIES:
         for end in ("start", "end"):
@@ -235,6 +236,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     placeholders, gets the other two. Raises a [`MediaError`] if the placeholders don't match the media, since some
     models run with too many or too few placeholders without an error.
     """
+    # By modality: where each row has placeholders, and the media tensors
     masks = {
         modality: [_isin(row.cpu(), ids) for row in rows]
         for modality, ids in placeholder_token_ids(model, model).items()
@@ -251,6 +253,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         if not features:
             continue
         if len(rows) == 1:  # the row gets all media, and only their number of tokens is checked
+            # With videos as images, the placeholders of both can't be told apart, so neither is counted
             is_counted = modality == "audio" or not videos_as_images
             if is_counted and _token_counts(model, modality, features) is not None:
                 _count_media(model, modality, masks[modality], features)
@@ -262,7 +265,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         # A tensor has one entry per image, video or clip, per patch, or per row with media, whichever fits its length
         for name, value in features.items():
             candidates = (counts, patch_counts, [min(count, 1) for count in counts])
-            sizes = next((sizes for sizes in candidates if sum(sizes) == len(value)), None)
+            sizes = next((row_sizes for row_sizes in candidates if sum(row_sizes) == len(value)), None)
             if sizes is None:
                 raise MediaError(
                     f"`{name}` has {len(value)} entries for {sum(counts)} {modality}s, so that it isn't clear which "
@@ -281,6 +284,7 @@ def _check_modalities(
     Returns whether videos have image placeholders. Raises a [`MediaError`] if a modality has media without
     placeholders, placeholders without media, or media without their grid or mask.
     """
+    # By modality, the first row with placeholders, or `None`
     first_row_indices = {
         modality: next((i for i, mask in enumerate(row_masks) if mask.any()), None)
         for modality, row_masks in masks.items()
@@ -352,16 +356,20 @@ def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torc
     if modality != "audio" or mask is None:
         return None
     lengths = mask.sum(1).long()  # frames of each clip
-    if (rule := family_of(model).audio_tokens) is not None:
-        return rule(model, lengths).tolist()
+    if (family_rule := family_of(model).audio_tokens) is not None:
+        return family_rule(model, lengths).tolist()
     whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
+    # The rule returns the lengths after the convolutions, and the lengths of the encoder's output
     return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
 
 def _count_media(
     model: PreTrainedModel, modality: str, masks: list[torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> list[int]:
-    """Returns the number of images, videos or clips of each row, from the masks of the rows' placeholders."""
+    """
+    Returns the number of images, videos or clips of each row, from the masks of the rows' placeholders. For example,
+    rows with 4 and 8 placeholders have 1 and 2 of three images with 4, 2 and 6 tokens.
+    """
     token_counts = _token_counts(model, modality, tensors)
     if token_counts is not None:
         counts, n_used = [], 0
@@ -388,11 +396,11 @@ def _count_media(
     n_spans = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     one_per_row = [int(mask.any()) for mask in masks]
     n_placeholders = [int(mask.sum()) for mask in masks]
-    size = max(sum(n_placeholders) // n_media, 1)
+    tokens_per_item = max(sum(n_placeholders) // n_media, 1)
     for counts in (
         n_spans,
         one_per_row,
-        [n // size for n in n_placeholders] if not any(n % size for n in n_placeholders) else [],
+        [n // tokens_per_item for n in n_placeholders] if not any(n % tokens_per_item for n in n_placeholders) else [],
     ):
         if sum(counts) == n_media:
             return counts

@@ -44,7 +44,7 @@ def mask_completions(
     truncated = ~torch.isin(
         completions, torch.tensor(eos_ids, dtype=completions.dtype, device=completions.device)
     ).any(1)
-    if pad_token_id not in eos_ids:
+    if pad_token_id not in eos_ids:  # else padding ends a completion, as above
         trailing_padding = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
         is_action = is_action & ~trailing_padding
         truncated = truncated & ~trailing_padding.any(1)

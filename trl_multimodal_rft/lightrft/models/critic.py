@@ -23,7 +23,7 @@ class Critic(critic_module.Critic):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        if not sharing_obstacle(model):  # the experience maker also scores packed rows
+        if not sharing_obstacle(model):  # the experience maker also scores packed rows, in which prompts are shared
             install_prefix_attention(model)
 
     def forward(

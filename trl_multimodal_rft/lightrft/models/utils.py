@@ -69,6 +69,7 @@ def compute_reward(
     if reward_clip_range is not None:
         r = r.clamp(*reward_clip_range)
     if action_mask is None:
+        # One call per completion, with a mask of its first `n` tokens
         n_actions = [len(row) for row in kl] if num_actions is None else num_actions
         n_actions = [n_actions] * len(kl) if isinstance(n_actions, int) else n_actions
         return [

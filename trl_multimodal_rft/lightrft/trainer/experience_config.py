@@ -65,8 +65,8 @@ class ExperienceConfig:
     media_rules: MediaRules = DEFAULT_RULES
 
     def __post_init__(self):
-        name = split_settings(self.advantage_estimator)[0]
-        if ALIASES.get(name, name) not in ESTIMATORS:
+        estimator_name = split_settings(self.advantage_estimator)[0]
+        if ALIASES.get(estimator_name, estimator_name) not in ESTIMATORS:
             check_choice("`advantage_estimator`", self.advantage_estimator, ESTIMATORS)
         if self.estimator.step_input:
             raise ValueError(f"`advantage_estimator={self.advantage_estimator!r}` needs `MultimodalGRPOTrainer`.")

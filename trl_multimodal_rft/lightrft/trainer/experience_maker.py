@@ -248,7 +248,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             prompt if isinstance(prompt, dict) else {"prompt": prompt}
             for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
         ]
-        if not self._has_checked_columns:
+        if not self._has_checked_columns:  # the first rows alone are checked
             self._has_checked_columns = True
             ignored = self.strategy.ignored_media_columns
             warning = check_columns(rows, "The rows", ignored, dataset_part="some")
@@ -268,9 +268,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
         # The encoder's prompts are all text or all messages. Reward functions get these prompts instead of the
         # caller's, so that all micro-batches have one format.
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
-        n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
+        n, batch_size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         pairs = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
-        return [self._sample(pairs[i : i + size], generate_kwargs) for i in range(0, len(pairs), size)]
+        return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
         """Encodes prompts, which are all text or all messages."""
@@ -347,8 +347,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         base_logps = None
         logps, entropy = self._action_log_probs(self.actor, rollout)
         if self.initial_model is not None:
-            is_policy = self.initial_model is self.actor
-            with self.actor.model.disable_adapter() if is_policy else nullcontext():
+            reference_is_actor = self.initial_model is self.actor  # the reference is the policy without its adapter
+            with self.actor.model.disable_adapter() if reference_is_actor else nullcontext():
                 base_logps, _ = self._action_log_probs(self.initial_model, rollout)
         values, bootstrap = (None, None) if critic is None else self._state_values(critic, samples, rollout)
         rewards, metrics = self.rewards(samples)
@@ -393,8 +393,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
         """Converts samples to a rollout, which the trainers' scoring functions take."""
         n_actions, prompts = samples.num_actions, samples.encoded_prompts
         if prompts is None:
+            # Prompts without media, and their masks
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
-            prompts = bare_prompts(self.actor.base_model, ((ids[keep], {}, None) for ids, keep in rows))
+            prompts = bare_prompts(self.actor.base_model, ((ids[is_token], {}, None) for ids, is_token in rows))
         return Rollout(
             prompts,
             torch.arange(len(prompts)),  # group ids, which scoring doesn't use
@@ -418,6 +419,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                     self.actor.policy_forward, critic, critic, rollout, len(rollout), truncated
                 )
                 return values, None if truncated is None else bootstrap
+            # A caller's module, which takes padded sequences
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if truncated is not None:
                 # A truncated completion reaches the last action column. With one more column, the critic also returns

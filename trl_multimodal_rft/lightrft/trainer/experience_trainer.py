@@ -102,7 +102,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
-        # `Subset` reads several rows at once, also from a dataset that can't
+        # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised_rows = EndlessRows(rows, args.seed)
@@ -143,6 +143,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """
         args, items = self.args, list(self.replay_buffer)
         n_samples, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
+        # An optimizer step takes `window` micro-batches of `size` samples
         if n_samples == 0 or n_samples % (size * window) != 0:
             raise ValueError(
                 f"The buffer holds {n_samples} samples on this process, which don't fill whole optimizer steps of "
@@ -153,7 +154,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._pop_mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
         # `_rollout_of` took the whole buffer for one micro-batch, so the number of actions is divided by the number of
-        # micro-batches. All of them share the result, so that all actions of the buffer have one weight.
+        # micro-batches. All micro-batches share the quotient, so that all actions of the buffer have the same weight.
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n_samples // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
@@ -212,6 +213,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends_update)
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        # One rate per parameter group of the optimizer. Without a critic, the first group's rate is logged.
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
@@ -230,7 +232,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _random_order(self, n: int) -> list[int]:
-        """Returns a random order of groups, such as `[2, 3, 0, 1]`, or of samples if `packing` shuffles samples."""
+        """
+        Returns the indices of `n` samples in a random order of groups, such as `[2, 3, 0, 1]` for groups of 2, or, if
+        `packing` shuffles samples, in a random order of samples.
+        """
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
@@ -261,6 +266,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
+        # The media of each sample, by the argument names of the model's forward
         names, media = self._media_names, map(media_tensors, items)
         media_by_name = ({names.get(field, field): tensor for field, tensor in tensors.items()} for tensors in media)
         inputs = ((item.prompt_ids, tensors, None) for item, tensors in zip(items, media_by_name, strict=True))
@@ -293,6 +299,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
         self._unread_metrics.read()
+        # The lines below turn the trainer's names into LightRFT's
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
         status.pop("value_learning_rate", None)  # the same as `critic_lr`
@@ -304,7 +311,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return status
 
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
-        """Returns statistics of all ranks' buffers. Values, advantages and returns are of samples with rewards."""
+        """
+        Returns statistics of all ranks' buffers, such as `returns_mean`. Statistics of values, advantages and returns
+        leave out samples without a reward.
+        """
         mask = rollout.loss_mask.bool()
         is_rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
         local_metrics = {
@@ -358,6 +368,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
                 "or a divisor of it."
             )
+        # Fields that both configs have get the trainer's values, unless the dictionary below replaces them
         common_fields = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
         options = {name: getattr(args, name) for name in common_fields} | {
             "n_samples_per_prompt": args.num_generations,
@@ -425,7 +436,7 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     metrics = []
     for info in map(info_of, experiences):
         metrics.append({name: info[name] for name in _LOGGED_INFO if name in info} | info.get("reward_metrics", {}))
-        if "raw_reward" in info:
+        if "raw_reward" in info:  # rewards were scaled or clipped, and both forms are logged
             metrics[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
     numbers = gather_metrics(metrics)
     means = {name: mean(values) for name, values in numbers.items()}
@@ -437,7 +448,7 @@ def evaluation_logs(
 ) -> dict[str, float]:
     """Samples and rewards completions for batches of rows. Returns metrics, see [`PPOTrainerVL.evaluate`]."""
     metrics = []
-    for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
+    for samples in (micro_batch for rows in batches for micro_batch in maker.generate_samples(rows, **options)):
         rewards, reward_metrics = maker.rewards(samples)
         metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
     numbers = gather_metrics(metrics)

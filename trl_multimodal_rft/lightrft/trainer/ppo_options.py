@@ -73,6 +73,7 @@ def config_of(
         if options["kl_target"]:
             raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
         options |= {"beta": 0.0, "kl_estimator": None}
+    # Arguments of the trainer by settings of GAE
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
@@ -114,6 +115,7 @@ def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...
     """
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
+    # Three lists hold no media: prompts, references and labels
     media_columns = next((names for names in possible_columns if len(names) + 3 == len(batch)), None)
     if media_columns is None or any(isinstance(column, (str, dict)) for column in batch):
         lengths = " or ".join(str(len(names) + 3) for names in possible_columns)
@@ -122,9 +124,9 @@ def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...
             f"{len(batch)} of {type(batch[0]).__name__}."
         )
     rows = []
-    for prompt, *values, reference, label in zip(*batch, strict=True):
+    for prompt, *media, reference, label in zip(*batch, strict=True):
         row = {"prompt": prompt, "references": reference, "labels": label}
-        for name, value in zip(media_columns, values, strict=True):
+        for name, value in zip(media_columns, media, strict=True):
             if value is not None:
                 row[name] = value if isinstance(value, list) else [value]
         rows.append(row)

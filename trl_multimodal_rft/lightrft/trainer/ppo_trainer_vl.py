@@ -165,13 +165,13 @@ class PPOTrainerVL:
             value_model=critic,
             ref_model=None if reference is None or reference is actor else reference.model,
         )
-        config.eval_strategy = strategy.eval_strategy
+        config.eval_strategy = strategy.eval_strategy  # `config_of` set "no" for the constructor of the trainer
         self.critic = self.trainer.critic
         if ema_model is not None:
             self.trainer.copy_average_to(ema_model)
         if gradient_checkpointing:
-            options: Any = config.gradient_checkpointing_kwargs  # the config has parsed a string
-            actor.gradient_checkpointing_enable(options)
+            checkpointing_kwargs: Any = config.gradient_checkpointing_kwargs  # a dict; the config has parsed a string
+            actor.gradient_checkpointing_enable(checkpointing_kwargs)
         self.experience_maker = self.trainer.make_experience_maker(
             micro_rollout_batch_size,
             reward_model=reward_model,
@@ -439,6 +439,7 @@ class PPOTrainerVL:
         state, handler = trainer.state, trainer.callback_handler
 
         def is_due(setting: str, interval: int) -> bool:
+            """Returns whether an action is due, from its strategy `setting`, such as `save_strategy`, and interval."""
             return setting == unit and (last_step is None or state.global_step // interval > last_step // interval)
 
         if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and last_step == 0):

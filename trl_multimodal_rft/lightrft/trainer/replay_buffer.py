@@ -66,7 +66,7 @@ class ReplayBuffer:
                 f"{sorted(self._normalized_fields)} have been normalized; call `clear` before `append`."
             )
         self._normalized_fields = set()
-        batch = replace(experience)
+        batch = replace(experience)  # a shallow copy, since `to_device` changes fields in place
         items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
             items = remove_padding_in_sequences(items)
@@ -123,7 +123,8 @@ class ReplayBuffer:
         def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
 
-        values, mask = (torch.cat(parts or [torch.zeros(0)]) for parts in (rows, masks))
+        # A rank with an empty buffer takes part in the reduction, too
+        values, mask = (torch.cat(tensors or [torch.zeros(0)]) for tensors in (rows, masks))
         whitened = whiten(values.double(), mask.bool(), reduce=sum_over_ranks).to(values.dtype)
         parts = whitened.split([len(row) for row in rows])
         changes: list[dict[str, Any]] = [{attribute: part.clone()} for part in parts]

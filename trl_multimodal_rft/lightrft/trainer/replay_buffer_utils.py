@@ -223,6 +223,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
 
 
 def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
+    """Cuts one sample, see [`remove_padding_in_sequences`]. `index` names the sample in errors."""
     _check_lengths(item, index)
     length, n_actions = len(item.sequences), item.n_actions
     if item.attention_mask is not None:
@@ -294,6 +295,7 @@ def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None
 
 
 def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image] | None]:
+    """Returns a list of images, or `None`, for each of `size` samples. A single image becomes a list."""
     if raw_images is None:
         return [None] * size
     if len(raw_images) != size:
@@ -324,10 +326,10 @@ def _join_info(infos: list[dict | None]) -> dict | None:
 
 def _join_values(values: list) -> Any:
     """Joins values of a key: dicts to a dict, tensors of one shape and dtype to a tensor, all others to a list."""
-    if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
+    if any(isinstance(value, dict) for value in values) and all(isinstance(value, dict | None) for value in values):
         return _join_info(values)
     is_tensor = all(isinstance(value, torch.Tensor) for value in values)
-    return torch.stack(values) if is_tensor and len({(v.shape, v.dtype) for v in values}) == 1 else values
+    return torch.stack(values) if is_tensor and len({(value.shape, value.dtype) for value in values}) == 1 else values
 
 
 # Media
@@ -337,7 +339,7 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     """Returns all media tensors of a batch or sample, by their names in experiences."""
     if not isinstance(record, MediaFields):
         return {}
-    names = [name for names in _MEDIA.values() for name in names]
+    names = [name for names_of_modality in _MEDIA.values() for name in names_of_modality]
     media = {name: tensor for name in names if (tensor := getattr(record, name)) is not None}
     extra = record.extra_media or {}
     if duplicates := media.keys() & extra.keys():
@@ -387,17 +389,18 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
                         f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
                         f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
                     )
-            # A tensor of 5 dimensions could also have a row per sample, padded to the largest number of images
+            # A tensor of 5 dimensions could also have a row per sample, padded to the largest number of images. Then
+            # the lengths don't show which of the two forms the tensor has.
             is_padded_per_sample = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
             if sum(counts) != len(tensor) or is_padded_per_sample:
                 raise _ambiguity_error(name, tensor, size)
             rows[name] = counts
     # Other media: like a tensor with equally many rows, or one row per sample, if only one of these is possible
-    row_counts = set(map(tuple, rows.values()))
+    splits = set(map(tuple, rows.values()))
     for name, tensor in media.items():
         if name in rows:
             continue
-        candidates = {counts for counts in row_counts if sum(counts) == len(tensor)}
+        candidates = {counts for counts in splits if sum(counts) == len(tensor)}
         if len(tensor) == size:
             candidates.add((1,) * size)
         if len(candidates) != 1:

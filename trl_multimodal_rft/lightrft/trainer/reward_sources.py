@@ -65,6 +65,7 @@ class RewardSources:
             result = _call_reward_func(
                 self.reward_fn, arguments | ({} if rewards_name is None else {rewards_name: rewards}), rewards_name
             )
+            # Without other sources, a tuple is a sequence of rewards, as in TRL
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
@@ -75,7 +76,7 @@ class RewardSources:
     def _arguments(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Returns arguments for reward functions by name: TRL's, the rows' columns, and LightRFT's."""
         actions = samples.sequences[:, -samples.num_actions :]
-        completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
+        completion_ids = [ids[mask].tolist() for ids, mask in zip(actions, samples.action_mask, strict=True)]
         completions: list[Any] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
         if is_conversational({"prompt": rows[0]["prompt"]}):

@@ -65,7 +65,7 @@ class RolloutAdvantages:
             rewards = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
-                rewards_per_func=rewards[:, None],
+                rewards_per_func=rewards[:, None],  # as if a single function had returned them
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
                 mask=self._gather_rows(_join(experiences, "action_mask").int()),
                 kl_coef=kl_coef,
@@ -80,7 +80,8 @@ class RolloutAdvantages:
         """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
         infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
         rewards = torch.cat(shaped_rewards)
-        # `sums` are the returns of whole completions, for logs
+        # Of the `N` samples of all experiences, `advantages` and `returns` have the shape `(N, A)`. `sums`,
+        # `(N,)`, hold the returns of whole completions, for logs.
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
@@ -99,6 +100,7 @@ class RolloutAdvantages:
             advantages = whiten(self._gather_rows(advantages), self._gather_rows(scorable.int()))
             advantages, sums = self._local_rows(advantages, len(rewards)), per_token.sum(1)
         splits = (tensor.split([len(part) for part in shaped_rewards]) for tensor in (advantages, returns, sums))
+        # `parts` are one experience's advantages, returns and sums. Columns from `num_actions` on are padding.
         for experience, info, *parts in zip(experiences, infos, *splits, strict=True):
             experience.advantages, experience.returns = (part[:, : info["num_actions"]] for part in parts[:2])
             info["return"] = parts[2]
