@@ -62,10 +62,13 @@ _REWARDS = {
 
 
 def _overridden(path: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
-    """Returns the parameters of a trainer's overridden methods. `further` are methods of the class at `path`."""
+    """
+    Returns the parameters of a trainer's overridden methods, by the path of the method. `further` are more methods of
+    TRL's class at `path`, and `of_transformers` more methods of `transformers.Trainer`.
+    """
     methods = {path + name: parameters for name, parameters in {**_OF_TRL, **further}.items()}
-    others = {**_OF_TRANSFORMERS, **of_transformers}
-    return {**methods, **{f"transformers:Trainer.{name}": parameters for name, parameters in others.items()}}
+    trainer_methods = {**_OF_TRANSFORMERS, **of_transformers}
+    return {**methods, **{f"transformers:Trainer.{name}": parameters for name, parameters in trainer_methods.items()}}
 
 
 OVERRIDDEN = {
@@ -169,8 +172,11 @@ CALLED = {
 def bounds() -> dict[str, str]:
     """Returns the bounds of tested versions by package, from pyproject.toml; empty if this package isn't installed."""
     with suppress(PackageNotFoundError):
-        needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", line) for line in requires(PACKAGE) or ())
-        return {need[1]: f">={need[2]},<{need[3]}" for need in needs if need}
+        # The name, and the bounds before any marker: `torch>=2.9,<3; python_version < "3.13"` has 2.9 and 3
+        matches = (
+            re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", line) for line in requires(PACKAGE) or ()
+        )
+        return {match[1]: f">={match[2]},<{match[3]}" for match in matches if match}
     return {}
 
 
@@ -181,6 +187,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 def compare_with_tested(installed_version: str, tested: str) -> int:
     """Returns -1 for a version below the tested ones, 1 above them, else 0. A pre-release counts as its release."""
+    # Integers of the installed version, and of the lower and the upper bound, if there are bounds
     texts = [re.split(r"[^\d.]", installed_version)[0].strip("."), *re.findall(r"[\d.]+", tested)]
     current, *ends = ([*map(int, text.split("."))] for text in texts)
     return (current >= ends[1]) - (current < ends[0]) if ends else 0
@@ -200,7 +207,8 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
-            # Missing are arguments by position beyond the function's, and arguments by name under none of their names
+            # Missing are arguments beyond the function's number of positions, and arguments by name under none of their
+            # names. Parameters of a kind up to `VAR_POSITIONAL` have a position
             first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
@@ -257,9 +265,10 @@ def is_torchcodec_usable() -> bool:
 
 def unfit_packages(error: BaseException) -> str | None:
     """Returns a message about packages that don't fit together if their imports raised the error, else `None`."""
-    wraps_cause = re.compile(r"Could not import module|Failed to import").match  # in messages of transformers and TRL
+    # Errors of transformers and TRL that wrap the error of an import
+    is_wrapper_text = re.compile(r"Could not import module|Failed to import").match
     cause = error
-    while wraps_cause(str(cause)) and cause.__cause__ is not None:
+    while is_wrapper_text(str(cause)) and cause.__cause__ is not None:
         cause = cause.__cause__
     if getattr(cause, "name", None) == PACKAGE:
         return str(cause)

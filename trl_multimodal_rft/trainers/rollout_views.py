@@ -61,7 +61,8 @@ def record_views(
     run: Run, rollout: Rollout, views: ViewPrompts, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
     """
-    Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast`.
+    Returns the samples without the extra completions of `contrast_view`, and sets `from_view` and `contrast` of the
+    rollout's source.
 
     With 4 completions, `share` at index 3 and `contrast` at index 2, the samples have 5 entries. The first 4 are
     returned, of which index 3 loses its log-probabilities. The last one goes into `contrast`, with the index 2.
@@ -72,10 +73,10 @@ def record_views(
         run.metrics.add({"view/strength": strength})
     if contrast:
         indices = [*contrast]
-        part = rollout.select(indices)
-        completions = completions_without_tools(part, ids[n:], run.prompts.processor)
-        source = replace(part.source, ids=ids[n:], completions=completions, whole_groups=False)
-        rollout.source.contrast = replace(part, source=source), indices
+        extra_rollout = rollout.select(indices)
+        completions = completions_without_tools(extra_rollout, ids[n:], run.prompts.processor)
+        source = replace(extra_rollout.source, ids=ids[n:], completions=completions, whole_groups=False)
+        rollout.source.contrast = replace(extra_rollout, source=source), indices
     if logps is None:
         return ids[:n], None
     # Log-probabilities from a view can't correct for the engine, because the policy is trained on the clean media
@@ -105,11 +106,11 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         return None
     contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The reward function may wait for all ranks. So a rank without extra completions rewards its first completion,
-        # and drops the reward
-        part, indices = rollout.source.contrast or (rollout.select([0]), [])
-        part.source.whole_groups = False
-        rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
+        # The reward function may wait for all ranks. So a rank without extra completions rewards its first completion.
+        # Its list of indices is empty, which drops the reward
+        extra_rollout, indices = rollout.source.contrast or (rollout.select([0]), [])
+        extra_rollout.source.whole_groups = False
+        rewards = rewards_per_func(run.reward(extra_rollout, only_first=True, logs=False))[: len(indices), 0]
         contrast_rewards[indices] = rewards.to(device)
     contrast_rewards, group_size = run.accelerator.gather(contrast_rewards), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]

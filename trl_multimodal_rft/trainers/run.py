@@ -57,11 +57,14 @@ class RewardFunctions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # TRL's `log_extra` and `log_metric`
     loop: AbstractEventLoop | None = None  # for asynchronous functions
-    were_called: bool = False
+    were_called: bool = False  # whether they have rewarded a batch
 
 
 def attribute_of(holder: str, name: str) -> Any:
-    """Returns a property that reads and sets an attribute of another object, such as `model` of `_live`."""
+    """
+    Returns a property for the attribute `name` of another object, which the instance has as `holder`. With the holder
+    `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`.
+    """
     return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
 
 
@@ -93,8 +96,8 @@ class CompletionSettings:
 
     def has_ended(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
         """Returns whether a completion ends with a token or a text that ends completions."""
-        is_end = bool(ids) and ids[-1] in (*self.ends, tokenizer.pad_token_id)
-        return is_end or ends_with(ids, self.end_texts, tokenizer)
+        ends_with_token = bool(ids) and ids[-1] in (*self.ends, tokenizer.pad_token_id)
+        return ends_with_token or ends_with(ids, self.end_texts, tokenizer)
 
 
 @dataclass
@@ -136,7 +139,7 @@ class Run:
         )
 
     def begin_rollout(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows, and notes their columns and modalities for the model card."""
+        """Checks a batch of rows, returns its rollout, and notes columns and modalities for the model card."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
         rollout = self.collect(rows)
@@ -171,7 +174,10 @@ class Run:
         tool_mask: list[list[int]] | None,
         **options: Any,
     ) -> None:
-        """Adds completions to a rollout by [`~rollout.stages.add_completions`] and its `options`, and logs lengths."""
+        """
+        Adds completions to a rollout by [`~rollout.stages.add_completions`], which takes the `options`. Logs lengths,
+        and decides on packing.
+        """
         state = self.live.state
         options |= {"ended": [*map(self.has_ended, ids)], "accelerator": self.accelerator}
         metrics, n_tokens = add_completions(rollout, ids, logps, tool_mask, **options)
@@ -220,12 +226,13 @@ class Run:
             for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
                 logger.warning(warning)
         n_functions = 1 if only_first else None
+        # Three lists with an entry per function
         functions = rewards.names[:n_functions], rewards.functions[:n_functions], rewards.processors[:n_functions]
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.live.state, **arguments}
         by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
-        # A function that compares a list of messages with a text rewards all completions alike
+        # A function that expects a text finds no answer in a list of messages, and rewards all completions alike
         is_conversational = is_first_batch and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
@@ -234,15 +241,15 @@ class Run:
                     "message: completions are lists of messages here, as prompts are, which never equal or hold a "
                     "text; that of one is `completion[-1]['content']`."
                 )
-        rows = [[*row] for row in zip(*by_function.values(), strict=True)]
-        warn_of_unscorable(rows, by_function, rollout.source)
-        return rows
+        rewards_by_completion = [[*row] for row in zip(*by_function.values(), strict=True)]
+        warn_of_unscorable(rewards_by_completion, by_function, rollout.source)
+        return rewards_by_completion
 
     def reward_together(self, rollout: Rollout) -> None:
         """Sets and logs the rewards of the completions of all ranks. All ranks must call this."""
         rollout.rewards.by_function = rewards = self.reward(rollout)
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
-        # (N, F, 1 + turns), so that a single call gathers all rewards
+        # `(B, F, 1 + turns)` for `F` functions: rewards of completions, then of turns, so that one call gathers both
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = self.accelerator.gather(stacked.to(self.accelerator.device))
         rollout.rewards.per_func = stacked[..., 0].contiguous()
@@ -256,11 +263,11 @@ class Run:
         """
         if not (self.toolbox.factories or self.toolbox.standalone_tools):
             return
-        rows = zip(rollout.source.row_indices, rollout.source.failures, strict=True)
-        failed = [(row, error) for row, error in rows if error is not None]
+        rows_and_errors = zip(rollout.source.row_indices, rollout.source.failures, strict=True)
+        failed = [(row, error) for row, error in rows_and_errors if error is not None]
         n_failed, n = sum_over_ranks(self.accelerator, [len(failed), len(rollout)])
         self.metrics.add({"tools/environment_failures": n_failed})
-        for row, error in failed[:1]:
+        for row, error in failed[:1]:  # one message stands for all failures
             reason = f"row {row}: the environment failed, {type(error).__name__}: {error}"
             if n_failed == n and self.is_training:
                 raise RuntimeError(f"All environments of a batch failed, so none is trained on; {reason}") from error
@@ -274,9 +281,12 @@ class Run:
             rollout.num_items_in_batch = self.accelerator.reduce(rollout.loss_mask.sum())
 
     def micro_batches(self, rollout: Rollout, shuffles: bool) -> list[Rollout]:
-        """Returns the micro-batches of a rollout, either shuffled, or with whole groups and balanced lengths."""
+        """
+        Returns the micro-batches of a rollout. With `shuffles`, completions are shuffled as in TRL. Otherwise,
+        micro-batches have whole groups, and about equal packed lengths.
+        """
         if shuffles:
-            rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
+            rollout = rollout.select(torch.randperm(len(rollout)).tolist())
         else:
             # With separate forwards of prompts (`isolate`), ranks with sharded weights need micro-batches of the same
             # modalities, so each rank keeps its groups

@@ -127,6 +127,7 @@ def check_takes_media(
     """Raises an error if rows have media and the processing class is only a tokenizer."""
     if isinstance(processing_class, ProcessorMixin):
         return
+    # An entry is a dataset, or a dictionary of datasets by name
     for dataset in (part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])):
         if not isinstance(dataset, Dataset):
             continue  # streams can be read only once, so training checks their rows
@@ -183,7 +184,7 @@ def modalities(model: Any, args) -> Collection[str]:
             model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **source)[1]
         except ValueError:
             return ()  # loading the model raises a better error
-    model = model.model if hasattr(model, "model_for") else model
+    model = model.model if hasattr(model, "model_for") else model  # an actor of `lightrft` holds a model
     return input_modalities(model)
 
 
@@ -196,11 +197,12 @@ def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | Ite
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     """Returns the largest number of media per prompt by modality, for an engine's memory. Empty if it isn't known."""
     parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
+    # For each dataset: the largest count by modality, or `None` if its rows can't be counted
     results = [max_media_per_row(part, args.ignored_media_columns or ()) for part in parts if part is not None]
-    counts = [entry for entry in results if entry is not None]
+    counts = [limits for limits in results if limits is not None]
     if len(counts) < len(results):
         return {}
-    return {name: max((entry[name] for entry in counts), default=0) for name in MODALITIES} if counts else {}
+    return {name: max((limits[name] for limits in counts), default=0) for name in MODALITIES} if counts else {}
 
 
 def check_launch(args: TrainerConfig, model: Any) -> None:
@@ -235,9 +237,9 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         )
     check_parallelism(args, model)
     # DeepSpeed steps the optimizer itself, so that only its own checks for overflow can skip an update
-    config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    deepspeed_config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
-        if config.get(section, {}).get(option) is False:
+        if deepspeed_config.get(section, {}).get(option) is False:
             raise ValueError(
                 f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that "
                 "aren't finite; remove it."
@@ -246,10 +248,10 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
 
 def truncation_options(args: SamplingConfig) -> dict[str, Any]:
     """Returns the options that exclude tokens from sampling, with their values."""
-    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-    neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
+    neutral_values = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    neutral_values |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
     options = {**vars(args), **mapping(args.generation_kwargs)}
-    return {name: options[name] for name, values in neutral.items() if options.get(name) not in values}
+    return {name: options[name] for name, values in neutral_values.items() if options.get(name) not in values}
 
 
 def sampling_changes(args: SamplingConfig) -> list[str]:
@@ -295,6 +297,7 @@ def warn_of_truncation(args: SamplingConfig) -> None:
 
 def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
     """Raises `ValueError` if `cast_lm_head_to_fp32` is set and TRL's code for text models doesn't find the head."""
+    # TRL casts `model.lm_head`, and with tied weights hooks `model.model.embed_tokens`
     tied = getattr(model.config, "tie_word_embeddings", None)
     trl_finds_head = hasattr(model, "lm_head") and tied is not None
     if tied:
@@ -317,7 +320,7 @@ def check_takes_tools(processing_class) -> None:
             "messages of the role 'tool'. Set `processing_class.chat_template` to one that does, such as that of a "
             "newer model of the family or one of `trl.chat_template_utils`."
         )
-    if any(getattr(tokenizer, f"response_{kind}", None) is not None for kind in ("template", "schema")):
+    if any(getattr(tokenizer, f"response_{suffix}", None) is not None for suffix in ("template", "schema")):
         return
     try:
         add_response_schema(processing_class)

@@ -77,6 +77,7 @@ class SupervisedCollator:
         }
 
     def _encoded_rows(self, rows: Sequence[Any]) -> list[Any]:
+        """Returns encoded rows. The stream has encoded an `EncodedRow` before. Other rows are encoded here."""
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
     def _stored_rows(self, rows: Sequence[Any]) -> list[Row]:
@@ -88,12 +89,14 @@ class SupervisedCollator:
 
     def _plain_outputs(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
         """Returns the outputs of a processor for the conversation of a row, with the run's chat template."""
-        base, encoder = (
+        defaults, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
             self._encoder_of(row),
         )
-        kwargs = base | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
-        return plain_outputs(encoder.conversation(row, answer), processor, self.args.audio_overlong, kwargs)
+        template_kwargs = defaults | {
+            name: value for name, value in encoder.template_kwargs.items() if value is not None
+        }
+        return plain_outputs(encoder.conversation(row, answer), processor, self.args.audio_overlong, template_kwargs)
 
     def encode(self, row: Row) -> SupervisedSequence:
         """
@@ -157,7 +160,9 @@ class SupervisedCollator:
     def _template_names(self) -> set[str]:
         template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
         sources = template.values() if isinstance(template, dict) else [template]
-        return {name for source in sources for _, kind, name in Environment().lex(source) if kind == "name"}
+        return {
+            name for source in sources for _, token_type, name in Environment().lex(source) if token_type == "name"
+        }
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -177,7 +182,7 @@ class SupervisedCollator:
         `messages`. `name` is the split, for error messages.
         """
         if isinstance(dataset, dict):
-            return {key: self.prepare(part, key) for key, part in dataset.items()}
+            return {split: self.prepare(split_dataset, split) for split, split_dataset in dataset.items()}
         return None if dataset is None else self._prepare(dataset, name)
 
     def _prepare(self, dataset: Any, name: str) -> Any:

@@ -161,6 +161,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
         training, mask = self.model.training, targets != -100
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
+        # Sequences hold their completions, so the lengths of further completions are 0
         packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
         options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
         scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
@@ -182,6 +183,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """Logs TRL's metrics of a micro-batch over all ranks. `mask`, `(B, P - 1)`, is true on learned targets."""
         metrics = self._metrics["train" if self.model.training else "eval"]
+        # Learned tokens, sum of entropies, right predictions, all tokens, and auxiliary loss, which is a mean
         sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
         stacked = torch.stack([value.to(mask.device, torch.float) for value in sums])

@@ -151,7 +151,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
                 "Results of tools would follow prompts of another length, so columns of the teacher such as "
                 f"{column!r} can't be used with `tools`; remove one of them."
             )
-        conversations, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
+        conversations, teacher_prompts_by_id = run.prompts.messages([row.stored for row in rows], TEACHER), {}
         student_messages = rollout.source.messages
         messages = [
             conversation if is_separate else student
@@ -160,10 +160,10 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         # The teacher's prompts by the `id` of the student's prompts. Rows hold a teacher's prompt only if it has media
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
             if not is_separate or row.teacher_prompt is not None:
-                encoded[id(prompt)] = row.teacher_prompt if is_separate else prompt
-            elif id(prompt) not in encoded:
-                encoded[id(prompt)] = run.prompts.encode(conversation, row.row_index)
-        prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
+                teacher_prompts_by_id[id(prompt)] = row.teacher_prompt if is_separate else prompt
+            elif id(prompt) not in teacher_prompts_by_id:
+                teacher_prompts_by_id[id(prompt)] = run.prompts.encode(conversation, row.row_index)
+        prompts = [teacher_prompts_by_id[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
     prompts = prompts_under_view(run, rollout, run.args.teacher_view)
     share_media(prompts)

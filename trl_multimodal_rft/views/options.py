@@ -102,6 +102,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
             check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
             options[key] = setting
         elif key not in view_parameters:
+            # The first two parameters of a view's function are media and the random generator, which aren't settings
             raise ValueError(
                 f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*view_parameters][2:]}, and "
                 f"the option {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
@@ -116,6 +117,7 @@ def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
     views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
     modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
+    # A view of sounds also changes the sound of a video that the model hears
     return {
         name: modalities | {"video"} if config["use_audio_in_video"] else modalities
         for name, modalities in modalities_by_option.items()

@@ -197,6 +197,7 @@ def mask_patches(
     [PAPO](https://huggingface.co/papers/2507.06448).
     """
     height, width = media.shape[1:3]
+    # Division rounds up, since patches at the right and lower edge may be cut
     is_masked = rng.random((-(-height // patch_size), -(-width // patch_size))) < ratio
     is_masked = is_masked.repeat(patch_size, 0).repeat(patch_size, 1)[:height, :width]
     return np.where(is_masked[None, :, :, None], 0, media)
@@ -210,6 +211,7 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated
 
     The view is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.
     """
+    # As in NoisyRollout, the noise per step grows from 1e-5 to 5e-3 along a sigmoid
     logits = np.linspace(-6, 6, _DIFFUSION_STEPS)
     signal = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
     noisy = np.sqrt(signal) * media / 255 + np.sqrt(1 - signal) * rng.standard_normal(media.shape)
@@ -220,9 +222,9 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated
 def crop(media: np.ndarray, rng: np.random.Generator, scale: Annotated[float, "(0, 1)"] = 0.5) -> np.ndarray:
     """A random window with a share (`scale`) of height and width, enlarged to the original size."""
     height, width = media.shape[1:3]
-    size = [max(1, round(scale * full)) for full in (height, width)]
-    top, left = (rng.integers(full - part + 1) for full, part in zip((height, width), size, strict=True))
-    return _resized(media[:, top : top + size[0], left : left + size[1]], height, width)
+    window = [max(1, round(scale * length)) for length in (height, width)]
+    top, left = (rng.integers(length - size + 1) for length, size in zip((height, width), window, strict=True))
+    return _resized(media[:, top : top + window[0], left : left + window[1]], height, width)
 
 
 @view("shuffle_frames", modalities=("video",))
@@ -235,6 +237,7 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.5) -> np.ndarray:
     """Repeats of the previous kept frame in place of dropped frames. The first frame stays."""
     is_kept = rng.random(len(media)) >= ratio
+    # Dropped frames have index 0 here. The running maximum then turns it into the index of the last kept frame
     indices = np.where(is_kept, np.arange(len(media)), 0)
     return media[np.maximum.accumulate(indices)]
 
@@ -248,4 +251,5 @@ def noise(media: np.ndarray, rng: np.random.Generator, level: Annotated[float, "
 @view("mask_audio", modalities=("audio",), strength="ratio")
 def mask_audio(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.6, segments: Count = 20) -> np.ndarray:
     """Silence in place of a share of a sound's segments of equal length."""
+    # Sample `i` is in the segment `i * segments // len(media)`
     return np.where((rng.random(segments) < ratio)[np.arange(len(media)) * segments // len(media)], 0, media)
