@@ -16,11 +16,11 @@ from .processors import Processor
 
 
 THOUGHTS = ("<think>", "</think>")
-_TAIL_LENGTH = 16  # tokens at the end of a prompt that may spell a tag
+_TAIL_LENGTH = 16  # number of last tokens to search for a tag, which tokenizers may split
 
 
 def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
-    """Renders messages by the chat template. Raises a [`MediaError`] if the template fails."""
+    """Renders messages by the chat template. Raises a [`MediaError`] about the `label` if the template fails."""
     try:
         return str(processor.apply_chat_template(messages, tokenize=False, **template_kwargs))
     except Exception as error:  # templates raise errors of any type
@@ -30,17 +30,17 @@ def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str,
 def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
     """Returns whether the processor can render messages."""
     template = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
-    # Mistral's tokenizers render messages by rules instead of a template
+    # The family that takes audio in base64 is Mistral's, whose tokenizers render messages by rules, not a template
     return bool(template) or family_of_processor(processor).takes_base64_audio
 
 
 def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], label: str) -> MediaError:
     """Returns the error for a chat template that raised an error or is missing."""
-    name = type(processor).__name__
+    class_name = type(processor).__name__
     if not has_template(processor, template_kwargs):
-        problem = f"{name} has no chat template that could write messages; set `processing_class.chat_template`"
+        problem = f"{class_name} has no chat template that could write messages; set `processing_class.chat_template`"
     else:
-        problem = f"the chat template of {name} rejected the messages ({error}); change them to what it takes"
+        problem = f"the chat template of {class_name} rejected the messages ({error}); change them to what it takes"
     return MediaError(f"{label}: {problem}")
 
 
@@ -50,28 +50,32 @@ def check_media(
     """Raises an error for the first image or video that the processor rejects on its own, without the prompt."""
     video_index = 0
     for ref in refs:
-        medium, size = decoded[id(ref)], ""
+        medium, description = decoded[id(ref)], ""
         try:
             if ref.modality == "image":
-                size = "an image of {} x {} pixels".format(*medium.size)
+                description = "an image of {} x {} pixels".format(*medium.size)
                 processor.image_processor(images=[medium], **processor_kwargs.get("images_kwargs", {}))
             elif ref.modality == "video":
-                size = f"a video of shape {tuple(medium.shape)}"
-                options = processor_kwargs["videos_kwargs"]
-                metadata = [[options["video_metadata"][0][video_index]]]
+                description = f"a video of shape {tuple(medium.shape)}"
+                videos_kwargs = processor_kwargs["videos_kwargs"]
+                # Metadata are nested: by prompt, of which there is one, and by video
+                metadata = [[videos_kwargs["video_metadata"][0][video_index]]]
                 video_index += 1
-                processor.video_processor(videos=[[medium]], **{**options, "video_metadata": metadata})
+                processor.video_processor(videos=[[medium]], **{**videos_kwargs, "video_metadata": metadata})
         except Exception as error:
             raise ref.error(
-                f"{type(processor).__name__} can't take {size} ({error}); resize it or remove the row"
+                f"{type(processor).__name__} can't take {description} ({error}); resize it or remove the row"
             ) from error
 
 
 def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
     """Raises a [`MediaError`] if the text of a prompt holds one of the placeholder `tokens`."""
     contents = [messages] if isinstance(messages, str) else [message.get("content") or "" for message in messages]
-    parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
-    placeholder = next((token for part in parts for token in tokens if token in (part.get("text") or "")), None)
+    # A content is a list of blocks, or a text, which counts as one block
+    blocks = [
+        block for content in contents for block in ([{"text": content}] if isinstance(content, str) else content)
+    ]
+    placeholder = next((token for block in blocks for token in tokens if token in (block.get("text") or "")), None)
     if placeholder is not None and refs:
         raise refs[0].error(
             f"the text of the prompt holds the placeholder {placeholder!r} itself; remove it, as the chat template "
@@ -96,8 +100,9 @@ def check_written(
     """
     Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
 
-    Checks the messages of a `column`, which begin at `first_index`. Skips the assistant's messages if they are
-    `sampled`. Renders each message as the last one of a chat, because templates may leave out earlier thoughts.
+    Checks only the messages from `first_index` on, which are those of `column`. Skips the assistant's messages if they
+    are `sampled`, because templates may leave out their thoughts. Renders each message as the last one of a chat,
+    because templates may leave out the thoughts of earlier messages.
     """
 
     def render(chat: list[dict[str, Any]]) -> str | None:
@@ -111,15 +116,15 @@ def check_written(
         for path, problem, reduced in _parts_of(message):
             # If the template rejects a chat that ends with this message, the whole chat is rendered
             after = [] if render(messages[: m + 1]) is not None else messages[m + 1 :]
-            # Without a change of the rendered text, the model would not get the part
+            # If the text is the same without the part, the model would not get the part. `None` is a rejected chat
             if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):
                 problems.append((path, problem))
-        for path, problem in problems[:1]:
+        for path, problem in problems[:1]:  # the error names the first problem alone
             raise MediaError(f"{of_row(row)}column '{column}[{m - first_index}]{path}': the chat template {problem}")
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields the path of each part that templates may ignore, the problem if so, and the message without the part."""
+    """Yields (path, problem if ignored, message without the part) for each part that templates may ignore."""
     content = message.get("content") or ()
     for b, block in enumerate(content) if not isinstance(content, str) else ():
         if block["type"] != "text" and block_modality(block["type"]) is None:
@@ -134,23 +139,25 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
 
 
 def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
-    """Yields the path and the problem of thoughts that the last message, if the assistant's, has in its text."""
+    """Yields (path, problem) for thoughts in the text of the last message, if it is the assistant's."""
     content = messages[-1].get("content") or ()
     for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
         if not tags or (chat := render(messages)) is None:
             continue
         remedy = "a text with thoughts; give these as 'reasoning_content' of the message, or remove them"
+        # The tags split the text into parts, all of which the rendered chat must contain
         if any(part.strip() not in chat for part in re.split("|".join(THOUGHTS), text)):
             yield "", f"leaves out a part of {remedy}"
+        # The text has its own tags, so a further tag right before the text is the template's
         if any(re.search(rf"{tag}\s*{re.escape(text.strip())}", chat) for tag in tags):
             yield "", f"writes thoughts of its own before {remedy}"
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space after it, or `""`."""
-    tag = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL_LENGTH:].tolist())))
-    return "" if tag is None else tag[0]
+    match = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL_LENGTH:].tolist())))
+    return "" if match is None else match[0]
 
 
 def of_row(row: int | None) -> str:
@@ -165,7 +172,7 @@ def check_placeholders(
     placeholders: dict[str, set[int]],
     row: int | None,
 ) -> None:
-    """Raises a [`MediaError`] if the placeholders among the ids don't match the media."""
+    """Raises a [`MediaError`] if the ids don't have the placeholders of the media. `placeholders` are by modality."""
     present_ids = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token

@@ -32,13 +32,14 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
             raise FileNotFoundError(
                 f"The model {name!r} can't be loaded: there is no such folder.{_similar_paths(name)}"
             )
-        return
+        return  # may be a name on the Hub
     if holds_model(folder):
         check_weights(folder)
         return
     files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
-    subfolders = sorted(entry for entry in files if os.path.isfile(os.path.join(folder, entry, "config.json")))
+    # Subfolders with models, such as checkpoints. The error names the last three
+    subfolders = sorted(file for file in files if os.path.isfile(os.path.join(folder, file, "config.json")))
     if "adapter_config.json" in files:
         remedy = "it holds an adapter; pass its base model, wrapped by `PeftModel.from_pretrained(base, folder)`"
     elif SHARDS in files:
@@ -85,7 +86,7 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         if os.path.isdir(name):
             missing = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
             # The message is replaced only if the folder has no processor files at all, or lacks those of the processor
-            # that this model needs. Otherwise the original error stands.
+            # that this model needs. Otherwise the original error stands
             lacks_preprocessor = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
             if part != "processor" or not (lacks_preprocessor or len(missing) == len(_PROCESSOR_FILES)):
                 raise
@@ -94,6 +95,7 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
                 f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`)"
                 ", or pass `processing_class`."
             ) from error
+        # An error that quotes the name in its first words, as those of this module do, stands
         if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
             offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
             raise OSError(
@@ -114,7 +116,7 @@ def _similar_paths(name: str) -> str:
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:
-        text, is_similar = similar_names(Path(name))
+        hint, has_similar = similar_names(Path(name))
     except OSError:
         return ""
-    return f" {text}." if is_similar or _is_path(name) else ""
+    return f" {hint}." if has_similar or _is_path(name) else ""

@@ -16,7 +16,7 @@ from .model_folders import loading_errors
 logger = logging.get_logger(__name__)
 
 Processor = ProcessorMixin | PreTrainedTokenizerBase
-M = TypeVar("M", str, list)
+M = TypeVar("M", str, list)  # a prompt: text or messages
 T = TypeVar("T")
 
 
@@ -42,21 +42,21 @@ def adopt_template(processor: Processor) -> None:
 
 def check_processor(processor: Processor | None) -> None:
     """Raises a `ValueError` if the padding side of audio isn't the default. Tokenizers may pad on either side."""
-    for part in AUDIO_EXTRACTORS:
-        extractor = getattr(processor, part, None)
+    for name in AUDIO_EXTRACTORS:
+        extractor = getattr(processor, name, None)
         side, default = getattr(extractor, "padding_side", None), _default_side(extractor)
         if side != default:
             raise ValueError(
-                f"The {part} of {type(processor).__name__} pads audio on the {side}, but {type(extractor).__name__} "
+                f"The {name} of {type(processor).__name__} pads audio on the {side}, but {type(extractor).__name__} "
                 f"by default on the {default}: encoders would hear the padding and miss the sound. Load it without "
                 "`padding_side`, which `AutoProcessor.from_pretrained` passes not only to the tokenizer. If it was "
-                f"saved with it, delete `padding_side` of `{part}` in its `processor_config.json` (in older folders, "
-                f"in `preprocessor_config.json`), or set `processor.{part}.padding_side = {default!r}`."
+                f"saved with it, delete `padding_side` of `{name}` in its `processor_config.json` (in older folders, "
+                f"in `preprocessor_config.json`), or set `processor.{name}.padding_side = {default!r}`."
             )
 
 
 def _default_side(extractor: FeatureExtractionMixin | None) -> str | None:
-    """Returns the side on which an extractor pads by default."""
+    """Returns the side on which an extractor of this class, with these settings, pads by default."""
     if extractor is None or not hasattr(extractor, "padding_side"):
         return None
     settings = {name: value for name, value in extractor.to_dict().items() if name != "padding_side"}
@@ -74,8 +74,8 @@ def audio_rate(processor: Processor) -> int | None:
 
 def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor | None) -> bool:
     """
-    Returns whether the last tokens of a completion contain one of `stop_strings`, which may be followed by a few
-    characters.
+    Returns whether the last tokens of a completion contain one of `stop_strings`. A few characters may follow the stop
+    string, because the token that completes it may hold more.
     """
     if not stop_strings or processor is None:
         return False
@@ -87,9 +87,9 @@ def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Returns the control tokens of a tokenizer, which are its special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
-    added = added.values() if isinstance(added, dict) else ()
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
+    added_tokens = added_tokens.values() if isinstance(added_tokens, dict) else ()
+    return {*tokenizer.all_special_tokens, *(str(token) for token in added_tokens if token.special)} - {""}
 
 
 def checked_text(
@@ -142,7 +142,7 @@ def _without_tokens(text: str, tokens: Collection[str]) -> str:
     `<e<eos>os>`.
     """
     tokens_by_end: dict[str, list[str]] = {}
-    for token in sorted(tokens, key=len, reverse=True):
+    for token in sorted(tokens, key=len, reverse=True):  # a longer token is removed before a token at its end
         tokens_by_end.setdefault(token[-1], []).append(token)
     characters: list[str] = []
     for character in text:
@@ -164,7 +164,7 @@ def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn",
 def checked_prompt(
     prompt: M, processor: Processor, mode: Literal["allow", "raise", "strip"] | None, row: int, column: str = "prompt"
 ) -> M:
-    """Applies [`checked_texts`] to a column of a row. A prompt of plain text may hold control tokens."""
+    """Applies [`checked_texts`] to a row's column, by default with a warning. Plain text may hold control tokens."""
     text_mode = "allow" if isinstance(prompt, str) else mode or "warn"
     return checked_texts(prompt, processor, text_mode, f"row {row}, column '{column}'")
 
@@ -183,7 +183,7 @@ def _map_texts(value: T, change: Callable[[str], str]) -> T:
     ):
         blocks = list(neighbors)
         joined = "".join(block["text"] for block in blocks) if is_text else ""
-        if (new_text := change(joined)) != joined:
+        if (new_text := change(joined)) != joined:  # a single block replaces the blocks
             blocks = [{**blocks[0], "text": new_text}]
         items += [_map_texts(block, change) for block in blocks]
     return cast(T, items)

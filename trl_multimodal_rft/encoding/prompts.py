@@ -60,7 +60,7 @@ class EncodedPrompt:
 
     Args:
         input_ids (`torch.Tensor`):
-            Token ids with expanded placeholders, shape `(P,)`, on the CPU.
+            Token ids with expanded placeholders, shape `(P,)` for `P` tokens, on the CPU.
         token_fields (`dict[str, torch.Tensor]`):
             Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`, and masks of cross-attention
             such as `cross_attention_mask`, each of shape `(P, ...)`.
@@ -188,9 +188,9 @@ class EncodedPrompt:
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> dict[str, set]:
     """
-    Returns ids of placeholder tokens by modality. Families differ in names, so all ids count that the model's config,
-    its sub-configs or the processor have as `<modality>_token_id`, `<modality>_token_index` or
-    `<modality>_pad_token_id`.
+    Returns ids of placeholder tokens by modality. Families name these ids differently, so the result has all ids under
+    the names `<modality>_token_id`, `<modality>_token_index` and `<modality>_pad_token_id` in the model's config, in
+    its sub-configs and in the processor.
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
@@ -198,8 +198,12 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrai
         modality: [f"{modality}_token_id", f"{modality}_token_index", f"{modality}_pad_token_id"]
         for modality in MODALITIES
     }
-    values = {modality: {getattr(h, n, None) for h in holders for n in names[modality]} for modality in MODALITIES}
-    return {modality: {v for v in ids if isinstance(v, int)} for modality, ids in values.items()}
+    values = {
+        modality: {getattr(holder, name, None) for holder in holders for name in names[modality]}
+        for modality in MODALITIES
+    }
+    # The values include `None` for missing names
+    return {modality: {token_id for token_id in ids if isinstance(token_id, int)} for modality, ids in values.items()}
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
@@ -309,6 +313,7 @@ def encode_messages(
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
         check_text(messages, refs, placeholder_tokens(model, processor), row)
+    # `decoded` has the media by the `id` of their references
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, view)
     decoded_prompt = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
@@ -339,6 +344,7 @@ def encode_messages(
         media=media if refs or family.adds_blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
         decoded=() if decoded_prompt is None else ((slice(0, len(input_ids)), decoded_prompt),),
+        # Sounds of videos have no reference
         modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
         media_span=(placeholder_indices[0], placeholder_indices[-1] + 1) if placeholder_indices else None,
@@ -371,7 +377,7 @@ def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
     """Returns the names of the media arguments that the forward of a model requires."""
     parameters = inspect.signature(model_class.forward).parameters
     required_arguments = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    return [name for name in required_arguments if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
+    return [name for name in required_arguments if any(word in name for word in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
 def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
@@ -393,7 +399,7 @@ def processor_outputs(
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Calls a processor on one prompt with decoded media, as transformers documents, and returns tensors by name."""
+    """Calls a processor on one prompt with decoded media. Returns the tensors by name, without the attention mask."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
         outputs = call(text=[messages], return_tensors="pt")
@@ -418,6 +424,7 @@ def processor_outputs(
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_media(refs, decoded, processor, processor_kwargs)  # raises for the medium at fault, if there is one
+            # The words are from errors of stacking videos of different lengths into one tensor
             n_frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
             if len({*n_frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
                 raise refs[0].error(
@@ -525,8 +532,8 @@ def outputs_of_files(
         return None
     decoded, kwargs = decode_media([ref for ref in refs if ref.modality != "video"], processor, audio_overlong)
     decoded |= {id(ref): path for ref, path in zip(videos, paths, strict=True)}
-    sampling = frame_sampling(processor)
-    kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
+    sampling_kwargs = frame_sampling(processor)
+    kwargs["videos_kwargs"] = {"do_sample_frames": sampling_kwargs is not None, **(sampling_kwargs or {})}
     return processor_outputs(messages, refs, processor, decoded, kwargs, template_kwargs)
 
 
@@ -537,8 +544,8 @@ def plain_outputs(
     template_kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """
-    Returns a processor's outputs for messages with decoded media. If the processor reads the files of videos itself,
-    and ids or shapes differ, returns the outputs for the files.
+    Returns a processor's outputs for messages, for a comparison with the trainer's inputs. The media are decoded here.
+    If the processor can also read the videos' files itself, and these outputs differ in ids or shapes, returns these.
     """
     refs = list(iter_refs(messages))
     decoded_and_kwargs = decode_media(refs, processor, audio_overlong)
@@ -546,8 +553,8 @@ def plain_outputs(
     try:
         file_outputs = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # the processor may support fewer formats
-        name = type(processor).__name__
-        logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
+        class_name = type(processor).__name__
+        logger.warning(f"{class_name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
     # Frames that the processor reads may differ slightly, but must have the same sizes and times
     shapes = [
@@ -565,8 +572,8 @@ def prompt_position_ids(
     token_fields: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """
-    Returns positions of a prompt by the rule of the model's `generate`, `(1, P)` or `(R, 1, P)`, from ids and token
-    fields `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
+    Returns positions of a prompt by the rule of the model's `generate`, `(1, P)` or, for `R` rotary axes, `(R, 1, P)`.
+    The ids and token fields have the shape `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
     """
     ids = input_ids[None]
     model_kwargs: dict[str, Any] = {**media, **{name: value[None] for name, value in token_fields.items()}}
@@ -594,10 +601,11 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
         return False
     names = ("vision_start_token_id", "audio_start_token_id", "video_token_id")
     config: Any = model.config
-    start, sound, video = (getattr(config, name) for name in names)
-    ids_after_start = input_ids[1:][input_ids[:-1] == start].tolist()
-    has_sounds = sound in ids_after_start
-    if has_sounds and video in ids_after_start:
+    vision_start, audio_start, video_id = (getattr(config, name) for name in names)
+    # The start token of a video is followed by the start token of its sound, or, without a sound, by a placeholder
+    ids_after_start = input_ids[1:][input_ids[:-1] == vision_start].tolist()
+    has_sounds = audio_start in ids_after_start
+    if has_sounds and video_id in ids_after_start:
         raise MediaError(
             "The prompt has a video with a sound and one without, which the model's positions don't allow; add a "
             "silent sound track."
@@ -615,7 +623,7 @@ def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torc
     """
     if positions.dim() < 3:
         return positions
-    axes = positions[-3:, 0].clone()
+    axes = positions[-3:, 0].clone()  # times, heights and widths
     # Shifts the tokens after the end of media so that they continue after the largest position before them
     for end in ((is_media[:-1] & ~is_media[1:]).nonzero()[:, 0] + 1).tolist():
         axes[:, end:] += axes[:, :end].max() + 1 - axes[0, end]

@@ -65,7 +65,7 @@ class PreferencePair(EncodedPrompt):
         return self.input_ids.tolist(), self.chosen, self.rejected
 
     def learned(self, column: str) -> torch.Tensor:
-        """Returns the mask of learned tokens of the completion in a column, `(C,)`."""
+        """Returns the mask of learned tokens of the completion of `C` tokens in a column, `(C,)`."""
         ids: list[int] = getattr(self, column)
         return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
 
@@ -168,6 +168,7 @@ class SupervisedEncoder:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
         sequence = _with_text(prompt, ids, self.model)
+        # `_with_text` marks only the text after the prompt as learned
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
@@ -212,8 +213,8 @@ class SupervisedEncoder:
             prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
             ids = self._completion_ids(row, messages, len(chat), label)
             prompts.append(prompt)
-            ends = [i for i, token in enumerate(ids) if token in end_ids]
-            completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
+            end_indices = [i for i, token in enumerate(ids) if token in end_ids]
+            completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
         return prompts, *padded(completions)
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
@@ -245,16 +246,18 @@ class SupervisedEncoder:
             read_messages(row.get(column), column, row.row_index)
         columns, label = self._with_answer_media(row), f"row {row.row_index}"
         # By column: the row with its completion, all messages, and the number of messages in the prompt
-        pairs = {column: self._select_completion(columns, column) for column in COMPLETIONS}
-        has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
+        selections = {column: self._select_completion(columns, column) for column in COMPLETIONS}
+        has_media = next(iter_refs([messages for _, messages, _ in selections.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
         if whole and not has_media and not family_of(self.model).token_field_fill:
-            return _with_common_start(*(self._encode_text(pair, messages) for pair, messages, _ in pairs.values()))
-        pair, messages, n = pairs["chosen"]
-        prompt, answers, completions = self._encode(_prompt_of(pair, messages[:n]), pair), {}, {}
-        for column, (pair, messages, n) in pairs.items():
+            return _with_common_start(
+                *(self._encode_text(selected_row, messages) for selected_row, messages, _ in selections.values())
+            )
+        selected_row, messages, n = selections["chosen"]
+        prompt, answers, completions = self._encode(_prompt_of(selected_row, messages[:n]), selected_row), {}, {}
+        for column, (selected_row, messages, n) in selections.items():
             if next(iter_refs(messages[n:]), None) is None:
-                completions[column] = self._completion_ids(pair, messages, n, label, self._end)
+                completions[column] = self._completion_ids(selected_row, messages, n, label, self._end)
             else:
                 answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
                 completions[column] = answers[column].input_ids.tolist()
@@ -295,8 +298,8 @@ class SupervisedEncoder:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
         if row.get("chosen") is not None:
-            pair, messages, n = self._select_completion(self._with_answer_media(row), answer or "chosen")
-            return _prompt_of(pair, messages[: None if answer else n])
+            selected_row, messages, n = self._select_completion(self._with_answer_media(row), answer or "chosen")
+            return _prompt_of(selected_row, messages[: None if answer else n])
         chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
         return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
 
@@ -316,20 +319,20 @@ class SupervisedEncoder:
         return self._encode(self.conversation(row), row, view)
 
     def _with_answer_media(self, row: Row) -> Row:
-        """Returns a row with preferences. If an answer has media, moves the media of the row into its messages."""
+        """Returns a row with preferences and a prompt. If an answer has media, the row's media are in the messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
-        """Returns a row whose `completion` is that of a column, its messages, and the number of prompt messages."""
+        """Returns a row with the column's completion, its messages with media, and the number of prompt messages."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
-        pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
-        chat, completion = _chat(pair, f"row {row.row_index}", column)
-        return pair, self._messages(pair, chat, completion, column), len(chat)
+        selected_row = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
+        chat, completion = _chat(selected_row, f"row {row.row_index}", column)
+        return selected_row, self._messages(selected_row, chat, completion, column), len(chat)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
@@ -391,18 +394,18 @@ class SupervisedEncoder:
             [columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules
         )
         messages = row_with_media["prompt"]
-        texts = {"prompt": messages[: len(chat)], "completion": messages[len(chat) :]}
+        parts = {"prompt": messages[: len(chat)], "completion": messages[len(chat) :]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
         if is_text:
-            texts = {part: row[part] for part in texts}
+            parts = {name: row[name] for name in parts}
         options = self.processing_class, self.special_tokens_in_text, row.row_index
-        names = {"prompt": "prompt", "completion": column}
-        texts = {part: checked_prompt(text, *options, names[part]) for part, text in texts.items()}
-        if is_text:
+        source_columns = {"prompt": "prompt", "completion": column}
+        parts = {name: checked_prompt(part, *options, source_columns[name]) for name, part in parts.items()}
+        if is_text:  # the checks don't change texts, and no template renders them
             return messages
-        messages = [*texts["prompt"], *texts["completion"]]
-        template = self.processing_class, self.template_kwargs
-        check_written(messages, *template, row.row_index, column, first_index=len(chat))
+        messages = [*parts["prompt"], *parts["completion"]]
+        template_arguments = self.processing_class, self.template_kwargs
+        check_written(messages, *template_arguments, row.row_index, column, first_index=len(chat))
         return messages
 
     def _encode(
@@ -456,7 +459,9 @@ class SupervisedEncoder:
                     f"{label}, column '{column}': the answer has media and no text, and DPO trains text alone; train "
                     "a reward model on such rows, or leave them out"
                 )
-            text_messages = [{**m, "content": blocks} for m, blocks in zip(messages[n:], text_blocks, strict=True)]
+            text_messages = [
+                {**message, "content": blocks} for message, blocks in zip(messages[n:], text_blocks, strict=True)
+            ]
             answer_text = self._render([*messages[:n], *text_messages], n, label)[1].removeprefix(prompt_text)
             text_ids = self._tokenizer(answer_text, add_special_tokens=False)["input_ids"]
             learned = torch.zeros_like(learned)
@@ -468,7 +473,7 @@ class SupervisedEncoder:
     def _completion_ids(self, row: Row, messages: list, n: int, label: str, end: str = "") -> list[int]:
         """
         Tokenizes the completion after the prompt, which is the first `n` messages. If prompt and completion are texts
-        without media, they are joined without a template, and the completion gets `end`.
+        without media, they are joined without a template, and `end` is added to a completion that lacks it.
         """
         if isinstance(prompt_text := _prompt_of(row, messages[:n]), str):
             whole_text = prompt_text + _with_end(row["completion"], end)
@@ -510,6 +515,7 @@ class SupervisedEncoder:
         label, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
         def render(n: int, **options: bool) -> list[int]:
+            """Returns the ids of the first `n` messages, in which a medium is one placeholder."""
             text = write_chat(messages[:n], self.processing_class, label, **{**self.template_kwargs, **options})
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -631,7 +637,7 @@ def _chat(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
         )
     read_messages(prompt, "prompt", row.row_index)
     answer = read_answer(completion, column, row.row_index)
-    if column not in COMPLETIONS:
+    if column not in COMPLETIONS:  # completions of preference pairs may have media
         check_text_only(answer)
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion

@@ -110,13 +110,13 @@ class GenerationEvalCallback(TrainerCallback):
         **_: EventPart,
     ):
         # The callback may have evaluated in this step already, due to `freq` or to another of several eval datasets
-        is_current = self.trainer.is_in_train and state.global_step == self._last_step
-        if not is_current and (
+        has_current_metrics = self.trainer.is_in_train and state.global_step == self._last_step
+        if not has_current_metrics and (
             self.freq is None or self.trainer.is_in_train and self._can_add_best_metric(args, metrics)
         ):
             self._evaluate(state, control)
-            is_current = True
-        if is_current and metrics is not None:
+            has_current_metrics = True
+        if has_current_metrics and metrics is not None:
             metrics.update(self._metrics)
 
     def _can_add_best_metric(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:

@@ -138,9 +138,10 @@ class Evaluation:
         args = self.args
         unstorable_columns = set(gather_object(list(self.unstorable_columns)))
         records = gather_object(
-            [{k: v for k, v in record.items() if k not in unstorable_columns} for record in records]
+            [{name: value for name, value in record.items() if name not in unstorable_columns} for record in records]
         )
         logged_metrics, skipped = gather_object(self.logged_metrics), dict(gather_object([*self.skipped.items()]))
+        # All records get the same entries, and are sorted by row
         names = dict.fromkeys(name for record in records for name in record)
         records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
         if args.ablate is not None and not any(record.get("correct_without") for record in records):
@@ -178,7 +179,7 @@ class Evaluation:
             logger.warning_once(warning)  # once for all evaluations of a run
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Samples and scores completions of the rows at `indices`, also without media, and returns their records."""
+        """Returns the records of rows, with scored completions and, with `ablate`, completions without media."""
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.read_row, indices))
@@ -216,8 +217,8 @@ class Evaluation:
 
     def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Rollout | None, dict[int, str]]:
         """
-        Returns the rollout of readable rows, or `None` if all rows are unreadable, and errors of unreadable rows by
-        row index. With `ablates`, a view replaces media of the ablated modality.
+        Returns the rollout of readable rows, and the errors of unreadable rows by row index. The rollout is `None` if
+        no row is readable. With `ablates`, a view replaces media of the ablated modality.
         """
         for row in () if self.toolbox.factories else rows:
             check_has_prompt(row)
@@ -322,8 +323,9 @@ class Evaluation:
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]
             rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
-            texts = [as_text(strip_media(item)) for item in rollout.source.completions]
-            final_texts = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
+            # Texts of all messages, and of the last message alone, which has the answer
+            texts = [as_text(strip_media(messages)) for messages in rollout.source.completions]
+            final_texts = [str(strip_media(messages[-1])["content"]) for messages in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras = self._reward_completions(rollout)
@@ -345,11 +347,13 @@ class Evaluation:
         }
         if self.policy.tool_loop is not None:
             counts = [trajectory.counts for trajectory in trajectories]
-            columns["tool_calls"] = [item["calls"] for item in counts]
-            columns["tool_failures"] = [item["failures"] for item in counts]
-            columns["unparsed_calls"] = [item["unparsed"] for item in counts]
-            columns["environment_failures"] = [None if item is None else str(item) for item in rollout.source.failures]
-            columns["ended_by"] = [next((limit for limit in LIMITS if item[limit]), None) for item in counts]
+            columns["tool_calls"] = [count["calls"] for count in counts]
+            columns["tool_failures"] = [count["failures"] for count in counts]
+            columns["unparsed_calls"] = [count["unparsed"] for count in counts]
+            columns["environment_failures"] = [
+                None if error is None else str(error) for error in rollout.source.failures
+            ]
+            columns["ended_by"] = [next((limit for limit in LIMITS if count[limit]), None) for count in counts]
         n = self.args.num_samples
         return [
             {
@@ -366,6 +370,7 @@ class Evaluation:
         policy, config, args = self.policy, self.generation_config, self.args
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
+            # Without messages, history and log-probabilities. The mask is 1 on all tokens
             return [
                 Trajectory(prompt, tokens, [], [], None, [1] * len(tokens), failure=failure)
                 for prompt, tokens, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
@@ -398,6 +403,7 @@ class Evaluation:
             "log_metric": lambda name, value: self.logged_metrics.append((name, float(value))),
         }
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
+        # Without processors and template arguments, which only reward models take
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
         rewards = reward_rollout(rollout, checked, arguments, self.loop)
         for column, values in extras.items():

@@ -114,9 +114,10 @@ def evaluate(
         ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
+    # An `Actor` is a wrapper of the policy's module
     module = model.model if hasattr(model, "model_for") and isinstance(model.model, nn.Module) else model
     base = unwrapped(accelerator, module)
-    if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
+    if DistributedBackend(accelerator).is_zero3 or any(isinstance(weight, DTensor) for weight in base.parameters()):
         raise ValueError(
             "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
             "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."

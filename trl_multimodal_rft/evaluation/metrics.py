@@ -205,6 +205,7 @@ def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[f
 
 
 def _quantile(confidence: float) -> float:
+    """Returns half the width of a normal interval in standard errors, such as 1.96 for a confidence of 0.95."""
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` is {confidence}, but must be between 0 and 1, such as 0.95.")
     return NormalDist().inv_cdf(0.5 + confidence / 2)
