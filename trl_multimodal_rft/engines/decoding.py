@@ -231,23 +231,24 @@ def _free_bytes(device: torch.device) -> float:
 
 def supports_decode(model: PreTrainedModel, config: GenerationConfig) -> bool:
     """Returns whether [`decode`], with a cache of prompts, gives the same output as `generate` with these options."""
-    is_neutral = all(getattr(config, name, None) in values for name, values in _NEUTRAL_VALUES.items())
+    has_neutral_options = all(getattr(config, name, None) in values for name, values in _NEUTRAL_VALUES.items())
     is_sampling_or_greedy = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
-    is_of_transformers = getattr(model.generate, "__module__", "").startswith("transformers.")
+    inherits_generate = getattr(model.generate, "__module__", "").startswith("transformers.")
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
-    # `decode` passes no media on. A required argument of `generate` is one of media, and token masks refer to media
+    has_known_layers = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
+    # `decode` passes no media on. Models need media if their `generate` has a required argument, which is then one of
+    # media, or if they have token masks, which refer to media
     _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
     named_options = (option for option in parameters if option.kind is option.POSITIONAL_OR_KEYWORD)
     needs_media = any(option.default is option.empty for option in named_options) or bool(family_of(model).token_masks)
-    return is_neutral and is_sampling_or_greedy and is_of_transformers and is_known and not needs_media
+    return has_neutral_options and is_sampling_or_greedy and inherits_generate and has_known_layers and not needs_media
 
 
 def up_to_first_end(completions: torch.Tensor, eos_token_ids: Sequence[int]) -> torch.Tensor:
     """Returns the mask `(B, N)` of completions up to their first end-of-sequence token, inclusive."""
-    ends = torch.tensor(eos_token_ids, dtype=completions.dtype, device=completions.device)
-    is_eos = torch.isin(completions, ends).long()
-    return is_eos.cumsum(1) - is_eos == 0
+    end_ids = torch.tensor(eos_token_ids, dtype=completions.dtype, device=completions.device)
+    is_eos = torch.isin(completions, end_ids).long()
+    return is_eos.cumsum(1) - is_eos == 0  # no earlier token is an end
 
 
 def decode(
@@ -299,16 +300,19 @@ def decode(
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
     config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[KV_CACHE])
-    # Columns of `ids`: prompts end at `start`, sampled tokens at `n`, tokens that were checked for ends at `n_checked`
+    # Columns of `ids`: prompts end at `start`, sampled tokens at `n`, tokens that were checked for ends at
+    # `n_checked`, and the longest possible completion at `stop`
     start = n = n_checked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
     end_ids = next(
-        (entry.eos_token_id.to(device) for entry in stopping_criteria if hasattr(entry, "eos_token_id")), None
+        (criterion.eos_token_id.to(device) for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")),
+        None,
     )
     pad_id = config.pad_token_id if config.pad_token_id is not None or end_ids is None else int(end_ids[0])
+    # Logits and scores of sampled tokens, if requested
     records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
     drops_ended = not (keeps_cache or records)
-    # A layout has masks of its own
+    # A layout has masks of its own. Without a layout, `mask` already has a 1 for each token to sample
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step_inputs = model.prepare_inputs_for_generation(
@@ -324,7 +328,7 @@ def decode(
     n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
     random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
     random_module, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
-    processors = [_as_sum(entry, input_ids, logits) for entry in logits_processor]
+    processors = [_as_sum(processor, input_ids, logits) for processor in logits_processor]
     layout_context = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
     model_context = getattr(model, "_optimize_model_for_decode", nullcontext)()
     runner = TokenStep() if runner is None or layout is None or not layout.room else runner
@@ -344,8 +348,8 @@ def decode(
     ):
         while True:
             scores, prefix = logits, ids[:, :n]
-            for process in processors:  # `LogitsProcessorList` would inspect all signatures for each token
-                scores = process(prefix, scores)
+            for processor in processors:  # `LogitsProcessorList` would inspect all signatures for each token
+                scores = processor(prefix, scores)
             for name, values in records.items():
                 values.append((logits if name == "logits" else scores).clone())
             token = ids[:, n : n + 1]
@@ -360,7 +364,7 @@ def decode(
                     _pad_after_ends(ids[:, n_checked:n], has_ended, end_ids, pad_id)
                     # The maximum over prompts, as each prompt keeps an equal number of completions in the batch
                     n_left = int((~has_ended).view(n_prompts, -1).sum(1).max())
-                    if n_left == 0:
+                    if n_left == 0:  # drops the columns after the last end
                         n_surplus = n - start - int(up_to_first_end(ids[:, start:n], end_ids.tolist()).sum(1).max())
                         random_module.set_rng_state(random_states[-1 - n_surplus], *device_args)
                         n -= n_surplus
@@ -372,6 +376,7 @@ def decode(
                     _max_over_ranks(n_left, device)  # joins the last loop below, in which other ranks may already be
                 n_checked, random_states = n, []
                 if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
+                    # `index` selects from the completions still in the batch, `rows` from all completions
                     index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)
                     rows = index if rows is None else rows[index]
                     _select_rows(cache, layout, index)
@@ -393,7 +398,7 @@ def decode(
         while ranks_in_step and _max_over_ranks(0, device):
             forward()
     if layout is not None and layout.room:
-        set_lengths(cache, n - start - 1)
+        set_lengths(cache, n - start - 1)  # the cache lacks the last token
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))
@@ -409,7 +414,10 @@ def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch
 
 
 def _pad_after_ends(tokens: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
-    """Pads tokens `(B, K)` after end-of-sequence tokens, and sets `finished` `(B,)` in rows with such a token."""
+    """
+    Pads tokens `(B, K)` after end-of-sequence tokens, and in rows where `finished` `(B,)` is set. Sets `finished` in
+    rows with such a token.
+    """
     is_end = torch.isin(tokens, ends)
     tokens.masked_fill_(finished[:, None] | (is_end.cumsum(1) > is_end), cast(int, pad))
     finished |= is_end.any(1)
@@ -433,15 +441,15 @@ def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> 
 
 def _max_over_ranks(number: int, device: torch.device) -> int:
     """Returns the maximum of a number over all ranks."""
-    count = torch.tensor(number, device=device)
-    dist.all_reduce(count, dist.ReduceOp.MAX)
-    return int(count)
+    maximum = torch.tensor(number, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 def _as_sum(
     process: LogitsProcessor, input_ids: torch.LongTensor, logits: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Returns the processor, or one addition to the logits with the same effect if it suppresses fixed tokens."""
+    """Returns a processor. In place of one that suppresses fixed tokens, returns an addition with the same effect."""
     if type(process) is not SuppressTokensLogitsProcessor:
         return process
     bias = process(input_ids, cast(torch.FloatTensor, torch.zeros_like(logits[:1])))

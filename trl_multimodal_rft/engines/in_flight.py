@@ -23,13 +23,14 @@ logger = get_logger(__name__)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards and log entries of reward functions, such as judges on servers, that run while a batch is in flight."""
+    """Rewards and log entries of reward functions that run while a batch is in flight, such as judges on servers."""
 
-    values: dict[str, list[float | None]]
+    values: dict[str, list[float | None]]  # rewards by the name of the function
     log_entries: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
+        """Returns the rewards and log entries of several requests as one, in their order."""
         values = {name: sum((part.values[name] for part in parts), []) for name in parts[0].values}
         return cls(values, sum((part.log_entries for part in parts), []))
 
@@ -151,7 +152,8 @@ class InFlight:
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
-        # The salt keeps requests for different versions of the weights from sharing a prefix in a server's cache
+        # The salt is the version of the weights that this batch waits for. Requests for different versions then don't
+        # share a prefix in a server's cache
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._wait_for_answer, key, request, salt, request_index)
@@ -170,23 +172,23 @@ class InFlight:
         wait for the answers, and the answers' mean wait for this call.
         """
         start, pending = time.monotonic(), self._pending[batch_index]
-        answers = [item.result() for item in pending.answers.values()]
+        answers = [future.result() for future in pending.answers.values()]
         del self._pending[batch_index]
         # A checkpoint's rows and answers up to this batch aren't needed again
         self._checkpoint_rows = {index: rows for index, rows in self._checkpoint_rows.items() if index > batch_index}
         self._checkpoint_answers = {
             key: answer for key, answer in self._checkpoint_answers.items() if key[0] > batch_index
         }
-        mean_wait = sum(max(0.0, start - item.arrival) for item in answers) / len(answers)
+        mean_wait = sum(max(0.0, start - answer.arrival) for answer in answers) / len(answers)
         return pending, answers, (time.monotonic() - start, mean_wait)
 
     def sample(self, requests: Sequence[EngineRequest]) -> list[ServerSample]:
         """Waits for completions that servers sample with the newest weights, and returns them."""
-        pending = [
-            started(self._wait_for_answer, None, item, str(self.version), request_index)
-            for request_index, item in enumerate(requests)
+        futures = [
+            started(self._wait_for_answer, None, request, str(self.version), request_index)
+            for request_index, request in enumerate(requests)
         ]
-        return [sample for item in pending for sample in item.result().completions]
+        return [completion for future in futures for completion in future.result().completions]
 
     def clear(self) -> None:
         """Forgets all batches. Their requests are neither sent again nor rewarded."""
@@ -200,10 +202,10 @@ class InFlight:
 
         n_clears = self._n_clears
 
-        def attempt(n: int) -> Answer:
+        def attempt(attempt_index: int) -> Answer:
             self._check_not_cleared(n_clears)
             first_version = self.version
-            completions = self._send(request, salt, request_index, n)
+            completions = self._send(request, salt, request_index, attempt_index)
             last_version = self.version if self._changes_weights else first_version
             return Answer(completions, first_version, last_version, time.monotonic(), self._digest(request))
 
@@ -233,14 +235,14 @@ class InFlight:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        answers = {key: answer for pending in self._pending.values() for key, answer in pending.answers.items()}
-        results = {
-            key: answer.result() for key, answer in answers.items() if answer.done() and answer.exception() is None
+        futures = {key: future for pending in self._pending.values() for key, future in pending.answers.items()}
+        new_answers = {
+            key: future.result() for key, future in futures.items() if future.done() and future.exception() is None
         }
         return {
             "rows": self._checkpoint_rows
             | {batch_index: pending.row_indices for batch_index, pending in self._pending.items()},
-            "answers": {key: tuple(answer) for key, answer in (self._checkpoint_answers | results).items()},
+            "answers": {key: tuple(answer) for key, answer in (self._checkpoint_answers | new_answers).items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,13 +259,14 @@ def request_keys(
     Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` has each
     completion's row index, and `indices` its index in the batch of all ranks.
 
-    The seed is a hash, which depends on the row, plus the first completion's index. So the parts of a group that
-    straddles ranks get different seeds, such as `hash + 2` for completions 2 and 3, and `hash + 4` for 4 and 5.
+    A request's seed is a 32-bit hash of the run's `seed`, the batch and the row, plus the first completion's index. So
+    the parts of a group that straddles ranks get different seeds, such as `hash + 2` for completions 2 and 3, and
+    `hash + 4` for 4 and 5.
     """
     keys = []
-    for _, consecutive in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
-        first_index, *other_indices = consecutive
+    for _, prompt_group in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
+        first_index, *other_indices = prompt_group
         text = f"{seed} {batch_index} {row_indices[first_index]}"
-        start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first_index]
-        keys.append((batch_index, row_indices[first_index], start, 1 + len(other_indices)))
+        first_seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first_index]
+        keys.append((batch_index, row_indices[first_index], first_seed, 1 + len(other_indices)))
     return keys

@@ -170,7 +170,7 @@ class VLLMSampler(Sampler):
     profile: Callable[[str], AbstractContextManager]
     # Returns a context that explains errors of a call
     explain: Callable[[], AbstractContextManager] = nullcontext
-    loaded_step: int = -1  # the step whose weights the engine has
+    loaded_step: int = -1  # the step whose weights the engine has, -1 for unknown weights
     is_engine: ClassVar[bool] = True
 
     @property
@@ -211,7 +211,7 @@ class VLLMSampler(Sampler):
                 prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
             )
         # As in TRL, the engine returns a list per token, here with a single log-probability
-        return ids, [[logp for [logp] in entries] for entries in logps]
+        return ids, [[logp for [logp] in token_logps] for token_logps in logps]
 
     def invalidate_weights(self) -> None:
         """Makes the next call load the weights."""

@@ -33,7 +33,8 @@ from .decoding import GraphedStep, TokenStep, decode, runner_on, supports_decode
 # Cache layers without keys; older versions of transformers lack the second class
 _KEYLESS_LAYERS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
-# Common prefixes are prefilled first if that reduces the tokens to forward to at most this share
+# Common prefixes are prefilled first if that reduces the tokens to forward to at most this share. The prefixes cost a
+# further forward, which a smaller saving might not repay
 _MAX_PREFILL_SHARE = 0.9
 
 # Completions in a cache, by batch index: the row in the cache, the prompt, and the sampled tokens that the cache holds
@@ -99,7 +100,7 @@ class Branches:
         suffixes, rows = [], []
         for prompt, (parent, results) in zip(prompts, self.continuations, strict=True):
             row, previous_prompt, ids = stored_rows[parent]
-            n = len(previous_prompt) + len(ids)
+            n = len(previous_prompt) + len(ids)  # number of tokens in the cache
             suffixes.append(replace(prompt.part(slice(n, None)), media=results.media if results else {}))
             rows.append(row)
         cache.layers = [
@@ -117,13 +118,13 @@ class Branches:
             if parent not in rows:
                 return "other completions were continued since"
             _, previous_prompt, ids = rows[parent]
-            tokens = torch.cat([previous_prompt.input_ids, torch.tensor(ids, dtype=torch.long)])
+            cached_ids = torch.cat([previous_prompt.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([previous_prompt.position_ids, previous_prompt.positions_after(len(ids))], dim=-1)
-            n = len(tokens)
-            if not torch.equal(prompt.input_ids[:n], tokens):
+            n = len(cached_ids)
+            if not torch.equal(prompt.input_ids[:n], cached_ids):
                 return "the prompt doesn't start with what was sampled"
-            current = prompt.position_ids[..., :n]
-            if not torch.equal(current, positions.expand_as(current)):
+            prompt_positions = prompt.position_ids[..., :n]
+            if not torch.equal(prompt_positions, positions.expand_as(prompt_positions)):
                 return "what tools returned changes earlier positions"
             if any(mask is not None for mask in linear_masks(model, prompt, 0).values()):
                 return "its tokens see others than those before them"
@@ -184,18 +185,18 @@ def generate_completions(
         with frozen_features(unwrapped_model, rows):
             return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
     # Prefill. `past` has the cache of earlier tokens, its mask, and the suffixes of prompts that are prefilled now
-    unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
-    prompt_rows = [unique.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
+    unique_prompts, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
+    prompt_rows = [unique_prompts.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
     if branches is not None:
         branches.obstacle = obstacle
         branches = None if obstacle is not None else branches
     if branches is not None and (past := branches.take(unwrapped_model, prompts)) is not None:
-        prompt_rows, unique = [*range(len(prompts))], [*prompts]
+        prompt_rows, unique_prompts = [*range(len(prompts))], [*prompts]
     elif obstacle is None and not ranks_in_step:
-        past = _prefill_prefixes(model, unwrapped_model, unique, device, pad_token_id)
-    cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
+        past = _prefill_prefixes(model, unwrapped_model, unique_prompts, device, pad_token_id)
+    cache, mask, logits = _prefill(model, unwrapped_model, unique_prompts, device, pad_token_id, past)
     index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
-    n_per_prompt, remainder = divmod(len(prompt_rows), len(unique))
+    n_per_prompt, remainder = divmod(len(prompt_rows), len(unique_prompts))
     # Completions share their prompt's row if the model allows it and prompts have equally many completions, in order.
     # Otherwise each completion gets a row of its own
     if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
@@ -259,10 +260,11 @@ def _prefill_prefixes(
     rows have 3, with padding, so 11 tokens are forwarded in place of 16.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
-    if len(trees) == len(prompts):
+    if len(trees) == len(prompts):  # no two prompts have a common prefix
         return None
     prefixes, suffixes, prefix_index = [], {}, {}
     for index, tree in enumerate(trees):
+        # A suffix keeps at least the prompt's last token, whose logits sampling needs
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
         spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
         if n < 1 or any(start < n < end for start, end in spans):
@@ -270,6 +272,7 @@ def _prefill_prefixes(
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
             suffixes[prompt], prefix_index[prompt] = prompt.part(slice(n, None)), index
+    # Rows are padded to the longest one of their forward
     n_forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, suffixes.values()))
     if n_forwarded > _MAX_PREFILL_SHARE * len(prompts) * max(map(len, prompts)):
         return None
@@ -376,6 +379,7 @@ def sample_completions(
         if branches is not None and (is_sharded or isolate is not None):
             obstacle = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
             branches.obstacle, branches = obstacle, None
+        # Forwards by which another rank exceeds this one
         n_surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
         uses_autocast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
         with generation_context as generating_model, kept_adapter_state(generating_model):
@@ -386,7 +390,7 @@ def sample_completions(
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
             outputs, runner = [], runner_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
-                # Repeats the last part until all ranks have equally many forwards
+                # Repeats the last part until all ranks have equally many forwards. Their outputs are dropped
                 for part in [*parts, *[parts[-1]] * n_surplus]:
                     output = generate_completions(
                         generating_model,

@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 # A counter of a server, in Prometheus' text format
 _COUNTER = re.compile(r"^(vllm:\w+)_total(?:{.*})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.MULTILINE)
-_METRICS_SECONDS = 10.0
+_METRICS_SECONDS = 10.0  # time limit for reading a server's counters
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
@@ -118,7 +118,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"or set {MERGED}."
             )
         try:
-            engine_class = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
+            # TRL constructs `LLM` with fixed arguments. The replacement adds arguments, or replaces them
+            engine_class = getattr(vllm_generation, "LLM", None)
             engine_kwargs = {**adapter_kwargs, **self._engine_kwargs}
             with (
                 replaced(vllm_generation, LLM=lambda **args: engine_class(**{**args, **engine_kwargs})),
@@ -189,8 +190,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """
-        Samples completions. `room` has the maximum number of tokens of each completion. `sampling` are vLLM's sampling
-        parameters, by default those of training. `num_generations` isn't read: `prompts` has an entry per completion.
+        Samples completions. `images` belong to prompts that aren't encoded. `room` has the maximum number of tokens of
+        each completion. `sampling` are vLLM's sampling parameters, by default those of training. `num_generations`
+        isn't read: `prompts` has an entry per completion.
 
         Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the
         last two have a list for each token, here of one entry.
@@ -291,10 +293,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Raises a `RuntimeError` if a server was restarted and has lost the trained weights. A lost adapter needs no
         check: each version has its own name, and a restarted server refuses unknown names.
         """
-        loses_weights = self.adapter_alone is None or self._needs_base_weights
+        restart_loses_weights = self.adapter_alone is None or self._needs_base_weights
         # A server that started after the connection was restarted. One second is added, because the time of the
         # connection was rounded down to whole seconds
-        if loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
+        if restart_loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
                 "of its folder, not with those that it was sent; resume the run, which sends them again."
@@ -361,6 +363,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             counters.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
         )
         n_drafts = self._n_drafts - last_counts[0]
+        # A step samples one token after the accepted tokens of its draft
         return 1 + (self._n_accepted - last_counts[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
@@ -386,7 +389,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             rank = torch.distributed.get_rank(group=cast(torch.distributed.ProcessGroup, self.tp_group))
             start, batch = (
                 sum(map(len, requests_of_ranks[:rank])),
-                [item for part in requests_of_ranks for item in part],
+                [request for rank_requests in requests_of_ranks for request in rank_requests],
             )
             if is_peft_model(self.model):
                 # Collectives of the update must end before those of the engine (huggingface/trl#3671)
@@ -400,9 +403,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = True
         completions = []
         for output in outputs[start : start + len(requests)]:
-            for item in output.outputs:
-                logps = [entry[token].logprob for token, entry in zip(item.token_ids, item.logprobs, strict=True)]
-                completions.append((list(item.token_ids), [*map(logp_or_none, logps)]))
+            for sample in output.outputs:  # `logprobs` has a dictionary by token for each position
+                logps = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+                completions.append((list(sample.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
     def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
@@ -422,7 +425,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         def complete(request: EngineRequest) -> list[ServerSample]:
             request = request.for_server()  # media are converted while other requests are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._request_completions(url, request, options, n), patience, self._warn)
+            return until_answered(
+                lambda attempt: self._request_completions(url, request, options, attempt), patience, self._warn
+            )
 
         with profiler:
             answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
@@ -447,8 +452,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     @property
     def _needs_base_weights(self) -> bool:
         """
-        Whether the engine gets base weights besides the adapter. It gets them if the policy's weights have 4 bits, as
-        it samples with the dequantized weights, or with a sleep mode, as each sleep drops its weights.
+        Whether the engine gets base weights besides the adapter. If the policy's weights have 4 bits, the engine needs
+        the dequantized weights. With a sleep mode, each sleep drops the engine's weights.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -542,10 +547,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
-        # Requests in flight use adapters from index `oldest` on. Without asynchronous sampling, none is in flight
-        oldest = self.generation_batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
-        old_folders = [path for batch_index, path in self._adapters if batch_index < oldest]
-        current_adapters = [entry for entry in self._adapters if entry[0] >= oldest]
+        # Requests in flight use adapters from batch index `oldest_index` on. Without asynchronous sampling, none is in
+        # flight
+        oldest_index = self.generation_batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
+        old_folders = [path for batch_index, path in self._adapters if batch_index < oldest_index]
+        current_adapters = [adapter_entry for adapter_entry in self._adapters if adapter_entry[0] >= oldest_index]
         self._adapters = [*current_adapters, (self.generation_batch_index, folder)]
         self._on_main_process(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, old_folders))
         self._adapter_request = LoRARequest(name, 1, str(folder))

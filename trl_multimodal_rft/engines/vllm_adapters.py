@@ -59,19 +59,19 @@ class EngineAdapter:
             if isinstance(layer, LoraLayer) and self._name in layer.r:
                 checkpoint_name = checkpoint_layer(base, name) if self._is_supported(layer) else None
                 if checkpoint_name is None:
-                    kind = type(layer.get_base_layer()).__name__
-                    raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
+                    layer_type = type(layer.get_base_layer()).__name__
+                    raise self._error(f"is on the layer '{name}' ({layer_type})", "leave it out of `target_modules`")
                 self._layers[checkpoint_name] = layer
-        adapter_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
+        lora_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
         trained_names = [
-            name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapter_ids
+            name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in lora_ids
         ]
         if trained_names:
             raise self._error(f"isn't all that is trained ('{trained_names[0]}' is, too)", "freeze the rest")
 
     def _is_supported(self, layer: "LoraLayer") -> bool:
-        is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
-        return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
+        wraps_linear = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
+        return wraps_linear and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
 
     def _weight_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Returns `lora_A` `(rank, in_features)` and `lora_B` `(out_features, rank)` of each layer."""
@@ -132,6 +132,7 @@ class EngineAdapter:
         with self._dist.gather_params([parameter for pair in self._weight_pairs() for parameter in pair]):
             if folder is None:
                 return
+            # `down` is `lora_A`, and `up` is `lora_B`
             for (name, layer), (down, up) in zip(self._layers.items(), self._weight_pairs(), strict=True):
                 # `lora_B` includes its layer's scale, since vLLM has one scale for all layers: `lora_alpha / r`, which
                 # is 1 in the config below

@@ -79,15 +79,16 @@ class EnginePrompts:
             counts.update({modality: len(media) for modality, media in decoded.media.items()})
         for modality, count in counts.items():
             self._check_count(modality, count, row)
+        # By modality, in the order of the prompt
         kwargs, hashes, placeholders = defaultdict(list), defaultdict(list), defaultdict(list)
         for span, decoded in prompt.decoded:
             if decoded not in self._processed:
                 self._processed[decoded] = self._render(self.with_media(decoded, row))
-            part = self._processed[decoded]
-            _check_ids(ids[span], part["prompt_token_ids"], row)
-            for modality, ranges in part["mm_placeholders"].items():
-                kwargs[modality] += part["mm_kwargs"][modality]
-                hashes[modality] += part["mm_hashes"][modality]
+            rendered = self._processed[decoded]
+            _check_ids(ids[span], rendered["prompt_token_ids"], row)
+            for modality, ranges in rendered["mm_placeholders"].items():
+                kwargs[modality] += rendered["mm_kwargs"][modality]
+                hashes[modality] += rendered["mm_hashes"][modality]
                 placeholders[modality] += [
                     replace(placeholder, offset=span.start + placeholder.offset) for placeholder in ranges
                 ]
@@ -115,6 +116,7 @@ class EnginePrompts:
             options |= options.pop("images_kwargs", {})
         if "video" in media:
             videos_kwargs = options["videos_kwargs"]
+            # Metadata are nested: by prompt, of which there is one, and by video
             metadata = [
                 {"fps": _ASSUMED_FPS, **{name: value for name, value in video_metadata.items() if value is not None}}
                 for video_metadata in videos_kwargs.pop("video_metadata")[0]
@@ -134,7 +136,7 @@ class EnginePrompts:
         }
 
     def _check_count(self, modality: str, count: int, row: int) -> None:
-        # An engine that was started without media has no processor
+        # `info` has the limits of media. An engine that was started without media has no processor
         info = self.renderer.mm_processor and self.renderer.mm_processor.info
         engine_limit = info.allowed_mm_limits.get(modality, 0) if info else 0
         if count <= engine_limit:

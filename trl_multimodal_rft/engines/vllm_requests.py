@@ -85,6 +85,7 @@ def answer_of(
     except TooLarge:
         raise lost_error(url, path, f"more than {max_bytes:,} bytes") from None
     except NoAnswer as error:
+        # `NoAnswer` doesn't tell whether the time was up, so the elapsed time decides, with a tolerance of 1 %
         timed_out = time.monotonic() - start > 0.99 * seconds
         reason = f"nothing whole in {seconds:g} s" if timed_out else error
         raise lost_error(url, path, reason, timed_out=timed_out) from error
@@ -211,18 +212,19 @@ def _sample_in(
     if early_ends := [token for token in ids[:-1] if token in end_ids]:
         raise ValueError(f"has tokens behind {early_ends[0]}, which ends a text")
     try:
-        logps = [value["logprob"] for value in choice["logprobs"]["content"]]
+        logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     except (KeyError, TypeError):
         raise ValueError("has no log-probabilities") from None
     if len(logps) != len(ids):
         raise ValueError(f"has {len(logps)} log-probabilities for {len(ids)} tokens")
+    # Servers may name the token of a log-probability by its id. Names by text aren't compared
     for token, entry in zip(ids, choice["logprobs"]["content"], strict=True):
         if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
             raise ValueError(f"has the log-probability of {name} for the token {token}")
-    for value in logps:
-        if value is not None and (type(value) not in (int, float) or value > _LARGEST_LOGP):
-            raise ValueError(f"has the log-probability {value!r}")
-    return ids, [logp_or_none(value) for value in logps]
+    for logp in logps:
+        if logp is not None and (type(logp) not in (int, float) or logp > _LARGEST_LOGP):
+            raise ValueError(f"has the log-probability {logp!r}")
+    return ids, [logp_or_none(logp) for logp in logps]
 
 
 def logp_or_none(logp: float | None) -> float | None:

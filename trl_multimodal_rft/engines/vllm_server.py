@@ -193,7 +193,7 @@ class ServerGroup(ServerClient):
             # This process has rank 0 of the broadcast. Workers of servers follow: after 2 workers, the offset is 3
             offsets = accumulate((client.get_world_size() for client in self.clients[:-1]), initial=1)
             bodies = [{"init_info": {**json["init_info"], "rank_offset": offset}} for offset in offsets]
-        # Not retried, as a server may have received a part of the weights
+        # Pairs (client, body). Calls aren't retried, as a server may have received a part of the weights
         pairs = zip(self.clients, bodies, strict=True)
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
@@ -212,7 +212,10 @@ class ServerGroup(ServerClient):
 def _resume(
     client: ServerClient, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Resumes a paused server. An error of resuming must not hide the `error` that ended the pause."""
+    """
+    Resumes a paused server, as `__exit__` of a context. An error of resuming must not hide the `error` that ended the
+    pause.
+    """
     with nullcontext() if error is None else suppress(Exception):
         client.call("/resume", patience=None if error is None else 0.0)
 
@@ -282,9 +285,11 @@ def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> st
         )
     except (OSError, ValueError):
         return ""  # a path on another machine
-    actual, expected = server_config.get_text_config(), config.get_text_config()
-    values = {name: (getattr(actual, name, None), getattr(expected, name, None)) for name in _SHAPE_FIELDS}
-    return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
+    server_text, trainer_text = server_config.get_text_config(), config.get_text_config()
+    values = {name: (getattr(server_text, name, None), getattr(trainer_text, name, None)) for name in _SHAPE_FIELDS}
+    return ", ".join(
+        f"`{name}` is {actual}, not {expected}" for name, (actual, expected) in values.items() if actual != expected
+    )
 
 
 def clock_of(url: str, timeout: float) -> tuple[float, float]:
@@ -393,9 +398,9 @@ def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -
         # TRL's client can't read the answers of vLLM 0.32 and later
         answer = client.call(_GENERATE_PATH, _request_body(client.model, request, sampling), max_bytes=max_bytes)
         positions = answer["prompt_logprobs"][1:]
-        # vLLM adds the prompt's token if it isn't among the `k` most likely ones
         scores = [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]
-        return [dict(sorted(entry.items(), key=lambda pair: -pair[1])[:k]) for entry in scores]
+        # Cuts the prompt's token, which vLLM adds if it isn't among the `k` most likely ones
+        return [dict(sorted(logps.items(), key=lambda item: -item[1])[:k]) for logps in scores]
 
     return at_once(score, requests)
 

@@ -59,16 +59,20 @@ class ServerTeacher:
         self, prompts: Sequence[EngineRequest], completions: Sequence[list[int]], width: int, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the `k` most likely tokens at each position of completions, and their log-probabilities. Both have
-        shape `(N, width, k)`, lie on the CPU, and are 0 after a completion's end.
+        Returns the `k` most likely tokens at each position of `N` completions, and their log-probabilities. Both have
+        shape `(N, width, k)`, lie on the CPU, and are 0 after a completion's end. The `width` is at least the length
+        of the longest completion.
 
         The server scores all tokens but the first. Of a prompt of 3 tokens with a completion of 2, it scores 4 tokens,
         of which the last 2 count.
         """
         ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
-        requests = [prompt._replace(ids=prompt.ids + row) for prompt, row in zip(prompts, completions, strict=True)]
+        requests = [
+            prompt._replace(ids=prompt.ids + completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         for i, positions in enumerate(prompt_scores(self.client, requests, k)):
-            part = positions[len(prompts[i].ids) - 1 :]
-            ids[i, : len(part)] = torch.tensor([[*position] for position in part])
-            logps[i, : len(part)] = torch.tensor([[*position.values()] for position in part])
+            scores = positions[len(prompts[i].ids) - 1 :]  # log-probabilities by token, at each position
+            ids[i, : len(scores)] = torch.tensor([[*position] for position in scores])
+            logps[i, : len(scores)] = torch.tensor([[*position.values()] for position in scores])
         return ids, logps

@@ -23,10 +23,10 @@ def engine_obstacle() -> str | None:
         return f"vLLM isn't installed; {remedy}"
     # vLLM's distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    position = compare_with_tested(installed, _BOUNDS)
-    if position < 0:
+    comparison = compare_with_tested(installed, _BOUNDS)
+    if comparison < 0:  # older than the tested versions
         return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
-    if position > 0:
+    if comparison > 0:
         warn_of_newer({"vllm": installed})
     return None
 

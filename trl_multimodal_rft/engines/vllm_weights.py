@@ -157,7 +157,8 @@ def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool =
                 groups[name], has_several_sources[name] = group, len(converter.source_patterns) > 1
                 break
     sizes = Counter(groups.values())
-    # A group of unknown size gets an infinite size: it is converted after the last weight
+    # Without all names, the size is 1 for a converter with one source, and unknown for several sources. A group of
+    # unknown size gets an infinite size, so it is converted after the last weight
     entries = {
         name: (group, sizes[group] if covers_model else math.inf if has_several_sources[name] else 1)
         for name, group in groups.items()
