@@ -2,9 +2,10 @@
 """
 Advantage estimators: functions of a whole batch of rewards, group ids and masks.
 
-An estimator is a function decorated with [`estimator`]. Its docstring holds the formula and the paper. Masks may have
-gaps, and padding on either side. Advantages are exactly 0 outside the mask. A reward of `NaN` means that the
-completion can't be scored: it enters no statistic and gets the advantage 0. Statistics are computed in float64.
+An estimator is a function decorated with [`estimator`]. Its docstring holds the formula and the paper. A batch has `N`
+completions of up to `T` tokens. Masks may have gaps, and padding on either side. Advantages are exactly 0 outside the
+mask. A reward of `NaN` means that the completion can't be scored: it enters no statistic and gets the advantage 0.
+Statistics are computed in float64.
 """
 
 import inspect
@@ -22,7 +23,7 @@ from .papers import Paper, cite, paper_of
 from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
-# Added to standard deviations of rewards before a division by them, as in TRL
+# Added to a standard deviation of rewards before a division by it, as in TRL
 _EPS = 1e-4
 
 
@@ -33,11 +34,12 @@ class Estimator:
     name: str
     paper: Paper | None
     function: Callable  # takes arguments of `estimate_advantages`, by their names
-    alias: str | None = None
+    alias: str | None = None  # second name, which users may write instead of `name`
     # Requirement besides rewards: several completions per prompt ("group"), or values ("critic")
     needs: Literal["group", "critic"] | None = None
     per_token: bool = False  # whether advantages and KL penalties are per token instead of per completion
-    kl_in_reward: bool = False  # whether the KL divergence is, by default, a penalty in the reward (k1)
+    # Whether KL is by default a penalty in the reward (the estimate k1 of `approx_kl`), not a term of the loss
+    kl_in_reward: bool = False
     default_kl_estimator: Literal["k2", "k3"] = "k3"  # default of `kl_estimator` if KL is a term of the loss
     # Input about the steps of completions: rewards of steps ("steps"), or rewards and states of steps ("states")
     step_input: Literal["steps", "states"] | None = None
@@ -57,6 +59,7 @@ def estimator(name: str, **properties) -> Callable:
     """Returns a decorator that registers a function as estimator `name` with `properties`, fields of [`Estimator`]."""
 
     def register(function):
+        # No other estimator may have the name or the alias, as its name or its alias
         check_unused(
             [name, *([properties["alias"]] if "alias" in properties else [])], {*ESTIMATORS, *ALIASES}, "estimator"
         )
@@ -68,7 +71,7 @@ def estimator(name: str, **properties) -> Callable:
     return register
 
 
-# Keyword arguments of estimators that come from options of trainers, not from settings
+# Keyword arguments whose values come from options of trainers. An estimator's other keyword arguments are settings.
 _TRAINER_ARGUMENTS = ("kl_coef", "scale", "bootstrap")
 
 
@@ -80,19 +83,19 @@ def as_estimator(text: str) -> Estimator:
     name, settings = split_settings(text)
     chosen, settings = ESTIMATORS[ALIASES.get(name, name)], settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
-    names = [
+    setting_names = [
         parameter.name
         for parameter in parameters
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _TRAINER_ARGUMENTS
     ]
-    check_settings(chosen.function, name, settings, names)
+    check_settings(chosen.function, name, settings, setting_names)
     return replace(chosen, settings=settings)
 
 
 def describe_estimators(*needs: str | None) -> str:
-    """Returns names and papers of the estimators whose `needs` are among these, for the help of an option."""
-    entries = (entry for entry in ESTIMATORS.values() if entry.needs in needs)
-    return ", ".join(cite(entry.paper, entry.name, entry.alias) for entry in entries)
+    """Returns names and papers of the estimators with one of the requirements `needs`, for the help of an option."""
+    candidates = (candidate for candidate in ESTIMATORS.values() if candidate.needs in needs)
+    return ", ".join(cite(candidate.paper, candidate.name, candidate.alias) for candidate in candidates)
 
 
 @dataclass(eq=False)
@@ -101,12 +104,15 @@ class GroupStatistics:
 
     index: torch.Tensor  # index of each completion's group, `(N,)`
     centred: torch.Tensor  # reward minus group mean, 0 for NaN and in groups without signal, `(N,)`, float64
-    squares: torch.Tensor  # sum of the squared centred rewards, `(G,)`, float64
-    count: torch.Tensor  # number of scorable completions, `(G,)`
+    squares: torch.Tensor  # weighted sum of the squared centred rewards, `(G,)`, float64
+    count: torch.Tensor  # number of scorable completions, or the sum of their weights, `(G,)`
     has_signal: torch.Tensor  # whether the group has signal, that is, different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:
-        """Returns the standard deviation within each group, `(G,)`, 0 for groups without signal."""
+        """
+        Returns the standard deviation within each group, `(G,)`, 0 for groups without signal. The `correction` is 1
+        for the unbiased and 0 for the population standard deviation, as in `torch.std`.
+        """
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 
@@ -131,12 +137,13 @@ def group_statistics(
         return x.new_zeros(n_groups).index_add(0, index, x * weights)
 
     def group_extremes(fill, reduce):
-        x = torch.where(scorable, values, fill)
+        x = torch.where(scorable, values, fill)  # `fill` keeps unscorable rewards from being the extreme
         return x.new_full((n_groups,), fill).scatter_reduce(0, index, x, reduce)
 
     count = group_sums(scorable.double())
     mean = group_sums(values) / count.clamp(min=1)
     reward_ranges = group_extremes(-torch.inf, "amax") - group_extremes(torch.inf, "amin")
+    # The sum of two completions' weights may be slightly below 2, as fractions are rounded
     has_signal = (count >= 2 - TOLERANCE) & (reward_ranges > TOLERANCE * mean.abs().clamp(min=1))
     centred = torch.where(scorable & has_signal[index], values - mean[index], 0)
     return GroupStatistics(index, centred, group_sums(centred.square()), count, has_signal)
@@ -173,6 +180,7 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     See [`estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
+    # The reward minus the group mean, times this factor, is the reward minus the mean of the others
     factor = groups.count / (groups.count - 1).clamp(min=1)
     return (groups.centred * factor[groups.index]).to(rewards)
 
@@ -258,9 +266,11 @@ def clip_filter_like_weights(
     has_signal: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal. For
-    example, if 2 of 4 groups have signal, their weight is 4 / 2, and other groups have the `weight_without_signal`.
-    Weights are at most `clip`. If no group has signal, all weights are 1. Shape: `has_signal` `(G,)`.
+    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal.
+
+    For example, if 2 of 4 groups have signal, their weight is 4 / 2, and the other two groups have the weight
+    `weight_without_signal`. Weights of groups with signal are at most `clip`. If no group has signal, all weights are
+    1. `has_signal` has the shape `(G,)`.
     """
     n_with_signal = has_signal.sum().double()
     if n_with_signal == 0:
@@ -316,13 +326,15 @@ def online_dpo(
             "of the KL divergence in the reward above 0."
         )
     _, groups = group_ids.unique(return_inverse=True)
-    scorable = (~rewards.isnan()).nonzero().flatten()
-    by_reward = scorable[rewards[scorable].argsort(stable=True)]
-    sorted_indices = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
+    # Batch indices, sorted by group, and by reward within a group. Rewards `[0.5, NaN, 0.9, 0.1]` of the groups
+    # `[0, 0, 1, 1]` give `[0, 3, 2]`.
+    scorable_indices = (~rewards.isnan()).nonzero().flatten()
+    reward_order = scorable_indices[rewards[scorable_indices].argsort(stable=True)]
+    sorted_indices = reward_order[groups[reward_order].argsort(stable=True)]
     n_scorable = groups[sorted_indices].bincount()
-    is_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
-    # Batch indices of the first and the last completion of each group
-    worst, best = sorted_indices[(ends - n_scorable)[is_scorable]], sorted_indices[ends[is_scorable] - 1]
+    has_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
+    # Batch indices of the first and the last completion of each group in this order: `[0, 3]` and `[0, 2]`
+    worst, best = sorted_indices[(ends - n_scorable)[has_scorable]], sorted_indices[ends[has_scorable] - 1]
     is_pair = rewards[best] > rewards[worst]
     worst, best = worst[is_pair], best[is_pair]
     log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)
@@ -362,14 +374,15 @@ def turn_norm(
     batch_indices, step_indices = steps.indices()
     returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, steps.returns(turn_discount))
     step_groups = group_ids.cpu()[batch_indices]
-    # A group of steps has a group id and a step index
+    # Steps with equal group ids and step indices form a group, with a unique id
     groups = group_statistics(returns, step_groups * (step_indices.amax() + 1) + step_indices)
     centred = groups.centred
     if norm == "trajectory":
-        has_signal = groups.has_signal[groups.index].double()
+        step_has_signal = groups.has_signal[groups.index].double()
+        # Each of a completion's k steps has the weight 1 / k
         groups = group_statistics(returns, step_groups, 1 / batch_indices.bincount().double()[batch_indices])
         # Whether a group of completions has different returns at some step index
-        is_mixed = torch.zeros(len(groups.has_signal)).double().index_add(0, groups.index, has_signal) > 0
+        is_mixed = torch.zeros(len(groups.has_signal)).double().index_add(0, groups.index, step_has_signal) > 0
         centred = torch.where(is_mixed[groups.index], groups.centred, 0)
     return steps.on_tokens(centred / (groups.std(correction=1) + _EPS)[groups.index], mask).to(rewards)
 
@@ -403,9 +416,13 @@ def ps_grpo(
     outcomes = steps.outcomes
     if outcomes.isnan().all() and not rewards.isnan().all():
         raise ValueError("`advantage_estimator='ps_grpo'` needs a reward function of whole completions, too; add one.")
-    step_rewards = [[step.reward for step in row if step.reward is not None] for row in steps.steps]
-    dropped = torch.tensor([any(a > 0 and a - b >= rho * a for a, b in pairwise(row)) for row in step_rewards])
-    outcomes = torch.where(dropped & (outcomes > 0), (1 - gamma) * outcomes, outcomes)
+    rewards_by_completion = [
+        [step.reward for step in completion if step.reward is not None] for completion in steps.steps
+    ]
+    has_drop = torch.tensor(
+        [any(a > 0 and a - b >= rho * a for a, b in pairwise(step_rewards)) for step_rewards in rewards_by_completion]
+    )
+    outcomes = torch.where(has_drop & (outcomes > 0), (1 - gamma) * outcomes, outcomes)
     return group_norm(outcomes, group_ids).to(rewards)
 
 
@@ -424,7 +441,7 @@ def gigpo(
     GiGPO's advantage: the completion's advantage in its group, plus $\omega$ times the turn's advantage, see
     [GiGPO](https://huggingface.co/papers/2505.10978). The turn's advantage compares its discounted return
     $\sum_{j \ge k} \gamma^{j - k} r_j$ with the returns of all turns of the group that answer the same prompt or the
-    same tool results. A turn without such other turns has only the first term.
+    same tool results. If no other turn answers them, the second term is 0.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -437,9 +454,9 @@ def gigpo(
             Whether both terms are divided by the unbiased standard deviation of their group.
     """
     turns, scale = steps.merge_turns(), "group" if norm == "std" else "none"
-    batch_indices, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
+    batch_indices, states = turns.indices()[0], torch.tensor([turn.state for row in turns.steps for turn in row])
     returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, turns.returns(turn_discount))
-    # A group of turns has a group id and a state
+    # Turns with equal group ids and states form a group, with a unique id
     turn_advantages = group_norm(returns, group_ids.cpu()[batch_indices] * (states.amax() + 1) + states, scale=scale)
     completion_advantages = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
     return turns.on_tokens(completion_advantages[batch_indices] + omega * turn_advantages, mask).to(rewards)
@@ -481,7 +498,8 @@ def gae(
     """
     mask, width = mask.bool(), mask.size(1)
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
-    # Index of the next valid token after each token; `width` stands for the state after the last token
+    # Index of the next valid token after each token. `width` stands for the state after the last token: the mask `[1,
+    # 0, 1]` gives `[2, 2, 3]`.
     next_index = torch.where(mask, torch.arange(width, device=mask.device), width)
     next_index = F.pad(next_index[:, 1:], (0, 1), value=width).flip(1).cummin(1).values.flip(1)
     final_values = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
@@ -554,16 +572,17 @@ def estimate_advantages(
     if chosen is None or chosen.needs == "critic" or (chosen.step_input and steps is None):
         spelling = chosen.spelling if chosen else name
         raise ValueError(f"`advantage_estimator={spelling!r}` can't be computed from rewards alone.")
-    names = inspect.signature(chosen.function).parameters
-    if kl_coef and not chosen.per_token and "kl_coef" not in names:
+    parameters = inspect.signature(chosen.function).parameters
+    # Estimators with the argument `kl_coef` use it themselves
+    if kl_coef and not chosen.per_token and "kl_coef" not in parameters:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    options = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
-    return chosen.function(**{name: value for name, value in options.items() if name in names}, **chosen.settings)
+    arguments = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
+    return chosen.function(**{key: value for key, value in arguments.items() if key in parameters}, **chosen.settings)
 
 
 def check_estimator(function: Callable) -> None:
-    """Raises a `ValueError` if [`estimate_advantages`] can't call a user's function with its arguments."""
+    """Raises a `ValueError` if a user's function doesn't accept the arguments that [`estimate_advantages`] passes."""
     names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")
     try:
         signature = inspect.signature(function)
@@ -584,12 +603,15 @@ def _function_name(function: Callable) -> str:
 
 
 def _check_advantages(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns a user's advantages, 0 for unscorable completions and outside the mask, or raises a `ValueError`."""
+    """
+    Returns a user's advantages, set to 0 for unscorable completions and outside the mask. Raises a `ValueError` for
+    another shape, or a value that isn't finite.
+    """
     name = _function_name(function)
     if not isinstance(advantages, torch.Tensor) or advantages.shape not in (rewards.shape, mask.shape):
-        got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
+        result = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ValueError(
-            f"The advantage estimator '{name}' returned {got}; return a tensor of shape {tuple(rewards.shape)} or "
+            f"The advantage estimator '{name}' returned {result}; return a tensor of shape {tuple(rewards.shape)} or "
             f"{tuple(mask.shape)}."
         )
     scorable = ~rewards.isnan()

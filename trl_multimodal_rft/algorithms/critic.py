@@ -1,5 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses that PPO adds to the policy loss, for the critic and for supervised completions."""
+"""
+Losses that PPO adds to the policy loss, for the critic and for supervised completions.
+
+Tensors hold `B` completions of up to `T` tokens.
+"""
 
 import torch
 
@@ -15,8 +19,8 @@ def value_loss(
     clip: float | None = None,
 ) -> LossOutput:
     r"""
-    Computes half of the larger of two squared errors of a critic: of its values, and of its values clipped around the
-    old values, as in [PPO](https://huggingface.co/papers/1707.06347):
+    Computes a critic's clipped loss, half of the larger of two squared errors: of its values, and of its values
+    clipped around the old values, as in [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
     Args:
@@ -70,7 +74,7 @@ def critic_metrics(
 ) -> dict[str, float]:
     """Returns mean and standard deviation of each tensor `(B, T)`, and the explained variance of the returns."""
     metrics, valid = {}, mask.bool()
-    for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
-        std, mean = torch.std_mean(numbers[valid], correction=0)
+    for name, tensor in (("values", values), ("returns", returns), ("advantages", advantages)):
+        std, mean = torch.std_mean(tensor[valid], correction=0)
         metrics[f"{name}/mean"], metrics[f"{name}/std"] = mean.item(), std.item()
     return {**metrics, "explained_variance": explained_variance(values, returns, mask).item()}

@@ -1,5 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights of tokens and completions by entropy and dependency on media, and the coefficient of the entropy bonus."""
+"""
+Weights of tokens and completions by entropy and dependency on media, and the coefficient of the entropy bonus.
+
+Tensors hold `N` completions of a batch, or `B` of a micro-batch, of up to `T` tokens.
+"""
 
 import math
 from typing import Literal
@@ -50,7 +54,7 @@ def high_entropy_mask(
         `torch.Tensor`: Weight of each token, float32, shape `(N, T)`; 0 on tokens that aren't kept.
     """
     mask = mask.bool()
-    shape = (1, -1) if scope == "batch" else mask.shape
+    shape = (1, -1) if scope == "batch" else mask.shape  # tokens of one row compete
     valid = mask.reshape(shape)
     ranked = torch.where(valid, entropies.detach().float().reshape(shape), -torch.inf)
     n_valid = valid.sum(1).tolist()
@@ -60,10 +64,11 @@ def high_entropy_mask(
     threshold = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
     is_tied = valid & ((ranked - threshold).abs() <= _ROUNDING * threshold.abs().clamp(min=1))
     is_higher = valid & (ranked > threshold) & ~is_tied
+    # The first tied tokens fill the number up
     is_kept = is_higher | (is_tied & (is_tied.cumsum(1) <= n_kept - is_higher.sum(1, keepdim=True)))
     weight = is_kept.float()
     if renormalize:
-        factors = [n / max(k, 1) for n, k in zip(n_valid, numbers_to_keep, strict=True)]
+        factors = [n / max(to_keep, 1) for n, to_keep in zip(n_valid, numbers_to_keep, strict=True)]
         weight = weight * torch.tensor(factors, device=mask.device)[:, None]
     return weight.reshape(mask.shape)
 
@@ -72,8 +77,8 @@ def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, step: float, min_coef: float, max_coef: float
 ) -> float:
     """
-    Returns the next coefficient of the entropy bonus by TRL's rule: the coefficient rises while the mean entropy of
-    the tokens of an optimizer step, in nats, is at most its target, and falls otherwise.
+    Returns the next coefficient of the entropy bonus by TRL's rule: the coefficient rises by `step` while `entropy` is
+    at most `target`, and falls by `step` otherwise. `entropy` is the mean over an optimizer step's tokens, in nats.
     """
     return min(coef + step, max_coef) if entropy <= target else max(coef - step, min_coef)
 
@@ -86,7 +91,7 @@ def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_w
 
     Args:
         dependency (`torch.Tensor`):
-            Mean dependency of the tokens of each completion, shape `(N,)`.
+            Mean dependency of each completion's tokens on the media, in nats, shape `(N,)`.
         is_weighted (`torch.Tensor`):
             `True` for completions to weight, shape `(N,)`. Others, such as completions without media, have weight 1.
         min_weight (`float`):
@@ -122,6 +127,7 @@ def relevance_weights(differences: torch.Tensor, mask: torch.Tensor, temperature
     """
     mask = mask.bool()
     n_tokens = mask.sum(1, keepdim=True)
+    # At least log 2, as a completion of one token would divide by log 1 = 0
     scores = differences.abs() / (temperature * n_tokens.clamp(min=2).log())
     weights = torch.where(mask, scores, -torch.inf).softmax(1).nan_to_num(nan=0.0) * n_tokens
     weights = weights.clamp(max=_LARGEST_WEIGHT)

@@ -15,21 +15,22 @@ _SMALLEST_COEF = 1e-8
 
 
 def _k1(d: torch.Tensor) -> torch.Tensor:
-    """$d$, see [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593)."""
+    """Estimates KL as $d$, see [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593)."""
     return d
 
 
 def _k2(d: torch.Tensor) -> torch.Tensor:
-    """$d^2 / 2$, see [REINFORCE++](https://huggingface.co/papers/2501.03262)."""
+    """Estimates KL as $d^2 / 2$, see [REINFORCE++](https://huggingface.co/papers/2501.03262)."""
     return d.square() / 2
 
 
 def _k3(d: torch.Tensor) -> torch.Tensor:
-    """$e^{-d} - 1 + d$, see [DeepSeekMath](https://huggingface.co/papers/2402.03300)."""
+    """Estimates KL as $e^{-d} - 1 + d$, see [DeepSeekMath](https://huggingface.co/papers/2402.03300)."""
     d = d.clamp(min=-_LARGEST_LOG_RATIO)
     return (-d).exp() - 1 + d
 
 
+# Functions of the log-ratio $d$ of policy to reference, see `approx_kl`
 KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
@@ -96,10 +97,11 @@ class FixedKLController:
 
 class AdaptiveKLController(FixedKLController):
     r"""
-    A KL coefficient that rises while the divergence is above a target, and falls while it is below, see
+    A KL coefficient that rises while the divergence is above a target, and falls while the divergence is below, see
     [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593):
-    $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
-    horizon $h$. The factor stays positive.
+    $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with $n$
+    completions since the last update, and the horizon $h$. The factor of $\beta$ is at least 0.1, so $\beta$ stays
+    positive.
 
     Args:
         value (`float`):

@@ -45,7 +45,7 @@ class LossInputs:
     ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
     entropies: Any = None  # of the policy's token distributions, `(B, T)`
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
-    # 1 on tokens of the completions that were forwarded, by default the mask, `(B, T)`
+    # The mask, but 0 on completions that the update doesn't forward, by default the mask itself, `(B, T)`
     scored: torch.Tensor | None = None
 
 
@@ -77,7 +77,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """Quantities in the denominators of losses, see [`LossType.average`]."""
+    """Counts in the denominators of losses, see [`LossType.average`]."""
 
     n_micro_batches: int  # micro-batches of the optimizer step on this rank
     length_limit: int  # maximum length of a completion
@@ -133,7 +133,7 @@ class LossType:
         type. The `values` are per token, `(B, T)`, or per completion, `(B, 1)` or `(B,)`.
         """
         completions = len(mask) * normalizer.n_micro_batches
-        if values.dim() == 1:
+        if values.dim() == 1:  # one value per completion, so there are no tokens to average over
             return values.sum() / completions
         denominators = {
             "completions": completions,
@@ -176,8 +176,8 @@ def as_loss(text: str) -> LossType:
     name, settings = split_settings(text)
     chosen, settings = LOSSES[name], settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    check_settings(chosen.function, name, settings, names)
+    setting_names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    check_settings(chosen.function, name, settings, setting_names)
     return replace(chosen, settings=settings)
 
 
@@ -206,7 +206,7 @@ def grpo_loss(
         loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # TRL's metric is a mean over micro-batches, so the loss isn't divided by their number
+        # TRL logs the mean of this metric over micro-batches, so a division by their number is undone
         metrics["policy_loss"] = rank_mean(loss * n_micro_batches if loss_type.is_mean else loss)
         entropy_sum, weight_sum = entropy_sums(inputs)
         loss = loss - entropy_coef * entropy_sum / weight_sum.clamp(min=1) / n_micro_batches
@@ -238,13 +238,14 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    Returns a mask, `(B, 1)` or `(B, T)`, that drops negative advantages of completions for which the policy diverges
+    Returns a mask, `(B, 1)` or `(B, T)`, that is 0 on negative advantages of completions for which the policy diverges
     from the policy that sampled, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556). Without the option
     `off_policy_threshold`, returns 1.
     """
     if options.off_policy_threshold is None:
         return 1.0
     sampled = inputs.old_logps if inputs.sampling_logps is None else inputs.sampling_logps
+    # An engine may leave out log-probabilities, which are NaN
     divergence = log_ratios(sampled, inputs.logps.detach(), inputs.mask).nan_to_num(nan=0.0)
     divergence = divergence.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
     return ((_per_token(inputs.advantages) >= 0) | (divergence <= options.off_policy_threshold)).to(inputs.mask.dtype)
@@ -310,15 +311,15 @@ def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("cispo", sequence_level=True, needs_advantage=True)
 def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    REINFORCE with clipped importance weights, $-\mathrm{sg}[\min(r, \epsilon_\mathrm{high})] A \log \pi$, see
-    [MiniMax-M1](https://huggingface.co/papers/2506.13585).
+    REINFORCE with clipped importance weights, $-\mathrm{sg}[\min(r, \epsilon_\mathrm{high})] A \log \pi$ with the
+    stop-gradient $\mathrm{sg}$, see [MiniMax-M1](https://huggingface.co/papers/2506.13585).
 
     See [`LossType.__call__`] for the arguments.
     """
     advantages, ratio = _per_token(inputs.advantages), importance_ratios(inputs, options).detach()
     loss = -ratio.clamp(max=options.epsilon_high) * advantages * inputs.logps
-    clipped = (ratio > options.epsilon_high) & (advantages > 0)
-    metrics = {"cispo_clip_ratio": token_mean(clipped.float(), inputs.mask)}
+    is_clipped = (ratio > options.epsilon_high) & (advantages > 0)
+    metrics = {"cispo_clip_ratio": token_mean(is_clipped.float(), inputs.mask)}
     return LossOutput(loss * inputs.weights * _off_policy_weights(inputs, options), metrics)
 
 
@@ -339,8 +340,9 @@ def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("vespo", sequence_level=True, clips_ratios=False, needs_advantage=True)
 def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$ with the ratio $w$ of the
-    policy to the engine over the whole completion, see [VESPO](https://huggingface.co/papers/2602.10693).
+    REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$, see
+    [VESPO](https://huggingface.co/papers/2602.10693). Here $w$ is the ratio of policy to engine over the whole
+    completion, and $\mathrm{sg}$ stops the gradient.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -462,6 +464,7 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
         [`LossOutput`]: The mean over completions, and metrics.
     """
     log_ratio = torch.where(inputs.mask.bool(), inputs.logps, 0).sum(1) - inputs.old_logps
+    # PPO's loss of `B` completions as of `B` rows with one token
     inputs = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
     losses, metrics = _ppo_loss(log_ratio.exp()[:, None], inputs, options)
     return LossOutput(losses.mean(), metrics)
@@ -530,9 +533,10 @@ def aggregate(
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         mode (`str`):
-            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ as in GRPO, over the number of
-            completions. `"seq-mean-token-sum"`: $\sum_i \sum_t x_{i,t}$ over the number of completions.
-            `"token-sum"`: the same sum over the number of tokens as in DAPO, or over a constant as in Dr. GRPO.
+            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ over the number of completions, as in
+            GRPO, with the loss $x_{i,t}$ of a token of completion $o_i$. `"seq-mean-token-sum"`:
+            $\sum_i \sum_t x_{i,t}$ over the number of completions. `"token-sum"`: the same sum over the number of
+            tokens as in DAPO, or over a constant as in Dr. GRPO.
         denominator (`torch.Tensor` or `float`):
             Completions, tokens or constant of the whole batch.
 

@@ -12,9 +12,9 @@ import torch
 class Metric:
     """A metric over all ranks: numbers of each rank, and the function that combines them."""
 
-    numbers: torch.Tensor  # of this rank, `(K,)`
+    numbers: torch.Tensor  # `K` numbers of this rank, such as a sum and a count, `(K,)`
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
-    # Function that combines the values of micro-batches until the next log; `None` for TRL's mean
+    # Combines the values of all micro-batches between two logs into one value. With `None`, TRL logs their mean.
     merge: Callable[[list[float]], float] | None = None
     skips_nan: bool = False  # whether NaN is left out of the log
 
@@ -28,7 +28,7 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
 
 
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns the mean of values `(B, T)` over tokens of the mask, which isn't logged if the mask is empty."""
+    """Returns the mean of values `(B, T)` over the mask's tokens. With an empty mask, it is NaN and isn't logged."""
     metric = token_mean(values, mask)
     return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], skips_nan=True)
 
@@ -57,11 +57,13 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 class PendingMetrics:
     """
-    Metrics that stay on the device until they are logged, since the host would wait for the device to read them
-    between forward and backward pass.
+    Metrics that stay on the device until they are logged.
+
+    Reading them between the forward and the backward pass would make the host wait for the device.
     """
 
     def __init__(self):
+        # Metrics by name, the numbers of all of them on all ranks, `(ranks, sum of K)`, and the log for the values
         self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
 
     def add(self, metrics: dict[str, Metric], gather: Callable, log: dict[str, list[float]]) -> None:
@@ -78,9 +80,9 @@ class PendingMetrics:
         widths = [numbers.size(1) for _, numbers, _ in pending]
         gathered = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
         for (metrics, _, log), rank_numbers in zip(pending, gathered, strict=True):
-            parts = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
-            for (name, metric), part in zip(metrics.items(), parts, strict=True):
-                value = metric.combine(part).item()
+            numbers_per_metric = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
+            for (name, metric), metric_numbers in zip(metrics.items(), numbers_per_metric, strict=True):
+                value = metric.combine(metric_numbers).item()
                 if metric.skips_nan and math.isnan(value):
                     continue
                 if metric.merge is None:
@@ -103,7 +105,7 @@ class MicroBatchSums:
         self._sums: torch.Tensor | None = None
 
     def add(self, *numbers: torch.Tensor | float) -> None:
-        """Adds the numbers of a micro-batch."""
+        """Adds the numbers of a micro-batch. At least one is a tensor, whose device the sums are on."""
         tensors = [number for number in numbers if isinstance(number, torch.Tensor)]
         values = torch.stack(
             [torch.as_tensor(number, device=tensors[0].device).detach().float() for number in numbers]

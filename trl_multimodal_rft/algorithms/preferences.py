@@ -16,8 +16,8 @@ def conditional_preference(chosen: torch.Tensor, view: torch.Tensor, beta: float
 
     Args:
         chosen, view (`torch.Tensor`):
-            Log-probabilities of the completions under the policy minus under the reference, after the media and after
-            the view, shape `(V,)`.
+            Log-probabilities of the `V` completions under the policy minus under the reference, after the media and
+            after the view, shape `(V,)`.
         beta (`float`):
             $\beta$.
 
@@ -36,7 +36,7 @@ def anchored_preference(chosen: torch.Tensor, beta: float, anchor: float = 0.0) 
 
     Args:
         chosen (`torch.Tensor`):
-            Log-probabilities of the completions under the policy minus under the reference, shape `(V,)`.
+            Log-probabilities of the `V` completions under the policy minus under the reference, shape `(V,)`.
         beta (`float`):
             $\beta$.
         anchor (`float`, *optional*, defaults to `0.0`):

@@ -2,7 +2,8 @@
 """
 Per-token rewards, rewards along completions, returns, and whitening.
 
-Masks may have gaps, and padding on either side. Results are exactly 0 outside the mask.
+A batch has `N` completions of up to `T` tokens. Masks may have gaps, and padding on either side. Results are exactly 0
+outside the mask.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,8 @@ import torch
 from .kl import approx_kl
 
 
-# Numbers that differ by less count as equal, since float32 sums of the same rewards in another order differ by
-# rounding. Absolute, or as a fraction of a mean above 1.
+# Numbers that differ by less count as equal, since rounding makes float32 sums of the same rewards depend on their
+# order. The difference is absolute, or a fraction of a mean above 1.
 TOLERANCE = 1e-6
 
 
@@ -67,41 +68,46 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
     """
     mask, width = mask.bool(), mask.size(1)
     # Moves valid tokens to the front, and other tokens to a spare column, which is cut off: with the mask `[0, 1, 0,
-    # 1]`, columns are `[4, 0, 4, 1]`
+    # 1]`, the tokens' new columns are `[4, 0, 4, 1]`
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, column, torch.where(mask, rewards, 0))[:, :width]
     window = 1
-    while window < width:  # `sums[:, t]` covers `window` tokens from `t` on
+    # `sums[:, t]` covers `window` tokens from `t` on. Windows double, as a loop over tokens would launch more kernels.
+    while window < width:
         sums[:, :-window] += gamma**window * sums[:, window:]
         window *= 2
     return torch.where(mask, sums.gather(1, column.clamp(max=width - 1)), 0)
 
 
 class Step(NamedTuple):
-    """A turn of a completion, or a part of a turn, with its reward. Its first token follows the previous step."""
+    """A turn of a completion, or a part of a turn, with its reward. A step begins after the previous step's end."""
 
-    end: int  # index of the step's last token
-    turn: int  # index of its turn in the completion
-    reward: float | None  # weighted sum of its rewards by all functions, `None` without any
-    state: int  # id of the prompt or tool results that its turn answers, if the estimator takes states
+    end: int  # index of the step's last token, -1 for the only step of a completion without tokens
+    turn: int  # index of the step's turn in the completion
+    reward: float | None  # weighted sum of the step's rewards by all functions, `None` without any
+    state: int  # id of the prompt or tool results that the step's turn answers, if the estimator takes states
 
 
 @dataclass(eq=False)
 class Steps:
     """The `S` steps of `N` completions, in order."""
 
-    steps: list[list[Step]]  # of each completion
+    steps: list[list[Step]]  # at least one per completion
     outcomes: torch.Tensor  # weighted rewards of whole completions, NaN without any, `(N,)`, float64
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the batch index of each step's completion, and the step's index in the completion, `(S,)`."""
-        pairs = torch.tensor([(i, k) for i, steps in enumerate(self.steps) for k in range(len(steps))])
-        return pairs[:, 0], pairs[:, 1]
+        index_pairs = torch.tensor([(i, k) for i, steps in enumerate(self.steps) for k in range(len(steps))])
+        return index_pairs[:, 0], index_pairs[:, 1]
 
     def merge_turns(self) -> "Steps":
         """Merges the steps of each turn into one step, with the sum of their rewards."""
-        turns = [[[*turn] for _, turn in groupby(row, lambda step: step.turn)] for row in self.steps]
-        merged = [[turn[-1]._replace(reward=sum(step.reward or 0 for step in turn)) for turn in row] for row in turns]
+        # `turns[i][j]` lists the steps of turn j of completion i. The merged step ends where its last step ends.
+        turns = [[[*turn] for _, turn in groupby(steps, lambda step: step.turn)] for steps in self.steps]
+        merged = [
+            [turn[-1]._replace(reward=sum(step.reward or 0 for step in turn)) for turn in completion]
+            for completion in turns
+        ]
         return Steps(merged, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
@@ -117,11 +123,14 @@ class Steps:
         return torch.tensor(totals, dtype=torch.float64)
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns values of steps `(S,)` on all tokens of each step, `(N, T)`, 0 outside the mask `(N, T)`."""
-        token_values, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
-        for row, steps in zip(token_values, self.steps, strict=True):
+        """
+        Returns values of steps `(S,)` on all tokens of each step, `(N, T)`, 0 outside the mask `(N, T)`. The values 5
+        and 7 of steps that end at tokens 0 and 2 give `[5, 7, 7]`.
+        """
+        token_values, step_values = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
+        for completion_values, steps in zip(token_values, self.steps, strict=True):
             for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):
-                row[start : step.end + 1] = next(remaining)
+                completion_values[start : step.end + 1] = next(step_values)
         return torch.where(mask.cpu().bool(), token_values, 0)
 
 
@@ -152,7 +161,7 @@ def whiten(
         total, count = reduce(torch.stack([(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]))
         return total / count.clamp(min=1)
 
-    # Two passes: the variance of centred values keeps its precision for means far from 0
+    # Two passes keep the precision for means far from 0: `offset` is the mean that rounding leaves in `centred`
     shift = mean(values)
     centred = values - shift.to(values.dtype)
     offset = mean(centred)

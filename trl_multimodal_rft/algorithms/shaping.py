@@ -22,8 +22,8 @@ def contrast_bonus(
         rewards (`torch.Tensor`):
             Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
         contrast_rewards (`torch.Tensor`):
-            Rewards of completions from the view, shape `(N,)`. A prompt has at most `group_size` of them. They fill
-            any of its group's entries, and the other entries are `NaN`.
+            Rewards of completions from the view, shape `(N,)`, group by group. A prompt with fewer than `group_size`
+            such completions has `NaN` in the remaining entries of its group.
         group_size (`int`):
             Completions per prompt.
         ratio (`float`):
@@ -63,6 +63,7 @@ class RunningScale:
         rewards = rewards[~rewards.isnan()].double()
         if len(rewards) == 0:
             return
+        # Chan's formula joins the mean and the squares of two sets: the rewards so far, and the further ones
         mean, total = rewards.mean().item(), self.count + len(rewards)
         shift = mean - self.mean
         self.squares += (rewards - mean).square().sum().item() + shift**2 * self.count * len(rewards) / total

@@ -62,7 +62,8 @@ class EngineCheck:
         """
         Measures a batch after `step` updates. Returns whether there is a new result.
 
-        `mask` `(B, C)` is 1 on sampled tokens. `sampled` `(B, C)` holds the engine's log-probabilities.
+        The batch has `B` completions of up to `C` tokens. `mask` `(B, C)` is 1 on sampled tokens. `sampled` `(B, C)`
+        holds the engine's log-probabilities.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:
@@ -80,6 +81,7 @@ class EngineCheck:
             return False
         self._allow_noise(model, difference, probes, mask)
         limit, first_difference = self._limit(), check.engine
+        # Noise may have raised the limit, so that an engine with old weights can't be told yet
         if not change > _DETECTION_FACTOR * limit:
             return False
         if first_difference is None:
@@ -99,11 +101,15 @@ class EngineCheck:
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures a completion of the first batch with tokens after tool media. Returns whether there was one."""
+        """
+        Measures the completion with the most tokens after tool media, in the first batch that has such tokens. Returns
+        whether there is a new result.
+        """
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
-        # Only tokens after tool media count: after the last result (the end of `later`), or after the first context
+        # Only tokens after tool media count. In a `Conversation`, they follow the last result, the end of `later`. In
+        # `Contexts`, they follow the first context. For other prompts, `n_first` is `None`, so that no token counts.
         for i, prompt in enumerate(completions[0]):
             n_first = prompt.ends[0] if isinstance(prompt, Contexts) else None
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else n_first] = 0
@@ -134,6 +140,7 @@ class EngineCheck:
         if self.check.engine is None:
             return limit
         first_difference = max(self.check.engine[0], self.noise)
+        # `tolerance**2 / 2` is two epsilons of the dtype: at least this much, if the first difference is almost 0
         return min(limit, max(_GROWTH_FACTOR * first_difference, self.tolerance**2 / 2, STRICT / 2))
 
     def _allow_noise(
@@ -157,11 +164,14 @@ class EngineCheck:
         return change[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
-        """Returns the policy's log-probabilities `(N, C)`, row by row, as `logit_bias` keeps all logits in memory."""
+        """
+        Returns the policy's log-probabilities `(N, C)` of `N` completions. Each completion has its own forward, since
+        `logit_bias` keeps all logits in memory.
+        """
         options = {"packed": False, "logit_bias": self.logit_bias}
-        rows = (_subset(completions, [i]) for i in range(len(completions[0])))
+        singles = (_subset(completions, [i]) for i in range(len(completions[0])))
         with measurement_mode(model, completions[1].device):
-            return torch.cat([self.policy.score(model, ScoreRequest(*row, **options)).logps for row in rows])
+            return torch.cat([self.policy.score(model, ScoreRequest(*single, **options)).logps for single in singles])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
         """Returns the mean and the largest absolute difference over tokens of all ranks, `None` if no mask has a 1."""
@@ -173,20 +183,27 @@ class EngineCheck:
 
 
 def _subset(completions: Completions, rows: list[int]) -> Completions:
+    """Returns completions by their batch indices. Prompts are copies, so that the originals' caches stay empty."""
     prompts, ids, mask = completions
     return [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], mask[rows]
 
 
 def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
     """
-    Returns batch indices of up to `_N_PROBES` completions. Completions with tokens come first, among these the first
-    one of each prompt, and among these the prompts whose modalities no earlier prompt has.
+    Returns batch indices of up to `_N_PROBES` completions.
+
+    Completions with tokens come first. Of these, the first completion of each prompt comes before all second ones. Of
+    the first completions, those come first whose prompts have modalities that no earlier prompt has.
     """
+    # By batch index: whether the completion is empty, its position among the prompt's completions (empty ones last),
+    # and the number of earlier prompts with the same modalities
     sort_keys: dict[int, tuple] = {}
-    n_of_kinds: Counter[frozenset[str]] = Counter()
-    for prompt, rows in group_by_prompt(prompts).items():
-        n_before = n_of_kinds[prompt.modalities]
-        n_of_kinds[prompt.modalities] += 1
-        is_empty = {i: not mask[i].any() for i in rows}
-        sort_keys |= {i: (is_empty[i], nth, n_before) for nth, i in enumerate(sorted(rows, key=is_empty.__getitem__))}
+    n_prompts: Counter[frozenset[str]] = Counter()  # by set of modalities
+    for prompt, indices in group_by_prompt(prompts).items():
+        n_earlier = n_prompts[prompt.modalities]
+        n_prompts[prompt.modalities] += 1
+        is_empty = {i: not mask[i].any() for i in indices}
+        sort_keys |= {
+            i: (is_empty[i], nth, n_earlier) for nth, i in enumerate(sorted(indices, key=is_empty.__getitem__))
+        }
     return sorted(sort_keys, key=sort_keys.__getitem__)[:_N_PROBES]

@@ -101,8 +101,8 @@ class Measure:
         model: nn.Module | None = None,
     ) -> torch.Tensor:
         """
-        Returns the policy's log-probabilities `(P * B, N)` of the same completions `(B, N)` after each of `P` prompts,
-        prompt by prompt. `isolate` tells which prompts get separate forwards, see
+        Returns the policy's log-probabilities `(P * B, N)` of the same `B` completions of up to `N` tokens after each
+        of `P` prompts, prompt by prompt. `isolate` tells which prompts get separate forwards, see
         [`~forward.layout.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
@@ -199,17 +199,16 @@ class Measure:
         `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
-        # Prompts without media aren't processed again, because `plain` would leave out the tools that the run has
-        # written into their text
+        # A prompt without media isn't processed again, since `plain` doesn't write the run's tools into the text
         def process_again(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
-        process = self.accelerator.process_index
-        traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
+        rank = self.accelerator.process_index
+        traits = gather_object([traits_of(rank, i, prompt) for i, prompt in enumerate(prompts)])
         targets, donors, partners = choose_prompts(traits)
-        cases: dict[Any, Case] = {}
+        cases: dict[Any, Case] = {}  # by the traits of a prompt; the prompt's rank sends the case to all ranks
         for candidate in dict.fromkeys([*targets, *donors.values(), *partners]):
-            is_local = candidate.process == process
+            is_local = candidate.process == rank
             outputs = self.require(
                 "its processor, as `AutoProcessor.from_pretrained` loads it,",
                 lambda candidate=candidate, needs_outputs=is_local and candidate in targets: (
@@ -222,7 +221,10 @@ class Measure:
         return [cases[target] for target in targets], donor_prompts, [cases[partner].prompt for partner in partners]
 
     def compare_features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
-        """Returns the largest difference between two processors' outputs, relative to the largest value of `plain`."""
+        """
+        Returns the largest difference between two processors' outputs, relative to the largest absolute value of a
+        tensor in `plain`, or to 1 if that is larger.
+        """
         largest = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if largest == 0 else ():
             if value.numel():
@@ -281,14 +283,14 @@ class Measure:
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:
             return largest, True
-        scale = noise() if math.isfinite(largest) else None
-        if a is None or scale is None:
+        token_noise = noise() if math.isfinite(largest) else None
+        if a is None or token_noise is None:
             return largest, False
         rounding_steps = two_steps(self.dtype, self.max_over_ranks(self.largest_logit)) / self.policy.temperature
         self.tolerance = max(self.tolerance, rounding_steps)
         is_compared = mask.bool()
         return largest, not self.max_over_ranks(
-            float(exceeds_rounding((a - b)[is_compared], scale[is_compared], self.tolerance))
+            float(exceeds_rounding((a - b)[is_compared], token_noise[is_compared], self.tolerance))
         )
 
     def settle_fallbacks(
@@ -303,13 +305,15 @@ class Measure:
         label: str = "",
     ) -> tuple[torch.Tensor, float, float | None]:
         """
-        Returns the scores of padded rows, their difference from `truth`, and that of packed rows, or `None` if packed
-        rows aren't scored.
+        Returns the scores of padded rows, their difference from `truth`, and the difference of packed rows, or `None`
+        if packed rows aren't scored. `score(packed)` computes the scores.
 
-        Sets the first fallbacks under which [`compare`] calls padded scores exact. The policy's are first. Then come,
-        with `tries_isolation`, fewer prompts per forward (`Fallbacks.isolate`), and last the model's own logits. If
-        packed scores aren't exact then, turns packing off. Raises a `RuntimeError` if padded scores are never exact.
+        Sets the first fallbacks under which [`compare`] calls padded scores exact. The current fallbacks come first.
+        Fewer prompts per forward (`Fallbacks.isolate`, with `tries_isolation`) come next, and the model's own logits
+        last. If packed scores aren't exact then, turns packing off. Raises a `RuntimeError` if padded scores are never
+        exact.
         """
+        # From the defaults, the fused head with `isolate` of `None`, "media" and "prompt", then the model's logits
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]
         for from_model, isolate in itertools.product(sorted({was_from_model, True}), isolate_values):
@@ -359,6 +363,7 @@ class Measure:
         except Exception as error:
             failure = error
         no_memory = is_out_of_memory(failure)
+        # Of the rank that fared worst: 0 for a result, 1 for a failure, 2 for a lack of memory
         outcome = self.max_over_ranks(2.0 if no_memory else float(result is None))
         if outcome == 2:
             raise failure if no_memory and failure else MemoryError(f"{name} ran out of memory in another process")

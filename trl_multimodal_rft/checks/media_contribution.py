@@ -44,34 +44,40 @@ def media_contribution(
     """
     prompts, ids, completion_mask = completions
     # Batch index of a completion, a modality of its prompt, and the prompt without media of this modality
-    cases = [(index, kind, _prompt_without(encode, index, kind)) for index, kind in _select_cases(prompts, mask)]
+    cases = [
+        (index, modality, _prompt_without(encode, index, modality)) for index, modality in _select_cases(prompts, mask)
+    ]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
     assert accelerator is not None
     if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
-    # A rank without cases forwards its first prompt, as forwards may have collectives. `None` excludes it from sums.
-    indices, kinds, other_prompts = (
-        list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True)
+    # A rank without cases forwards its first prompt, since all ranks must take part in collectives. The modality
+    # `None` excludes this forward from the sums.
+    indices, modalities, blank_prompts = (
+        list(column) for column in zip(*(cases or [(0, None, prompts[0])]), strict=True)
     )
     mask = mask[indices]
     with measurement_mode(model, accelerator.device):
         logps = [
-            policy.score(model, ScoreRequest(entries, ids[indices], completion_mask[indices], packed=False)).logps
-            for entries in ([prompts[index] for index in indices], other_prompts)
+            policy.score(model, ScoreRequest(row_prompts, ids[indices], completion_mask[indices], packed=False)).logps
+            for row_prompts in ([prompts[index] for index in indices], blank_prompts)
         ]
     change = ((logps[0] - logps[1]).abs() * mask).sum(1)
+    # By modality, the sum of changes and the number of tokens
     sums = torch.zeros(len(MODALITIES), 2, dtype=change.dtype, device=change.device)
-    for i, kind in enumerate(kinds):
-        if kind is not None:
-            sums[MODALITIES.index(kind)] += torch.stack([change[i], mask[i].sum().to(change.dtype)])
+    for i, modality in enumerate(modalities):
+        if modality is not None:
+            sums[MODALITIES.index(modality)] += torch.stack([change[i], mask[i].sum().to(change.dtype)])
     sums = accelerator.reduce(sums, reduction="sum").cpu()
-    means = {kind: (total / count).item() for kind, (total, count) in zip(MODALITIES, sums, strict=True) if count}
+    means = {
+        modality: (total / count).item() for modality, (total, count) in zip(MODALITIES, sums, strict=True) if count
+    }
     metrics = {}
     if means:
         metrics["media/contribution"] = (sums[:, 0].sum() / sums[:, 1].sum()).item()
-    for kind, mean in means.items() if len(means) > 1 else ():
-        metrics[f"media/contribution/{kind}"] = mean
+    for modality, mean in means.items() if len(means) > 1 else ():
+        metrics[f"media/contribution/{modality}"] = mean
     return metrics
 
 
@@ -79,9 +85,9 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
     """Returns (batch index, modality) pairs, one per modality of up to `_N_PROMPTS` prompts with tokens that count."""
     cases: list[tuple[int, str]] = []
     for indices in group_by_prompt(prompts).values():
-        # `encode` returns only the first part of a prompt, so prompts with later parts (media of tools) are left out
+        # `encode` returns only the prompt before tool results, so completions with media of tools are left out
         candidates = [index for index in indices if mask[index].any() and len(prompts[index].parts) == 1]
-        cases += [(index, kind) for index in candidates[:1] for kind in sorted(prompts[index].modalities)]
+        cases += [(index, modality) for index in candidates[:1] for modality in sorted(prompts[index].modalities)]
         if len({index for index, _ in cases}) == _N_PROMPTS:
             break
     return cases

@@ -63,7 +63,8 @@ def exceeds_rounding(differences: torch.Tensor, noise: torch.Tensor, tolerance: 
 
 
 def noise_of(repeats: torch.Tensor) -> torch.Tensor:
-    """Returns the noise of a difference of log-probabilities, `(..., N)`, from repeats `(R, ..., N)`."""
+    """Returns the noise of a difference of log-probabilities, `(..., N)`, from `R` repeats, `(R, ..., N)`."""
+    # A difference of two repeats has twice the variance of one
     variance = 2 * repeats.var(0)
     # A few repeats may underestimate the variance of one token, but not the mean over all tokens
     return variance.maximum(variance.mean(-1, keepdim=True)).sqrt().nan_to_num(nan=0.0, posinf=0.0)
@@ -83,7 +84,7 @@ def measure_noise(
 
 @contextmanager
 def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """Multiplies token embeddings and inputs of encoders by random factors of 1 ± half the dtype's epsilon."""
+    """Multiplies token embeddings and inputs of encoders by random factors, from 1 - eps / 2 to 1 + eps / 2."""
     half_step, generators = torch.finfo(dtype).eps / 2, {}
 
     def perturb(value: torch.Tensor) -> torch.Tensor:
@@ -91,8 +92,8 @@ def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> 
             return value  # flags, indices and masks stay as they are
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(seed)
-        shares = torch.rand(value.shape, generator=generators[value.device], device=value.device)
-        return (value * (1 + half_step * (2 * shares - 1))).to(value.dtype)
+        uniform = torch.rand(value.shape, generator=generators[value.device], device=value.device)
+        return (value * (1 + half_step * (2 * uniform - 1))).to(value.dtype)
 
     def perturb_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return tuple(map(perturb, args)), {name: perturb(value) for name, value in kwargs.items()}

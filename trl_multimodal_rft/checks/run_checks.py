@@ -76,7 +76,7 @@ class Checks:
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], has_engine_positions: bool
     ) -> None:
-        """Measures the first completion with media that a tool returned."""
+        """Measures the first completion with media that a tool returned. `ids` holds each completion's token ids."""
         check = self.self_check
         if check is None or check.conversation is not None:
             return

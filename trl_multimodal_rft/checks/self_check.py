@@ -84,9 +84,10 @@ class SelfCheck:
         fallbacks = self.fallbacks
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
+        # The line is shown if there are changes. For NaN, it says "not measured".
         changed = (math.nan if self.changed is None else self.changed) if self.changes else None
         trains_alike = (self.training or 0.0) <= self.tolerance + NOISE_FACTOR * (self.rounding or 0.0)
-        compared = [
+        comparisons = [
             ("rounding noise", self.rounding, f"{NOISE_FACTOR} times a token's adds to its tolerance"),
             ("features vs. processor", self.features, ""),
             ("padded rows vs. model's forward", self.padded, ", ".join(notes)),
@@ -97,14 +98,14 @@ class SelfCheck:
             ("training vs. evaluation mode", self.training, "" if trains_alike else "dropout or batch norm"),
             ("tool media vs. model's forward", self.conversation, ""),
         ]
-        engines = [
+        engines = [  # with a mean and a largest difference, or `None`
             ("engine vs. recomputed", self.engine),
             ("engine vs. recomputed, updated", self.engine_updated),
             ("engine vs. recomputed, tool media", self.engine_conversation),
         ]
         media = [(f"effect of another {kind}", _figure(change, ".2g"), "") for kind, change in self.media.items()]
         return [
-            *((name, _figure(value), note) for name, value, note in compared if value is not None),
+            *((name, _figure(value), note) for name, value, note in comparisons if value is not None),
             *((name, _figure(pair[0]), f"on average, at most {pair[1]:.0e}") for name, pair in engines if pair),
             *(media or ([] if self.training is None else [("effect of media", "no media yet", "")])),
         ]
@@ -165,11 +166,12 @@ def check_conversation(
     has_engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
     """
-    Measures the tokens of a completion after tool media. Returns their difference from the truth and the fallbacks, or
-    `None` if no rank has such a completion.
+    Measures the tokens that follow tool media in a completion. Returns their difference from the truth and the
+    fallbacks, or `None` if no rank has such a completion.
 
     The truth is the model's own forward on the prompt and `later`, the part of the completion up to the last result.
     """
+    # At most one completion of this rank. The first rank that has one sends it to the others.
     local_case = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -227,7 +229,7 @@ class _Check(Measure):
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         """Measures all but training mode. `scored_case` and `shortest_prompt` keep the data for training mode."""
-        local_prompts = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
+        local_prompts = [(prompt, messages[indices[0]]) for prompt, indices in group_by_prompt(prompts).items()]
         load_processor, settings = functools.cache(self.settings.load_processor), self.settings
         encoding_options = settings.audio_overlong, settings.template_kwargs
         targets, donors, partners = self.cases(
@@ -255,10 +257,11 @@ class _Check(Measure):
                 self.media_effects[kind] = self.effect(
                     kind, target.prompt, donors.get(kind), score_other, scores, mask
                 )
+        # The comparison takes any completions, such as the ids and the mask of the last target's
         rows = self._compare_batches(targets[0].prompt, partners, *self.scored_case[1][:2])
         # The shortest prompt with media, or else the shortest prompt
         self.shortest_prompt = min(
-            [*(entry.prompt for entry in targets), *partners], key=lambda entry: (not entry.media, len(entry))
+            [*(target.prompt for target in targets), *partners], key=lambda prompt: (not prompt.media, len(prompt))
         )
         features, padded, packed, sampled = (max(values, default=None) for values in differences.values())
         assert padded is not None  # there is a target
@@ -330,7 +333,7 @@ class _Check(Measure):
         _, (ids, mask, *_), _ = self.scored_case
 
         def run_backward(packed: bool) -> bool:
-            rows = (tensor[: 2 if packed else 1] for tensor in (ids, mask))
+            rows = (tensor[: 2 if packed else 1] for tensor in (ids, mask))  # a row is packed from two completions
             with torch.enable_grad():
                 total = self.score([self.shortest_prompt], *rows, packed=packed, model=module).sum()
                 try:
@@ -487,23 +490,26 @@ class _Check(Measure):
         Returns the difference of batched scores from scores of single prompts. Falls back until they agree.
 
         The first prompt is at both ends of the batch, before and after its partners. `separate_scores` has a row per
-        completion, prompt by prompt. A packed batch has all `n` completions of a prompt, a padded batch only one.
+        completion, prompt by prompt. A packed batch has all completions of a prompt, a padded batch only the first:
+        for 3 prompts with 2 completions, the rows 0, 2 and 4 of `separate_scores`.
         """
         prompts = [first_prompt, *partners, first_prompt]
         scores_per_prompt = [
-            self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
-            for item in prompts[:-1]
+            self.require("scoring one prompt", lambda prompt=prompt: self.score([prompt], ids, mask, packed=False))
+            for prompt in prompts[:-1]
         ]
         separate_scores = torch.cat([*scores_per_prompt, scores_per_prompt[0]])
 
         @functools.cache
         def noise() -> torch.Tensor | None:
-            scores = [functools.partial(self.score, [item], ids, mask, packed=False) for item in prompts[:-1]]
-            noises = [item for score in scores if (item := self.noise(score, mask)) is not None]
-            return torch.cat([*noises, noises[0]]) if len(noises) == len(scores) else None
+            score_functions = [
+                functools.partial(self.score, [prompt], ids, mask, packed=False) for prompt in prompts[:-1]
+            ]
+            noises = [result for score in score_functions if (result := self.noise(score, mask)) is not None]
+            return torch.cat([*noises, noises[0]]) if len(noises) == len(score_functions) else None
 
         def compare_batched(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
-            n = len(ids) if packed else 1
+            n = len(ids) if packed else 1  # completions per prompt
             scores = self.attempt(
                 "scoring several prompts at once",
                 lambda: self.score(prompts, ids[:n], mask[:n], packed=packed, isolate=isolate),
@@ -520,7 +526,7 @@ class _Check(Measure):
         for packed, isolate in itertools.product(packings, self.isolate_values()):
             # Padded rows must agree, too. Sampling uses them, and so do batches that gain nothing from packing.
             results = [compare_batched(rows_packed, isolate) for rows_packed in {packed, False}]
-            difference = max(item for item, _ in results)
+            difference = max(result_difference for result_difference, _ in results)
             if all(is_exact for _, is_exact in results):
                 if isolate != self.fallbacks.isolate:
                     problem = "batching prompts changes their log-probabilities"

@@ -27,7 +27,8 @@ _N_COMPARED = 256  # compared tokens at the end of a row, few enough for their l
 # Takes the index of a row, and optionally the column (`chosen` or `rejected`) of a completion with media. Returns the
 # outputs of the processor, as `AutoProcessor` loads it, for this row and completion
 PlainOutputs = Callable[..., dict[str, torch.Tensor]]
-# A preference pair, the column of its answer with media, and the processor's outputs for prompt and answer
+# A preference pair, the column (`chosen` or `rejected`) of its answer with media, and the processor's outputs for
+# prompt and answer
 MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
 # Prompts to compare with the processor; by modality, a prompt whose media replace a measured prompt's, to test their
 # effect; and all rows to measure
@@ -101,16 +102,17 @@ def check_pairs(
     targets, donors, rows = _cases(measure, pairs, processor_outputs)
     answers = _media_answers(measure, pairs, processor_outputs)
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in answers)]
-    media = {(pair, name): outputs for pair, name, outputs in answers}
+    outputs_of_answers = {(pair, column): outputs for pair, column, outputs in answers}
+    # Two sequences per pair: the prompt with the chosen, and with the rejected completion
     sequences = [
-        _with_outputs(sequence, media.get((pair, name)))
+        _with_outputs(sequence, outputs_of_answers.get((pair, column)))
         for pair in rows
-        for name, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
+        for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
     ]
     completions = [torch.tensor(ids, dtype=torch.long) for pair in rows for ids in (pair.chosen, pair.rejected)]
     ids, mask = (values.to(measure.device) for values in padded(completions))
     is_last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _N_COMPARED
-    learned = [pair.learned(name) for pair in rows for name in COMPLETIONS]
+    learned = [pair.learned(column) for pair in rows for column in COMPLETIONS]
     learned = pad_sequence(learned, batch_first=True).to(measure.device)
 
     def score_by_model() -> torch.Tensor:
@@ -123,7 +125,7 @@ def check_pairs(
         return pad_sequence(values, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        pairs_and_answers = [(pair, pair.answers.get(name)) for pair in rows for name in COMPLETIONS]
+        pairs_and_answers = [(pair, pair.answers.get(column)) for pair in rows for column in COMPLETIONS]
         prompts = [with_answer(measure.model, pair, answer) for pair, answer in pairs_and_answers]
         if rewards:
             batch = prompts, ids, mask
@@ -132,6 +134,7 @@ def check_pairs(
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     cases = targets, donors, rows
+    # A reward model gives one score per row
     return _compare(
         measure, cases, score_by_model, score, mask[:, :1] > 0 if rewards else learned & is_last, packs, answers
     )
@@ -153,10 +156,10 @@ def _media_answers(
         # A copy, as on other ranks. `check_pairs` looks for the pair in its rows by identity, so the original could
         # match two rows on this rank, and only one on other ranks.
         index, pair = first_with_media[0], replace(first_with_media[1])
-        return [(pair, name, processor_outputs(index, name)) for name in pair.answers]
+        return [(pair, column, processor_outputs(index, column)) for column in pair.answers]
 
-    name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
-    return broadcast_object_list([measure.require(name, answers_with_outputs)], from_process=holders[0])[0]
+    subject = "its processor, as `AutoProcessor.from_pretrained` loads it,"
+    return broadcast_object_list([measure.require(subject, answers_with_outputs)], from_process=holders[0])[0]
 
 
 def _compare(
@@ -189,8 +192,8 @@ def _compare(
 
         # Rows and answers with media, each with a function that puts a replacement into the list of rows
         rows_with_media = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
-        for pair, name, _ in answers:
-            rows_with_media.append((pair.answers[name], functools.partial(_replace_answer, rows, pair, name)))
+        for pair, column, _ in answers:
+            rows_with_media.append((pair.answers[column], functools.partial(_replace_answer, rows, pair, column)))
         for row, put_into_rows in rows_with_media:
 
             def score_other(

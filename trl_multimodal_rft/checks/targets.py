@@ -22,7 +22,7 @@ _MOST_SIZES = 64
 class Traits:
     """Facts about a prompt, by which all ranks select the same prompts to check."""
 
-    process: int
+    process: int  # rank of the process that has the prompt
     index: int  # of the prompt on its process
     length: int  # in tokens
     shapes: str  # of the media tensors, with the values of small integer tensors
@@ -36,8 +36,8 @@ def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
         for name, value in prompt.media.items()
     }
     fingerprints = {
-        kind: sum(value.double().sum().item() for value in _features_of(prompt, kind).values())
-        for kind in prompt.modalities
+        modality: sum(value.double().sum().item() for value in _features_of(prompt, modality).values())
+        for modality in prompt.modalities
     }
     return Traits(process, index, len(prompt), repr(sorted(shapes.items())), fingerprints)
 
@@ -46,38 +46,45 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     """
     Returns prompts to check, donors of other media by modality, and partners for a common forward.
 
-    The longest prompt of each modality, and the longest prompt of text alone, are checked, as their masks are the
-    hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone,
-    as they get the most padding, which may change their scores. For example, of prompts of 20 tokens with an image,
-    15 tokens with an image of another size, and 10 and 3 tokens of text, the prompts of 20 and 10 tokens are checked,
-    the donor has 15 tokens, and the partners have 15 and 3.
+    The longest prompt of each modality, and the longest prompt of text alone, are checked, because their masks are the
+    hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone.
+    They get the most padding, which may change their scores.
+
+    For example, two prompts have images of different sizes, and 20 and 15 tokens. Two prompts of text have 10 and 3
+    tokens. The prompts of 20 and 10 tokens are checked, the donor has 15 tokens, and the partners have 15 and 3.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
-    traits_by_kind = {
-        kind: matches for kind in MODALITIES if (matches := [trait for trait in longest if kind in trait.fingerprints])
+    traits_by_modality = {
+        modality: matches
+        for modality in MODALITIES
+        if (matches := [trait for trait in longest if modality in trait.fingerprints])
     }
     text_only = [trait for trait in longest if not trait.fingerprints]
-    candidates = dict.fromkeys([*(matches[0] for matches in traits_by_kind.values()), *text_only[:1]])
+    candidates = dict.fromkeys([*(matches[0] for matches in traits_by_modality.values()), *text_only[:1]])
     targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
     donors = {}
-    for kind, (first, *remaining) in traits_by_kind.items():
-        donor = next((trait for trait in remaining if trait.fingerprints[kind] != first.fingerprints[kind]), None)
+    for modality, (first, *others) in traits_by_modality.items():
+        donor = next((trait for trait in others if trait.fingerprints[modality] != first.fingerprints[modality]), None)
         if donor is not None:
-            donors[kind] = donor
-    others = [trait for trait in longest if trait is not targets[0]]
-    by_shape: dict[str, Traits] = {}
-    for trait in reversed(others):
+            donors[modality] = donor
+    non_first = [trait for trait in longest if trait is not targets[0]]
+    shortest_of_shapes: dict[str, Traits] = {}
+    for trait in reversed(non_first):
         if trait.fingerprints:
-            by_shape.setdefault(trait.shapes, trait)
-    partners = [trait for shapes, trait in by_shape.items() if shapes != targets[0].shapes]
+            shortest_of_shapes.setdefault(trait.shapes, trait)
+    partners = [trait for shapes, trait in shortest_of_shapes.items() if shapes != targets[0].shapes]
     # One partner of each modality comes first, beginning with the modalities of the first target
-    kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
-    one_per_kind = [trait for kind in kinds for trait in [t for t in partners if kind in t.fingerprints][:1]]
-    partners = list(dict.fromkeys([*one_per_kind, *partners]))[:_MOST_PARTNERS]
+    modalities = sorted(MODALITIES, key=lambda modality: modality not in targets[0].fingerprints)
+    one_per_modality = [
+        trait for modality in modalities for trait in [t for t in partners if modality in t.fingerprints][:1]
+    ]
+    partners = list(dict.fromkeys([*one_per_modality, *partners]))[:_MOST_PARTNERS]
+    # If all media have the shapes of the first target's, a prompt with these shapes is the partner
     return (
         targets,
         donors,
-        (partners or list(by_shape.values())[:1]) + [trait for trait in text_only if trait in others][-1:],
+        (partners or list(shortest_of_shapes.values())[:1])
+        + [trait for trait in text_only if trait in non_first][-1:],
     )
 
 
@@ -86,28 +93,28 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
     Returns a prompt with a donor's features, cut or repeated to the prompt's shapes. Without a donor, reverses the
     prompt's features in all dimensions, and subtracts floats from 1, so that a uniform image changes, too.
 
-    For 3 patches and a donor of 2 patches, the patches 0, 1 and 0 of the donor replace the prompt's. Zeros stay 0, and
-    no other number becomes 0, since some models take zeros for padding and drop them.
+    For 3 patches and a donor of 2 patches, the donor's patches 0, 1 and 0 replace the prompt's. Some models take zeros
+    for padding and drop them. So zeros stay 0, and a number that would become 0 stays as it is.
     """
     media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
     for name, value in _features_of(prompt, kind).items():
-        other = donor_features.get(name)
-        if other is None or other.dim() != value.dim() or not other.numel():
-            other = value.flip(tuple(range(value.dim())))
-            other = 1 - other if value.is_floating_point() else other
+        new_value = donor_features.get(name)
+        if new_value is None or new_value.dim() != value.dim() or not new_value.numel():
+            new_value = value.flip(tuple(range(value.dim())))
+            new_value = 1 - new_value if value.is_floating_point() else new_value
         for dim, size in enumerate(value.shape):
-            other = other.index_select(dim, torch.arange(size) % other.size(dim))
-        media[name] = torch.where((value == 0) | (other == 0), value, other.to(value.dtype))
+            new_value = new_value.index_select(dim, torch.arange(size) % new_value.size(dim))
+        media[name] = torch.where((value == 0) | (new_value == 0), value, new_value.to(value.dtype))
     return replace(prompt, media=media, mask_cache={}, on_device={})
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
     """Returns a modality's features without masks and sizes, or its integer codes if the family has no features."""
     tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
-    of_kind = {name: value for name, value in tensors.items() if modality_of(name) == kind}
-    of_kind = {name: value for name, value in of_kind.items() if "grid" not in name}
+    features = {name: value for name, value in tensors.items() if modality_of(name) == kind}
+    features = {name: value for name, value in features.items() if "grid" not in name}  # sizes, not contents
     floats, codes = (
-        {name: value for name, value in of_kind.items() if value.is_floating_point() == is_float}
+        {name: value for name, value in features.items() if value.is_floating_point() == is_float}
         for is_float in (True, False)
     )
     # Some families hold videos in the tensors of images, so that no tensor's name contains "video"
