@@ -63,15 +63,15 @@ class EndlessRows:
 
     def row_indices(self, start: int, n: int) -> list[int]:
         """Returns the row indices at `n` positions of the endless order from `start` on."""
-        positions = (divmod(position, len(self.rows)) for position in range(start, start + n))
-        return [int(self._order(epoch)[position]) for epoch, position in positions]
+        epochs_and_positions = (divmod(position, len(self.rows)) for position in range(start, start + n))
+        return [int(self._order(epoch)[position]) for epoch, position in epochs_and_positions]
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed + epoch))
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with arrays in place of the numeric lists that Arrow stores for them. Arrays copy faster."""
+    """Returns a row with arrays in place of numeric lists, in which Arrow stores arrays. Arrays copy faster."""
     arrays = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
     for column in ("prompt", "messages", "chosen", "rejected", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
@@ -160,8 +160,8 @@ class BatchShape:
         With `size=4`, `completions_per_row=2`, `n_ranks=2` and the rows 5, 0, 3, 7, rank 0 gets 5, 5, 0, 0, and rank 1
         gets 3, 3, 7, 7.
 
-        With `drop_last`, a partial batch becomes empty. Otherwise, if there are several ranks, it is filled up with
-        rows of `first_rows`, the first batch of the epoch.
+        With `drop_last`, a partial batch becomes empty. Otherwise, with several ranks, it is filled up with rows of
+        `first_rows`, the first batch of the epoch. With one rank, it stays partial.
         """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first_rows)), self.n_rows))
@@ -240,6 +240,7 @@ class EpochBatches:
 
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
         """Returns the indices of at most `n` batches from `start` on, up to the last batch of the run."""
+        # Whole epochs, and steps in the last epoch. `len(self)` counts the micro-batches of an epoch.
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.n_repeats)
         return range(start, min(start + n, end))
@@ -270,8 +271,8 @@ class StreamBatches:
     Batches of a stream. Row indices count the rows in the order of reading.
 
     With `use_rank_shards`, a rank reads only its shards if the stream has at least one shard per rank, and if no group
-    of completions spans two ranks. Ranks may then get different numbers of batches.
-    `skip_to_readable` skips rows before the first readable row of an epoch.
+    of completions spans two ranks. Ranks may then get different numbers of batches, and rank 1 of 4 counts its
+    rows as 1, 5, 9 and so on. `skip_to_readable` skips rows before the first readable row of an epoch.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class StreamBatches:
         while chunk := list(islice(rows, shape.n_rows)):
             first_rows = first_rows or chunk
             batch = RowBatch(shape.keys(chunk, first_rows), self._read_rows)
-            for _ in range(shape.n_repeats if len(batch) else 0):
+            for _ in range(shape.n_repeats if len(batch) else 0):  # a partial batch that is dropped is empty
                 yield batch
         if shape.drop_last and len(first_rows) < shape.n_rows:
             raise shape.too_few_rows_error(len(first_rows))

@@ -75,6 +75,7 @@ def load_mmau(
     ```
     """
     rows, audio = _read_rows_and_audio(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
+    # `other_attributes`, a dictionary or its JSON, holds further columns
     rows = [
         {**row, **(json.loads(extra) if isinstance(extra := row.get("other_attributes"), str) else extra or {})}
         for row in rows
@@ -190,14 +191,16 @@ def _read_rows_and_audio(
         rows = read_json(file)
     else:
         dataset = load_rows(str(path), None, split, streaming=False)
-        name = next((name for name in columns if name in dataset.column_names), None)
-        if name is not None:
-            return list(dataset.remove_columns(name)), dataset.select_columns([name]).rename_columns({name: "audio"})
+        audio_column = next((name for name in columns if name in dataset.column_names), None)
+        if audio_column is not None:
+            return list(dataset.remove_columns(audio_column)), dataset.select_columns([audio_column]).rename_columns(
+                {audio_column: "audio"}
+            )
         rows = list(dataset)
     folder, audio_files = Path(path) if file is None else file.parent, {}
     for index, row in enumerate(rows):
-        name = required(row, index, *_AUDIO_PATH_KEYS)
-        audio_file = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
+        path_in_row = required(row, index, *_AUDIO_PATH_KEYS)
+        audio_file = folder / path_in_row if audio_dir is None else Path(audio_dir, Path(path_in_row).name)
         if audio_file.is_file():
             audio_files[index] = str(audio_file.absolute())
         elif not skip_missing:

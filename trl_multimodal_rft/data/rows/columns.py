@@ -116,8 +116,8 @@ _FILE_ENDING = re.compile(
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
     """
-    Raises a `ValueError` for a column `prompts` or `completions`, names under which reward functions get those of the
-    batch.
+    Raises a `ValueError` for a column `prompts` or `completions`. Under these names, reward functions get the prompts
+    and completions of the batch.
     """
     for column in ("prompts", "completions"):
         if column in row:
@@ -134,7 +134,8 @@ def check_has_prompt(row: Mapping[str, Any]) -> None:
 
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
-    """Returns the name of the other tool's layout that fits the columns of a row, `None` if none does."""
+    """Returns the name of the other tool's layout that fits a row or its features, `None` if none does."""
+    # By layout, a column that must hold dictionaries, and keys that they must have
     nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, needed_columns in _LAYOUTS:
         column, keys = nested_keys.get(layout, ("", set()))
@@ -158,7 +159,7 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
             )
         return
     likely_prompt = next(
-        (column for other in _PROMPT_NAMES for column in columns if column.strip().lower() == other), None
+        (column for prompt_name in _PROMPT_NAMES for column in columns if column.strip().lower() == prompt_name), None
     )
     remedy = "rename the right one" if likely_prompt is None else f"rename {likely_prompt!r} to 'prompt'"
     if likely_prompt == "messages":  # the last message may be the answer
@@ -234,6 +235,7 @@ def rows_to_messages(
         for i, prompt in enumerate(prompts):
             is_text = isinstance(prompt, str)
             messages = [{"role": "user", "content": prompt}] if is_text else prompt
+            # In a plain-text prompt, a placeholder token of the model stays text
             tag_modalities = [modality for modality in MODALITIES if not (is_text and f"<{modality}>" in placeholders)]
             prompts[i] = readers[i].put_media(messages, media[i], prompt_columns[i], tag_modalities)
         if next(iter_refs(prompts), None) is not None:
@@ -473,24 +475,24 @@ class _RowReader:
                 unplaced_blocks += [{"type": modality, modality: ref} for ref in refs]
 
         if unplaced_blocks:
-            user = next((message for message in messages if message["role"] == "user"), None)
-            if user is None:
+            user_message = next((message for message in messages if message["role"] == "user"), None)
+            if user_message is None:
                 raise next(iter_refs(unplaced_blocks)).error(
                     "no user message to put it in; add one, or a placeholder block"
                 )
-            user["content"] = unplaced_blocks + (_as_blocks(user).get("content") or [])
+            user_message["content"] = unplaced_blocks + (_as_blocks(user_message).get("content") or [])
         return messages
 
     def tags_to_placeholders(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
         """Turns literal texts of a message, such as `"<image>"`, into placeholders."""
         if message["role"] in ("assistant", "tool"):
             return
-        tag, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
+        tag_pattern, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
         for block in _as_blocks(message).get("content") or []:
-            if block["type"] != "text" or not tag.search(block.get("text", "")):
+            if block["type"] != "text" or not tag_pattern.search(block.get("text", "")):
                 blocks.append(block)
                 continue
-            for i, piece in enumerate(tag.split(block["text"])):  # text and modality alternate
+            for i, piece in enumerate(tag_pattern.split(block["text"])):  # text and modality alternate
                 if i % 2:
                     blocks.append({"type": piece, piece: self.ref(piece, None, path)})
                 elif piece:
@@ -572,6 +574,7 @@ class _RowReader:
             )
         if modality is not None:
             options = {key: item for key, item in block.items() if key not in _HINTS}
+            # Scalar arrays become numbers
             options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
             if sources and isinstance(sources[0], MediaRef):
                 return {"type": modality, modality: sources[0]}  # the block is already parsed
@@ -613,22 +616,24 @@ def holds_several_media(modality: str, value: Any) -> bool:
         return False
     if modality == "image":
         return not (value and isinstance(value[0], list))
-    entry = next((item for item in value if not is_absent(item)), None)
+    first_item = next((item for item in value if not is_absent(item)), None)
     if modality == "audio":
-        return isinstance(entry, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(entry, "get_all_samples")
-    if isinstance(entry, dict):
-        entry = next((entry[key] for key in ("path", "url") if entry.get(key) is not None), None)
-    if isinstance(entry, (str, os.PathLike)):
+        return isinstance(first_item, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(
+            first_item, "get_all_samples"
+        )
+    if isinstance(first_item, dict):
+        first_item = next((first_item[key] for key in ("path", "url") if first_item.get(key) is not None), None)
+    if isinstance(first_item, (str, os.PathLike)):
         # Files of other types are the frames of one video
-        return (mimetypes.guess_type(urlsplit(os.fspath(entry)).path)[0] or "").startswith("video/")
-    return hasattr(entry, "get_frames_at") or (isinstance(entry, Encoded) and entry.modality == "video")
+        return (mimetypes.guess_type(urlsplit(os.fspath(first_item)).path)[0] or "").startswith("video/")
+    return hasattr(first_item, "get_frames_at") or (isinstance(first_item, Encoded) and first_item.modality == "video")
 
 
 def check_not_serialized(text: str | Sequence | None, column: str, row_index: int) -> None:
     """Raises a [`MediaError`] for a serialized list of messages, which would become the text of a user message."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
-    for name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
+    for decoder_name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
         try:
             messages = decode(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -636,7 +641,7 @@ def check_not_serialized(text: str | Sequence | None, column: str, row_index: in
         if all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages):
             raise MediaError(
                 f"row {row_index}, column '{column}': is the text of a list of messages; decode it: "
-                f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
+                f"`dataset.map(lambda row: {{'{column}': {decoder_name}(row['{column}'])}})`"
             )
         return
 

@@ -17,7 +17,7 @@ _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user"
 
 def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
-    Returns a dataset's file, and a function that renames the columns of its rows.
+    Returns a dataset's file, and a function of a row and its index that renames the columns of the row.
 
     `folder/NAME` stands for the entry `NAME` of `folder/dataset_info.json`. The path of a `dataset_info.json` stands
     for its only entry. Other paths are returned unchanged.
@@ -34,8 +34,8 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
     if "file_name" in entry:  # LLaMA-Factory maps its names to names in the file, and ms-swift maps in reverse
-        defaults = {"prompt": "instruction", "query": "input", "response": "output"}
-        columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
+        alpaca_names = {"prompt": "instruction", "query": "input", "response": "output"}
+        columns = {name_in_file: alpaca_names.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
         problem = f"{file} names no file for {name!r}, only the entries {', '.join(map(repr, entries))}"
         raise ValueError(f"{problem}; name one with a file as '{file.parent}/NAME'.{did_you_mean(name, entries)}")
@@ -53,13 +53,14 @@ def conversation(
     if column in ("query", "instruction"):
         question = required(row, index, "messages", "conversations", column)
         question += f"\n{row['input']}" if column == "instruction" and row.get("input") else ""
+        # A pair is a question and its answer, which is `None` where the row ends with the question
         turns: Iterable = [
             {"role": role, "content": text}
-            for pair in [
+            for turn_pair in [
                 *(row.get("history") or ()),
                 [question, row.get("response" if column == "query" else "output")],
             ]
-            for role, text in zip(("user", "assistant"), pair, strict=True)
+            for role, text in zip(("user", "assistant"), turn_pair, strict=True)
             if text is not None
         ]
     else:
@@ -93,8 +94,8 @@ def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int)
     """Returns a prompt, its chosen and its rejected answer. In ms-swift's rows, the last message is chosen."""
     pair: dict[str, Any] = {"prompt": chat}
     last_message = chat.pop() if row.get("chosen") is None and chat[-1]["role"] == "assistant" else None
-    for name, columns in (("chosen", ()), ("rejected", ("rejected_response", "rejected_messages"))):
-        value = last_message if name == "chosen" and last_message is not None else required(row, index, name, *columns)
+    for name, aliases in (("chosen", ()), ("rejected", ("rejected_response", "rejected_messages"))):
+        value = last_message if name == "chosen" and last_message is not None else required(row, index, name, *aliases)
         value = {"role": "assistant", "content": value} if isinstance(value, str) else value
         *context, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
         # The messages before the answer are absent, or repeat the prompt, with or without its first (system) message

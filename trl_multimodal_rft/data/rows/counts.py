@@ -68,8 +68,8 @@ def describe_empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
         column: empty_row_indices(dataset, column) for column in columns if column in dataset.format["columns"]
     }
     row_texts = {
-        column: f"{len(rows)} of {len(dataset)} rows, first in {rows[0]}"
-        for column, rows in row_indices.items()
-        if rows
+        column: f"{len(indices)} of {len(dataset)} rows, first in {indices[0]}"
+        for column, indices in row_indices.items()
+        if indices
     }
-    return "; ".join(f"column {column!r} is empty in {rows}" for column, rows in row_texts.items())
+    return "; ".join(f"column {column!r} is empty in {text}" for column, text in row_texts.items())

@@ -60,7 +60,7 @@ class DifficultySampler:
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the row indices of a batch. Draws this batch and those to prefetch, without rows in `left_out`."""
+        """Returns the row indices of a batch. Draws it and the batches to prefetch, without the rows in `left_out`."""
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn_rows:
                 self._drawn_rows[index] = self._draw(index, left_out)
@@ -98,7 +98,7 @@ class DifficultySampler:
         )
 
     def coverage(self) -> tuple[float, float]:
-        """Returns the share of rows whose pass rate is known, and the mean of these rates, 0 if there are none."""
+        """Returns the share of rows whose pass rate is known, and the mean of these rates, 0 if none is known."""
         is_known = ~self.rates.isnan()
         return is_known.double().mean().item(), self.rates[is_known].mean().item() if is_known.any() else 0.0
 

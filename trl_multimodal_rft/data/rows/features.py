@@ -51,13 +51,13 @@ def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
     """Applies `change(item, path)` to items of nested lists and dictionaries. Doesn't copy unchanged containers."""
     # Not `isinstance(value, list)`, which would decode a `Decoded`
     if issubclass(type(value), list):
-        before = cast(list, value)
-        items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]
-        return cast(T, items) if any(map(operator.is_not, items, before)) else value
+        old_items = cast(list, value)
+        new_items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(old_items)]
+        return cast(T, new_items) if any(map(operator.is_not, new_items, old_items)) else value
     if issubclass(type(value), dict):
-        fields = cast(dict, value)
-        entries = {key: map_items(item, change, f"{path}.{key}") for key, item in fields.items()}
-        return cast(T, entries) if any(map(operator.is_not, entries.values(), fields.values())) else value
+        old_fields = cast(dict, value)
+        new_fields = {key: map_items(item, change, f"{path}.{key}") for key, item in old_fields.items()}
+        return cast(T, new_fields) if any(map(operator.is_not, new_fields.values(), old_fields.values())) else value
     return change(value, path)
 
 
@@ -82,6 +82,7 @@ def _file_entry(value: Any) -> dict[str, Any] | None:
     return {"bytes": None, "path": value} if isinstance(value, str) else None
 
 
+# Features that store files without torchcodec, by the features that decode
 _STORING_FEATURES = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
 
@@ -114,7 +115,10 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """Rows of a dataset, with stored media. A cast of the dataset would copy the files in nested features."""
+    """
+    Rows of a dataset, with stored media. Reads Arrow's tables rather than a cast of the dataset, which would copy the
+    files in nested features.
+    """
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -138,6 +142,7 @@ def restore_media(value: T) -> T:
     if isinstance(value, list):
         return cast(T, [restore_media(item) for item in value])
     if isinstance(value, dict):
+        # In parsed messages, the options of a block are in its reference
         options = [item.options for item in value.values() if isinstance(item, MediaRef)]
         return cast(T, {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {}))
     return value

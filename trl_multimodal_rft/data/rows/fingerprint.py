@@ -29,7 +29,8 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
     if not isinstance(dataset, Dataset):
         return {}
     columns = sorted(dataset.column_names)
-    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]  # a step of 1 for an empty dataset
+    # The step between rows is rounded up, and 1 for an empty dataset
+    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     checksums = {}
     for i, row_index in enumerate(row_indices):
@@ -83,6 +84,7 @@ def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator
             if isinstance(value, bytes):
                 yield from (repr(len(value)).encode(), value)
                 continue
+            # A file counts by its name and size, not by its folder
             if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
                 value = os.path.basename(path), os.path.getsize(path)
             yield repr(value).encode()

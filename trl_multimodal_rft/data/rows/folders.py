@@ -88,7 +88,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
                 writer.write_table(row_group)
                 n_bytes += row_group.nbytes
                 row_group = next(row_groups, None)
-    for index, file in enumerate(files):  # as the Hub names files, by their number, which is known only now
+    for index, file in enumerate(files):  # as on the Hub, names have the number of files, known only now
         file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 

@@ -112,14 +112,14 @@ def load_conversations(
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, column = conversation(row, index)
-        # In rows with messages, columns of these names hold something else, and are kept
+        # These columns are the conversation only in rows without messages. Otherwise they are kept.
         converted_columns.update(("instruction", "input", "output") if column == "instruction" else ())
         if task == "dpo":
             is_pair = any(row.get(name) for name in ("rejected", "rejected_response", "rejected_messages"))
-            label = None if is_pair else next((name for name in LABELS if row.get(name) is not None), None)
-            if label is not None:
+            label_column = None if is_pair else next((name for name in LABELS if row.get(name) is not None), None)
+            if label_column is not None:
                 raise ValueError(
-                    f"row {index} has one answer and its '{label}', no pair; convert with 'kto' as the task."
+                    f"row {index} has one answer and its '{label_column}', no pair; convert with 'kto' as the task."
                 )
             return preference_pair(chat, row, index)
         has_answer = chat[-1]["role"] == "assistant"
@@ -134,11 +134,11 @@ def load_conversations(
             return {"messages": chat}
         if task == "kto":
             required(row, index, *LABELS)
-            name = next(name for name in LABELS if row.get(name) is not None)
+            label_column = next(name for name in LABELS if row.get(name) is not None)
             return {
                 "prompt": chat[:-1],
                 "completion": chat[-1:],
-                "label": truth_value(row[name], name, index, is_required=True),
+                "label": truth_value(row[label_column], label_column, index, is_required=True),
             }
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
@@ -146,6 +146,7 @@ def load_conversations(
         solution = row.get("solution")
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
+    # Columns that the result replaces, so they aren't kept
     converted_columns = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
     converted_columns |= (
         {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
@@ -468,13 +469,14 @@ def load_omni_preference(
     files_by_name = {_plain_name(file.name): file for file in (root / "audio_files").rglob("*.*")}
 
     def locate_file(path: str) -> str:
+        # Some paths of sounds end with "_" after the extension
         relative_path = path.removeprefix("/data/").rstrip("_")
-        files = (
+        candidates = (
             root / relative_path,
             root / "video-dataset" / relative_path,
             files_by_name.get(_plain_name(Path(relative_path).name), root / relative_path),
         )
-        return str(next((file for file in files if file.is_file()), relative_path))
+        return str(next((file for file in candidates if file.is_file()), relative_path))
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         columns = [f"{modality}s" for modality in MODALITIES]
@@ -486,7 +488,7 @@ def load_omni_preference(
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
             match = _JUDGE_CONTEXT.search(row["messages"][0]["content"].partition("### Context")[2])
-            question, *answers = match.groups() if match else ()
+            question, *answers = match.groups() if match else ()  # unpacking `()` raises a `ValueError`
             verdict = json.loads(row["solution"])
             step, scores = _STEPS[verdict["better"]], [float(verdict[name]) for name in ("score_A", "score_B")]
         except (LookupError, TypeError, ValueError) as error:
@@ -540,7 +542,7 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
         return names
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        _, *names = pair_columns(row, index)
+        _, *names = pair_columns(row, index)  # columns of the first and the second file
         if (label := row.get("label_0")) not in (None, 0, 0.5, 1):
             raise ValueError(f"row {index}, column 'label_0': is {label!r}; write 1, 0 or 0.5 (a tie).")
         files = [row[name] for name in (names[::-1] if label == 0 else names)]
@@ -596,8 +598,8 @@ def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, A
     """Reads the lines of a file of Charades-STA as rows. Skips spans that end before they start, with a warning."""
     rows, lines = [], file.read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
-        span, separator, sentence = line.partition("##")
-        words = span.split()
+        video_and_span, separator, sentence = line.partition("##")
+        words = video_and_span.split()
         if not separator or len(words) != 3:
             raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
         video, start, end = words[0], float(words[1]), float(words[2])
@@ -625,9 +627,11 @@ def _load_converted(
     """
     Returns a dataset of the columns that `convert` returns, the media, and the file's other columns.
 
-    Columns of the file in `converted_columns` are left out, and with `None` all of them. With `allow_answer_media`,
-    marks in answers of pairs can stand for media. The row `{"conversations": ..., "image": "a.png", "id": 1}` of LLaVA
-    becomes `{"messages": ..., "images": ["/folder/a.png"], "id": 1}`, with a block `{"type": "image"}` in a message.
+    `read` reads the rows of a JSON file. `with_media` returns a row with its media in columns such as `images`. The
+    result has no column of the file in `converted_columns`, and with `None` no other column of the file. With
+    `allow_answer_media`, marks in answers of pairs can stand for media. The row `{"conversations": ..., "image":
+    "a.png", "id": 1}` of LLaVA becomes `{"messages": ..., "images": ["/folder/a.png"], "id": 1}`, with a block
+    `{"type": "image"}` in a message.
     """
     rows, media = _read_rows_and_media(path, split, media_dir, with_media, read)
     converted_rows = [convert(row, index) for index, row in enumerate(rows)]
@@ -643,6 +647,7 @@ def _load_converted(
         for name, messages in _chats_with_placeholders(row_chats, row, index, have_answer_media[index]).items():
             columns[name][index] = messages
     if converted_columns is not None:
+        # A dictionary in place of a set, to keep the order
         other_columns = {
             key: None
             for row in rows
@@ -653,13 +658,16 @@ def _load_converted(
     blocks = [
         b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
     ]
+    # All blocks get the same keys, because a column of Arrow has one type of struct
     option_names = sorted({key for block in blocks for key in block} - {"type", "text"})
-    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
-    block = {"type": Value("string"), "text": Value("string"), **types}
+    option_features = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
+    block_feature = {"type": Value("string"), "text": Value("string"), **option_features}
     datasets = []
     for name, values in columns.items():
         features = (
-            Features({name: List({"role": Value("string"), "content": List(block)})}) if name in chat_columns else None
+            Features({name: List({"role": Value("string"), "content": List(block_feature)})})
+            if name in chat_columns
+            else None
         )
         try:
             datasets.append(Dataset.from_dict({name: values}, features))
@@ -732,7 +740,7 @@ def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
 
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
-    """Returns the media in column `name` and its plural, with absolute paths. Moves entries to the plural column."""
+    """Returns media of the columns `name` and `{name}s`, with absolute paths. Moves their entries to `{name}s`."""
     items, files, modality = [], [], name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
@@ -769,6 +777,7 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
 def _answers_hold_media(pair: dict[str, Any], row: dict[str, Any]) -> bool:
     """Returns whether marks in answers stand for media: the row has one medium of a modality per mark of the pair."""
     chat_texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
+    # By modality, the counts in the prompt, the chosen and the rejected answer
     mark_counts = {modality: [text.count(f"<{modality}>") for text in chat_texts] for modality in MODALITIES}
     return any(
         any(counts[1:]) and sum(counts) == len(row.get(f"{modality}s") or ())
@@ -781,9 +790,9 @@ def _chats_with_placeholders(
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns a row's chats as messages of blocks, with placeholders in the prompt, and in answers that hold media."""
 
-    def split_into_blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
+    def split_into_blocks(chat: list[dict[str, str]], mark_pattern: re.Pattern) -> list[dict[str, Any]]:
         # Texts and the modalities of marks alternate
-        pieces_by_message = [[*enumerate(marks.split(message["content"]))] for message in chat]
+        pieces_by_message = [[*enumerate(mark_pattern.split(message["content"]))] for message in chat]
         contents = [
             [{"type": piece} if i % 2 else {"type": "text", "text": piece} for i, piece in pieces if piece]
             for pieces in pieces_by_message
@@ -809,10 +818,10 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
             first_values = {
                 key: value[0] if isinstance(value, list) and value else value for key, value in row.items()
             }
-            files = {
-                key: file for key, file in first_values.items() if isinstance(file, str) and not _is_media_column(key)
+            texts = {
+                key: text for key, text in first_values.items() if isinstance(text, str) and not _is_media_column(key)
             }
-            media_column = next((key for key, file in files.items() if file_modality(file) == modality), None)
+            media_column = next((key for key, text in texts.items() if file_modality(text) == modality), None)
             remedy = (
                 "add it, or remove the tag from the text"
                 if media_column is None

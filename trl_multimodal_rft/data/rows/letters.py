@@ -14,6 +14,7 @@ _STATED_LETTER = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _OPTION_WORD = re.compile(r"(?:option|choice) (?=\(?[a-z]\b)", re.IGNORECASE | re.ASCII)
+# "B.", "(C)" or "D:" at the start or after a blank, or a text of one letter
 _LISTED_LETTER = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
 
@@ -26,8 +27,8 @@ def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
     stated = _STATED_LETTER.fullmatch(text, start)
     if stated is not None:
         return stated[1].upper(), len(text)
-    option = _OPTION_WORD.match(text, start)
-    letter = LETTER.match(text, start if option is None else option.end())
+    option_word = _OPTION_WORD.match(text, start)
+    letter = LETTER.match(text, start if option_word is None else option_word.end())
     return None if letter is None else ((letter[1] or letter[2] or letter[3]).upper(), letter.start(4))
 
 
@@ -37,7 +38,10 @@ def listed_letters(text: str) -> set[str]:
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
-    """Returns choices without their letters ("A. cat", "B. dog"), or unchanged if their letters aren't in order."""
+    """
+    Returns choices without their letters: `["cat", "dog"]` for `["A. cat", "B. dog"]`. Choices whose letters aren't A,
+    B and so on, in order, stay unchanged.
+    """
     matches = [LETTER.match(choice) for choice in choices]
     letters_are_in_order = all(
         match is not None and match[4] and (match[1] or match[2] or "") == chr(ord("A") + i)

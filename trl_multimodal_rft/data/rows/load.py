@@ -23,8 +23,8 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
     hint = ", which is no local file or folder," if path is None and "://" not in name else ""
     with one_line_errors(f"the dataset {name!r}{hint}"):
         if config is not None and path is not None and (path.is_file() or is_saved_to_disk(path)):
-            kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
-            raise ValueError(f"{kind} has no configurations, so leave out {config!r}")
+            path_type = "a file" if path.is_file() else "a folder of `save_to_disk`"
+            raise ValueError(f"{path_type} has no configurations, so leave out {config!r}")
         if path is not None and is_saved_to_disk(path):
             saved = datasets.load_from_disk(path)
             if isinstance(saved, dict) and split not in saved:
@@ -143,6 +143,7 @@ def read_json(file: Path) -> list[dict[str, Any]]:
 def read_video_questions(file: Path) -> list[dict[str, Any]]:
     """Reads rows of Video-R1, or converts IntentTrain's multiple-choice questions about videos to such rows."""
     rows = read_json(file)
+    # Only rows of IntentTrain have these columns
     if not any({"answer", "video"} & {*row} for row in rows):
         return rows
     rows = [row for row in rows if row.get("problem_type") == "multiple choice"]

@@ -68,8 +68,8 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     ```
     """
     check_pairs(dataset)
-    parts = _SLOTS.split(template)  # texts and names of slots alternate
-    if sorted(parts[1::2]) != ["answer_a", "answer_b", "question"]:
+    template_parts = _SLOTS.split(template)  # texts and names of slots alternate
+    if sorted(template_parts[1::2]) != ["answer_a", "answer_b", "question"]:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
     pairs = dataset.select_columns([name for name in (*_PAIR_COLUMNS, TIE) if name in dataset.column_names])
@@ -87,7 +87,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
                 "answer_a": [_text_block(first)],
                 "answer_b": [_text_block(second)],
             }
-            content = [slots[part] if i % 2 else [_text_block(part)] for i, part in enumerate(parts) if part]
+            content = [slots[part] if i % 2 else [_text_block(part)] for i, part in enumerate(template_parts) if part]
             columns["prompt"].append([{"role": "user", "content": _join_text_blocks(sum(content, []))}])
             columns["solution"].append("tie" if truth_value(tie, TIE, index) else better)
     has_prompt_blocks = isinstance(pairs[0]["prompt"], list) and isinstance(pairs[0]["prompt"][0]["content"], list)
@@ -178,6 +178,7 @@ def check_all_is_read(
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         unread_parts = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
+        # Without `allowed_keys`, `[key]` allows every key
         unread_parts += [key for key in further_keys(message) if key not in (allowed_keys or [key])]
         if unread_parts:
             problem = f"nobody would read {unread_parts[0]!r} of the message; write it as text, or remove it"

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # to wait for workers that no signal ends, such as those that read a hanging folder
+_END_SECONDS = 10.0  # seconds to wait for workers that no signal ends, such as those that read a hanging folder
 
 
 class _HangingWorkers(BrokenProcessPool):
@@ -101,16 +101,18 @@ class PrefetchPool(Generic[T]):
         Returns a pickled row, or `None` for a row that this process must read itself. Raises a `BrokenProcessPool` if
         a worker was killed, or if all workers hang.
         """
-        last_progress, n_read, limit = time.monotonic(), -1, None
+        last_progress, n_read, max_seconds = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None:
                 continue
-            if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
+            if n_read != (n_read := sum(other_job.done() for other_job in self._jobs.values())):
                 last_progress = time.monotonic()  # workers are reading earlier rows
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
-                limit = self._patience(row_index) if limit is None and self._patience is not None else limit
-                if limit is None or time.monotonic() - last_progress < limit:
+                max_seconds = (
+                    self._patience(row_index) if max_seconds is None and self._patience is not None else max_seconds
+                )
+                if max_seconds is None or time.monotonic() - last_progress < max_seconds:
                     continue
                 error = _HangingWorkers
             self._kill_workers(self._pool._result_queue)

@@ -57,7 +57,7 @@ class _UnreadMedia:
     @property
     def likely_modality(self) -> str | None:
         return self.modality or next(
-            (k for k, names in _MODALITY_WORDS.items() if re.search(names, self.path.lower())), None
+            (modality for modality, words in _MODALITY_WORDS.items() if re.search(words, self.path.lower())), None
         )
 
     def suits_any(self, modalities: Collection[str]) -> bool:
@@ -73,9 +73,9 @@ class _UnreadMedia:
         elif modality is None:
             remedy = "rename it to 'audio', 'image' or 'video'"
         else:
-            renames = self.path == self.column and column not in columns
-            remedy = f"{'rename' if renames else 'move'} it to {column!r}"
-            remedy += f" (`rename_column({self.column!r}, {column!r})`)" * renames
+            can_rename = self.path == self.column and column not in columns
+            remedy = f"{'rename' if can_rename else 'move'} it to {column!r}"
+            remedy += f" (`rename_column({self.column!r}, {column!r})`)" * can_rename
         return f"{self.path!r} ({self.evidence}): {remedy}"
 
 
@@ -161,7 +161,7 @@ def check_columns(
         if is_text_alone and dataset_part != "some":
             raise MediaError(message)
         warnings.append(message)
-    # Options that change no medium of the prompts
+    # Options that change no medium of the prompts. `message_columns` may include a teacher's media columns.
     modalities |= {
         MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
     } - {None}
@@ -210,8 +210,8 @@ def _inspect_dataset(
     """
     if not lists_columns(dataset):
         return {}, [], set()
-    n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
-    indices = [i * len(dataset) // n for i in range(n)]
+    n_rows = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
+    indices = [i * len(dataset) // n_rows for i in range(n_rows)]
     if isinstance(dataset, Sequence):
         return {}, [dataset[i] for i in indices], set()
     features = dict(dataset.features)
@@ -224,7 +224,7 @@ def _inspect_dataset(
         }
         # Other columns aren't read, because reading decodes their media. Their features show the media.
         text_columns = [
-            c for c, entry in features.items() if _holds_text(entry) and not [*_media_in_feature(entry, c)]
+            c for c, feature in features.items() if _holds_text(feature) and not [*_media_in_feature(feature, c)]
         ]
         values = dataset.select_columns(text_columns).with_format(None)[indices] if text_columns else {}
         rows = [
@@ -233,7 +233,8 @@ def _inspect_dataset(
     modalities = {
         MEDIA_COLUMNS[column] for column in filled_columns.difference(ignored) if [*feature_leaves(features[column])]
     }
-    leaves = [entry for column in message_columns for entry in feature_leaves(features.get(column, Value("null")))]
+    # Keys and features in the columns of messages
+    leaves = [leaf for column in message_columns for leaf in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
         modalities |= {*MODALITIES}
     # JSON may hold media of any modality
@@ -249,10 +250,11 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _media_in_feature(feature, column):
         return _UnreadMedia(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
-    media = [[*find_media(value, column)] for value in values]
-    in_every_cell = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
-    findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
-    for is_list, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
+    cells = [[*find_media(value, column)] for value in values]  # paths, modalities and media by cell
+    in_every_cell = all(media or is_absent(value) or not value for media, value in zip(cells, values, strict=True))
+    findings = [(isinstance(values[i], (list, tuple)), *medium) for i, media in enumerate(cells) for medium in media]
+    # Media before texts that may be names of files
+    for is_list, path, modality, medium in sorted(findings, key=lambda finding: isinstance(finding[-1], str)):
         if isinstance(medium, Encoded):
             continue  # stored in a dataset, whose features show the medium when they are checked
         if isinstance(medium, str):
