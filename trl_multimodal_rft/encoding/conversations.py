@@ -111,8 +111,8 @@ def encode_turn(
     earlier_messages, messages = [*history, stand_in_turn(results)], list(results)
     earlier_text = _render(earlier_messages, processor, template_kwargs, False)
     whole_text = _render([*earlier_messages, *messages], processor, template_kwargs, True)
-    # Many templates write a line break after the end of a turn. The model doesn't sample the break, so the results
-    # begin with the break
+    # Length of the earlier text up to the last token that ends a turn. Many templates write a line break after this
+    # token. The model doesn't sample the break, so the results begin with the break.
     n_kept = max(
         (start + len(end) for end in ends if (start := earlier_text.rfind(end)) >= 0), default=len(earlier_text)
     )
@@ -226,8 +226,8 @@ def encode_prefix(
     spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
     media_spans, fields = [(span, turn) for span, turn in spans if turn.media], {}
     for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
-        value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
-        fields[name] = continued_field(model, name, value[None], n)[0]
+        prompt_field = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
+        fields[name] = continued_field(model, name, prompt_field[None], n)[0]
         for span, turn in media_spans:
             fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
     if not media_spans:
@@ -255,7 +255,10 @@ def encode_prefix(
 
 
 def _decoded_spans(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
-    """Returns spans and decoded media of a conversation's parts, or `()` if some media weren't kept."""
+    """
+    Returns spans and decoded media of a conversation, or `()` if some media weren't kept. An item of `parts` is the
+    index of a part's first token, and the encoded part.
+    """
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
     return tuple(

@@ -160,6 +160,7 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
     if processor is None or max_pixels == math.inf:
         return {}
     size, max_tiles = getattr(processor, "size", None) or {}, getattr(processor, "max_patches", None)
+    # Tiles of a fixed size, as of InternVL; then tokens, as of Gemma 4; then a longest edge in tiles, as of Idefics3
     if max_tiles is not None and getattr(processor, "min_patches", None) is not None:
         return {
             "max_patches": min(
@@ -265,7 +266,7 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
     Returns the frame rate of a prompt's videos, the highest if rates differ slightly, or `None` if no rate is known.
     Raises a [`MediaError`] if rates differ by more than `_RATE_FACTOR`.
     """
-    rates = {}  # videos by the number of their sampled frames per second
+    rates = {}  # references to videos by their number of sampled frames per second
     for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
             rates[
@@ -339,6 +340,7 @@ def _resized_frames(
     """Resizes frames `(N, H, W, 3)` of a video to the size that the processor would choose for all `count` frames."""
     if not video_processor.do_resize:
         return frames
+    # On the meta device, resizing computes nothing but the size
     whole_video = video_processor.resize(
         videos=torch.empty(1, count, 3, *frames.shape[1:3], dtype=torch.uint8, device="meta"),
         size=SizeDict(**limits) if isinstance(limits, dict) else limits,
@@ -366,8 +368,9 @@ def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2
 
 def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
     """
-    Returns the pixel limits of an image, or of one frame if `size` limits all `count` frames of a video together. The
-    option `max_pixels` also lowers the minimum, and `min_pixels` also raises the maximum.
+    Returns the pixel limits of an image, or of one frame if `size` limits all `count` frames of a video together. In
+    Qwen's processors, `shortest_edge` and `longest_edge` of `size` are numbers of pixels, not edges. The option
+    `max_pixels` also lowers the minimum, and `min_pixels` also raises the maximum.
     """
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
@@ -461,6 +464,6 @@ def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.T
     for tensor in tensors:
         pad_sizes = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
         pad_sizes[dim] = 0
-        pairs = [p for m in reversed(pad_sizes) for p in (0, m)]  # `F.pad` begins with the last dimension
+        pairs = [n for n_right in reversed(pad_sizes) for n in (0, n_right)]  # `F.pad` begins with the last dimension
         padded.append(F.pad(tensor, pairs, value=value) if any(pad_sizes) else tensor)
     return torch.cat(padded, dim)

@@ -139,7 +139,7 @@ def _shortfall(begin: int, length: int, size: int) -> str | None:
 
 
 def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
-    """Looks for the end of the chunk of samples in WAV and AIFF, or of each RIFF chunk in AVI, one per GB."""
+    """Looks for the end of the chunk of samples in WAV and AIFF, or of each RIFF chunk in AVI (one chunk per GB)."""
     start = stream.tell()
     head = stream.read(12)
     byte_order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
@@ -258,6 +258,7 @@ def _missing_in_mp3(stream: BinaryIO, size: int) -> str | None:
     tag = re.search(rb"Xing|Info", frame)
     if not tag:
         return None
+    # After its name, the header has 4 bytes of flags, then the fields that the flags announce
     flags, fields = int.from_bytes(frame[tag.end() :][:4], "big"), frame[tag.end() + 4 :]
     if not flags & 2:  # the header has no length
         return None

@@ -16,7 +16,7 @@ from .rules import DEFAULT_RULES, MediaRules
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
 
-# Characters from which a word in a message counts as data rather than text, and is shortened
+# Number of characters from which a word in a message is shortened, because it is probably data rather than text
 _LONGEST_WORD = 300
 
 

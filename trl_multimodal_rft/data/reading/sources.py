@@ -97,6 +97,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         remedy = "remove the row, or raise `media_timeout`"
         raise ref.error(f"cannot read '{masked_url(path)}' ({error}); {remedy}") from None
     except (ImportError, ValueError) as error:
+        # For an unknown protocol, `fsspec` raises a `ValueError`
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
         raise ImportError(str(ref.error(f"no installed package reads {protocol}: {error}"))) from error
