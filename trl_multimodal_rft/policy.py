@@ -160,6 +160,7 @@ class Processes:
         if self.accelerator.num_processes == 1:
             pass
         elif not is_unsharded(self.accelerator):
+            # Every rank gathers the weights of the encoders that any rank uses
             presence = torch.tensor([[modality in present for modality in MODALITIES]], device=self.accelerator.device)
             on_any_rank = self.accelerator.gather(presence).any(0).tolist()
             needed = {modality for modality, is_present in zip(MODALITIES, on_any_rank, strict=True) if is_present}
@@ -186,8 +187,8 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], selected: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that `prompts` have and the `selected` prompts lack. Returns a dummy
-        prompt of text if no prompt is selected and no prompt has media.
+        Returns dummy prompts of the modalities that `prompts` have and the `selected` prompts lack, so that the same
+        encoders run. Returns a dummy prompt of text if no prompt is selected and no prompt has media.
         """
         modalities: list[str | None] = [*sorted(modalities_of(prompts) - modalities_of(selected))]
         return [self._dummy(modality, model) for modality in modalities or ([] if selected else [None])]

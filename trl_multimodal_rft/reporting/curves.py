@@ -116,7 +116,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     for name, axes in figure.subplot_mosaic(rows).items():
         panel, curves = panels[name]
         is_share = panel.limits == _SHARE_LIMITS
-        # Held-out curves have the colour 1 in all panels
+        # The first curve of held-out accuracy has the colour of "held out" in other panels
         _draw(axes, curves, metrics, "{:.1%}" if is_share else "{:.3g}", first_colour=int(name == "Held-out accuracy"))
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=9)

@@ -67,7 +67,7 @@ class MediaLog:
     """
 
     def __init__(self, max_rows: int, with_media: bool, accelerator: Accelerator):
-        self.max_rows = max_rows
+        self.max_rows = max_rows  # number of rows that TRL's logs keep
         self.max_prompts = MAX_PROMPTS if with_media else 0
         self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
@@ -235,9 +235,9 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
     table = _with_cells(frame, media, cell)
     for column, name in media_columns(frame, media).items():
-        lists = [[] if value is None else value for value in table.pop(name)]
-        for i in range(max(map(len, lists))):
-            cells = [value[i] if i < len(value) else None for value in lists]
+        media_lists = [[] if value is None else value for value in table.pop(name)]
+        for i in range(max(map(len, media_lists))):
+            cells = [value[i] if i < len(value) else None for value in media_lists]
             table[name if column == _COLUMNS[column] else f"{name}_{i}"] = pd.Series(cells, dtype=object)
     return {"completions": wandb.Table(dataframe=table)}
 

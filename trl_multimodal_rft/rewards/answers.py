@@ -338,7 +338,7 @@ def normal_form(text: str, superscripts: bool = False) -> str:
 
 def _decomposed(character: str, superscripts: bool) -> str:
     """Returns a character in NFKD, or as an ASCII digit or minus. A fraction gets a space in front."""
-    digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)
+    digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)  # such as "<super> 0032"
     if digit is not None or character == "−":
         return "-" if digit is None else str(digit)
     if form.startswith("<super>") and not superscripts:

@@ -217,6 +217,7 @@ class RewardModel:
         ids = outputs.pop("input_ids")[0]
         check_ids(ids, self.config, None)
         fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
+        # Without position ids, which only a shared forward of the prompt needs, see `_group`
         modalities = frozenset(ref.modality for ref in refs)
         return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=modalities)
 
@@ -227,12 +228,13 @@ class RewardModel:
             chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._template_options)
             for chat in chats
         ]
-        ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
+        # With one placeholder per medium, while `first_sequence` has expanded placeholders
+        unexpanded_ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
         first_sequence.position_ids = prompt_position_ids(
             self._group_model, first_sequence.input_ids, first_sequence.media, first_sequence.token_fields
         )
         try:
-            group = _Group(rows, *common_start(first_sequence, ids))
+            group = _Group(rows, *common_start(first_sequence, unexpanded_ids))
         except ValueError:  # the sequences don't have the same first tokens, or not the same media
             return None
         # If a completion has only padding tokens, its score is read at the prompt's last token. That token must then

@@ -84,7 +84,7 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
     # The arguments of a call without completions
     no_rows: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for func in functions:
-        if inspect.isfunction(function := getattr(func, "func", func)):
+        if inspect.isfunction(function := getattr(func, "func", func)):  # without settings, which make a `partial`
             check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(function, "__name__", None)) in _FUNCTIONS and function is getattr(rewards, name):
             func(**no_rows)  # raises an error about a missing column

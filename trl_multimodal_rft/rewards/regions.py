@@ -119,6 +119,7 @@ def spans_in(text: str) -> list[tuple[float, float]]:
     Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the span's end: "1 to 2
     min" is (60.0, 120.0).
     """
+    # (start, end) of each match. The groups of the other form of spans are empty.
     times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _QUANTITY.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]

@@ -97,6 +97,7 @@ def _spoken(text: str) -> str:
         neighbors = text[max(index - 1, 0) : index], text[index + 1 : index + 2]
         in_word = character == "'" and all(map(str.isalpha, neighbors))
         in_number = character in ".,:" and all(map(str.isdigit, neighbors))
+        # Outside of words and numbers, an apostrophe is dropped, and other marks become spaces
         characters.append(character if in_word or in_number else "" if character == "'" else " ")
     return " ".join("".join(characters).split())
 

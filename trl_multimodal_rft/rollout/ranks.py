@@ -26,7 +26,7 @@ def arrange_rollout(
 ) -> tuple[Rollout, dict[str, float]]:
     """
     Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`,
-    ranks first exchange groups if `can_move`. All ranks have to call this.
+    ranks first exchange groups, if `can_move` allows it. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
@@ -54,7 +54,7 @@ def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tu
     if n_bytes > 0:
         joined = join_rollouts([{**local_groups, **received}[group] for group in assignment[rank]], accelerator.device)
         rollout = replace(joined, packed=rollout.packed, step=rollout.step)
-    return rollout, n_bytes / 1e6
+    return rollout, n_bytes / 1e6  # megabytes
 
 
 def forwarded_length(rollout: Rollout) -> int:

@@ -298,7 +298,7 @@ def normalize_then_sum(
 
     Shapes: `rewards_per_func` `(N, F)`.
     """
-    grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))
+    grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))  # (groups, group_size, F)
     mean = grouped.nanmean(dim=1, keepdim=True)
     std = nanstd(grouped, dim=1, keepdim=True) if group_size > 1 else torch.zeros_like(mean)
     rewards = weighted_sum(((grouped - mean) / (std + _EPS)).view_as(rewards_per_func), weights)

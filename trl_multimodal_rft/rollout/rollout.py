@@ -177,7 +177,7 @@ class Rollout(_Part):
     prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
     group_ids: torch.Tensor  # (N,), index of each completion's group among the groups of all ranks
     pad_token_id: int
-    # (N, C), padded on the right
+    # (N, C), padded on the right with `pad_token_id`
     completion_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": None})
     # (N, C), 0 on padding, and on truncated completions that are masked
     completion_mask: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": 0})
