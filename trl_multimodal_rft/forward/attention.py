@@ -28,7 +28,8 @@ from .masks import sharing_obstacle
 from .states import gather_copies, install_prefix_states
 
 
-# An attention function of transformers, called with a module, states `(B, heads, S, head_dim)`, a mask and options
+# An attention function of transformers. Its arguments are a module, the query, key and value of `B` rows with `S`
+# tokens, `(B, heads, S, head_dim)`, a mask and options. It returns outputs, and attention weights or `None`.
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _PREFIX = "prefix_shared_"
@@ -63,6 +64,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     original = None if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
 
+    # transformers calls it with `prefix_layout` for packed rows and decoding steps, and without it for padded rows
     @torch.compiler.disable
     def attention(
         module: nn.Module,
@@ -125,7 +127,7 @@ def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout
     token = _packed_config.set(decoder.config if "prefix_layout" in inputs else None)
     try:
         with decoder.register_forward_pre_hook(
-            lambda module, args, received: (args, {**received, **inputs}), with_kwargs=True
+            lambda module, args, kwargs: (args, {**kwargs, **inputs}), with_kwargs=True
         ):
             yield
     finally:
@@ -172,7 +174,7 @@ def _prefix_attention(
     index puts the outputs into row order: `varlen_restore_index` with the kernel, else `restore_index`.
 
     Shapes: query `(1, heads, T, head_dim)`, key and value `(1, key heads, T, head_dim)`; returns `(1, T, heads,
-    head_dim)`.
+    head_dim)`. `T` is the number of tokens of the row.
     """
     layer_type = None  # masks and windows are by layer type, which is `None` if all layers have one type
     if None not in layout.blocks[0].layer_masks[0]:
@@ -180,7 +182,7 @@ def _prefix_attention(
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
         implementation, base_attention = "eager", _eager_attention(module)
     device = query.device.type
-    # Under autocast, rotary embeddings mix float32 and half precision
+    # Under autocast, rotary embeddings turn some of the states into float32, and kernels need equal dtypes
     if implementation != "eager" and torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     # `row_states`: keys and values of the row. `shared_states`: those that hold the prompt, which are the cached
@@ -194,6 +196,7 @@ def _prefix_attention(
     window, with_prompts = layout.windows.get(layer_type, (None, False))
     uses_varlen = layer_type in layout.windows and _uses_varlen_kernel(implementation, query, value, options)
     varlen_outputs = []
+    # Without branches, a call for branches alone would have no queries
     if uses_varlen and (with_prompts or any(start != parent for start, _, parent, _ in layout.segments)):
         varlen_outputs = [
             _varlen_attention(implementation, query, row_states, shared_states, layout, window, with_prompts, options)
@@ -207,8 +210,8 @@ def _prefix_attention(
 
     if not uses_varlen:
         key, value = _with_prefix(shared_states, row_states)
-    # Masked kernels of sdpa require equally many query and key heads. So query heads that share a key head become one
-    # longer sequence of queries. Otherwise, the keys would have to be repeated.
+    # Masked kernels of SDPA require equally many query and key heads. Instead of repeating keys, `_grouped_attention`
+    # joins the query heads that share a key head to one longer sequence of queries.
     folds_heads = implementation != "eager" and options.get("position_bias") is None
     heads_per_key = query.size(1) // key.size(1) if folds_heads else 1
 
@@ -222,8 +225,8 @@ def _prefix_attention(
             )
             states = _gather(query, query_positions), _gather(key, key_positions), _gather(value, key_positions)
             output, _ = base_attention(module, *states, mask, **options)
-            # `layout.prompts` may split the queries of a prompt into equal parts. Joins them, and drops the padding
-            # of the last part: `(N, P, heads, head_dim)`.
+            # `layout.prompts` may split each of `N` prompts into chunks of queries. Joins the chunks, and drops the
+            # padding of the last chunk: `(N, P, heads, head_dim)`, with `P` tokens of the longest prompt.
             output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
         if not uses_varlen and block.branch_index.numel():
@@ -249,8 +252,9 @@ def _grouped_attention(
     """
     Computes attention with the query heads that share a key head as one longer sequence of queries.
 
-    `heads_per_key` is `G`. Shapes: query `(M, heads, L, head_dim)`, key and value `(M, heads / G, K, head_dim)`, mask
-    `(1 or M, 1, L * G, K)`; returns `(M, L, heads, head_dim)`.
+    `heads_per_key` is `G`. Shapes for `M` branches with `L` queries and `K` keys each: query `(M, heads, L,
+    head_dim)`, key and value `(M, heads / G, K, head_dim)`, mask `(1 or M, 1, L * G, K)`; returns `(M, L, heads,
+    head_dim)`.
     """
     folded = query.unflatten(1, (-1, heads_per_key)).transpose(2, 3).flatten(2, 3)
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
@@ -262,8 +266,8 @@ def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) ->
     """
     Replaces the scale of queries `(B, heads, T, head_dim)` in families that scale a query by its position.
 
-    The layer scaled a query by its position in the row. The result is scaled by the query's position in its sequence,
-    `positions` `(B, T)`.
+    The layer has already scaled a query by its position in the row. The result is scaled by the query's position in
+    its own sequence instead, `positions` `(B, T)`.
     """
     query_scale = family_of(module).query_scale
     row_scale = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
@@ -273,7 +277,7 @@ def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) ->
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gathers states `(1, heads, T, head_dim)` at positions `(N, L)`, as `(N, heads, L, head_dim)`."""
+    """Gathers states `(1, heads, T, head_dim)` at row positions `(N, L)`, as `(N, heads, L, head_dim)`."""
     gathered_states = gather_copies(states.squeeze(0), index.flatten(), dim=1)
     return gathered_states.view(gathered_states.size(0), *index.shape, gathered_states.size(-1)).transpose(0, 1)
 
@@ -313,9 +317,12 @@ def _varlen_attention(
     with_prompts: bool,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Computes attention `(Q, heads, head_dim)` of branches, and of prompts if `with_prompts`, by varlen kernels."""
-    # Shared and own keys can be read by two kernel calls, merged by log-sum-exp. This requires layers without a
-    # window, and torch's kernel, which returns the log-sum-exp.
+    """
+    Computes attention of branches, and of prompts if `with_prompts`, by variable-length kernels. Returns `(Q, heads,
+    head_dim)` for `Q` queries, in row order.
+    """
+    # Two kernel calls, for a branch's own keys and for shared keys, copy fewer keys than one call. Their outputs are
+    # merged by log-sum-exp. This requires a layer without a window, and torch's kernel, which returns the log-sum-exp.
     merges_calls = window is None and _torch_kernel_supports(query, row_states[1], options)
     call_arguments = layout.shared_sequences(with_prompts) if merges_calls else None
     if call_arguments is None:

@@ -24,8 +24,9 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
+# Settings of Dynamo during a layer's forward:
 # - Without nested graph breaks, a break in a called function would break the graphs of its callers, too.
-# - Floats of a layer, such as epsilons, are constants.
+# - Floats of a layer, such as epsilons, are constants of the graph.
 # - A function has graphs for different layers, for forwards with and without gradients, and for prompts and single
 #   tokens. The recompile limit leaves room for all of them.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
@@ -57,7 +58,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost layers of a model that aren't compiled yet."""
+    """Yields the layers of a model, which transformers marks by a base class, unless they are compiled already."""
     for child in module.children():
         if not isinstance(child, GradientCheckpointingLayer):
             yield from _layers(child)
@@ -79,7 +80,7 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
             args = args[0].clone(), *args[1:]  # the graph of a view would depend on the shape of the view's base
         keywords = {name: _wrap_cache(value) for name, value in kwargs.items()}
-        # The keys are the reasons of graph breaks, in order of first occurrence, so new reasons are at the end
+        # A dictionary of counts by reason of a graph break, in order of first occurrence: new reasons are at the end
         break_counts = counters["graph_break"]
         n_before = len(break_counts)
         with config.patch(_CONFIG):

@@ -2,9 +2,10 @@
 """
 Decoding of completions, one token at a time, with a KV cache that holds each prompt once.
 
-With `N` prompts and `B` completions, the completions of a prompt are `G = B / N` consecutive rows. For example, 2
-prompts of 9 tokens with 2 completions each: the prompts' keys are `(2, heads, 9, head_dim)`, and the completions' keys
-`(4, heads, n, head_dim)`. Rows 0 and 1 attend to prompt 0, rows 2 and 3 to prompt 1.
+With `N` prompts of `P` tokens and `B` completions, the completions of a prompt are `G = B / N` consecutive rows. For
+example, 2 prompts of 9 tokens with 2 completions each, of `n` tokens so far: the prompts' keys are `(2, heads, 9,
+head_dim)`, and the completions' keys `(4, heads, n, head_dim)`. Rows 0 and 1 attend to prompt 0, rows 2 and 3 to
+prompt 1.
 """
 
 from dataclasses import dataclass, field
@@ -51,14 +52,15 @@ class CompletionLayer(DynamicLayer):
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
         super().__init__()
         keys, values = _states(prompts)
-        states = prompts.keys, _ = keys.to(values.dtype), values  # under autocast, rotary embeddings make keys float32
+        # Under autocast, rotary embeddings make keys float32. `states` and `prompts` get keys in the values' dtype.
+        states = prompts.keys, _ = keys.to(values.dtype), values
         self.lazy_initialization(*states)
         self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), n
         self._slot, self._is_static = slot, room > 0
         copies = (tensor[:, :, :n].repeat_interleave(n_rows // len(keys), 0) for tensor in states)
         self.keys, self.values = (tensor.contiguous() for tensor in copies)
         self.grow(n + room)
-        if n:
+        if n:  # nothing is left to attend to in `prompts`
             prompts.keys, prompts.values = (tensor[:1, :, :0].clone() for tensor in states)
 
     def update(
@@ -159,10 +161,10 @@ class Decoding:
             return padding, mask
         size = _states(prompt_layer)[0].size(2)
         padding = None if padding is None else padding[..., padding.size(-1) - size :]
-        # Up to here, every token sees the whole prompt
+        # The window of the last token, and so of every token, holds the whole prompt
         if size + self.room <= window:
             return padding, mask
-        # Key `i` of the prompt is `size - i + token` tokens before the current token
+        # Key `i` of the prompt is `size - i + token` tokens before the current token. It is masked from `window` on.
         window_mask = self.additive_mask(
             (torch.arange(size, device=token.device) <= token + (size - window))[None, None, None]
         )
@@ -189,11 +191,11 @@ class Decoding:
         The first call is attention to each query's completion, `key` and `value` `(B, key heads, K, head_dim)`. In the
         second call, all queries of a group attend to their prompt. Both outputs are merged by log-sum-exp.
         """
-        index = cast(int, module.layer_idx)
-        if index not in self.shared:  # a layer without keys uses keys of the last layer of its type
+        layer_index = cast(int, module.layer_idx)
+        if layer_index not in self.shared:  # a layer without keys uses keys of the last layer of its type
             layer_types = cast(PreTrainedConfig, module.config).layer_types
-            index = max(i for i in self.shared if layer_types[i] == layer_types[index])
-        layer = self.shared[index]
+            layer_index = max(i for i in self.shared if layer_types[i] == layer_types[layer_index])
+        layer = self.shared[layer_index]
         prompt_key, prompt_value = _states(layer)
         padding, mask, window = self.padding, self.mask, _window(layer)
         if self.room:
@@ -208,6 +210,8 @@ class Decoding:
         # In the first layer of a step, the mask lacks the step's token
         if mask is not None and (missing := key.size(2) - mask.size(-1)):
             mask = self.mask = F.pad(mask, (0, missing))
+        # The last argument is a key that isn't masked: the first, if entries after the current token aren't written
+        # yet, or else the current token's
         output, lse = kernels.attention_with_lse(query, key, value, mask, *settings, 0 if self.room else -1)
         if sinks is not None:  # a sink adds to the denominator of the softmax alone
             sinks = sinks.view(1, -1, 1)
@@ -220,7 +224,8 @@ class Decoding:
             prompt_output, prompt_lse = kernels.attention_with_lse(
                 query, prompt_key, prompt_value, padding, *settings, -1
             )
-            # In place: `output_by_prompt` is a view of `output`, so this changes `output`
+            # The prompt's weight is its share of the softmax's denominator. In place: `output_by_prompt` is a view of
+            # `output`, so this changes `output`.
             output_by_prompt.lerp_(prompt_output, (prompt_lse - lse).sigmoid()[..., None].to(prompt_output.dtype))
         return output.transpose(1, 2)
 
@@ -238,7 +243,7 @@ def _window(layer: DynamicLayer) -> int | None:
 
 
 def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns a view of states `(n * G, heads, 1, ...)` as `(n, heads, G, ...)`, by one operation."""
+    """Returns a view of states `(n * G, heads, 1, ...)` as `(n, heads, G, ...)`, for `n` prompts, by one operation."""
     group_size, (batch_stride, head_stride, _, *other_strides) = len(states) // n, states.stride()
     return states.as_strided(
         (n, states.size(1), group_size, *states.shape[3:]),
@@ -255,6 +260,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     repeated for each completion.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
+    # Copies are faster for short prompts, and cost nothing if each prompt has one completion
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
     decoding, n = Decoding({}, room=room), mask.size(1) if copies_prompts else 0
     if room:  # `advance` computes all masks from this slot, even if no layer uses it
@@ -264,6 +270,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
         elif isinstance(layer, DynamicLayer):
+            # `advance` precedes each forward, so a slot starts one before the first free entry
             slot = decoding.slots.setdefault(_window(layer), torch.full((1,), n - 1, device=mask.device))
             decoding.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
     if not mask.all():

@@ -25,7 +25,7 @@ _LARGEST_TOP_LOGP = -1e-7
 
 
 class Head(NamedTuple):
-    """An LM head: weight `(V, H)`, bias `(V,)` or `None`, and the rule of its logits."""
+    """An LM head from `H` to `V` tokens: weight `(V, H)`, bias `(V,)` or `None`, and the rule of its logits."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -48,7 +48,7 @@ class Target:
     A teacher's distributions of completion tokens, to which [`divergences`] compares the distributions of a student.
 
     A target has either `hidden` and `head`, for distributions over the whole vocabulary, or `ids` and `logps`, for
-    the log-probabilities of the teacher's `K` most likely tokens.
+    the log-probabilities of the teacher's `K` most likely tokens. Shapes are for `B` completions of up to `C` tokens.
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
@@ -85,6 +85,7 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     index = mask.flatten().nonzero()[:, 0]  # `(N,)`: only tokens of the mask are computed
 
     def select(values: torch.Tensor) -> torch.Tensor:
+        """Returns values `(N, ...)` of the selected tokens."""
         return values.to(head.weight.device).flatten(0, 1).index_select(0, index)
 
     if target.ids is not None and target.logps is not None:
@@ -114,6 +115,7 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
             teacher.rule.scale,
             teacher.rule.softcap,
         )
+    # `results` are divergences and entropies `(N,)`
     outputs = [values.new_zeros(mask.numel()).index_copy(0, index, values).view(mask.shape) for values in results]
     return outputs[0], outputs[1].detach()
 
@@ -199,17 +201,18 @@ class _TopKDivergence(torch.autograd.Function):
         with gather_weights(weight, bias), torch.enable_grad():
             hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             bias = None if bias is None else bias.detach().requires_grad_()
+            # Inputs with a gradient, and their gradients summed over the chunks
             inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             leaves = [leaf for leaf, needs_gradient in inputs if needs_gradient and leaf is not None]
             totals = [torch.zeros_like(leaf) for leaf in leaves]
             for chunk in _chunks(len(hidden)):
                 head = Head(weight, bias, ctx.settings.rule)
                 divergence, _ = _chunk_divergences(hidden[chunk], head, ids[chunk], logps[chunk], ctx.settings)
-                for total, value in zip(totals, torch.autograd.grad(divergence, leaves, gradient[chunk]), strict=True):
-                    total += value
-        remaining = iter(totals)
+                for total, part in zip(totals, torch.autograd.grad(divergence, leaves, gradient[chunk]), strict=True):
+                    total += part
+        remaining_totals = iter(totals)
         return (
-            *(next(remaining) if needs_gradient else None for needs_gradient in ctx.needs_input_grad[:3]),
+            *(next(remaining_totals) if needs_gradient else None for needs_gradient in ctx.needs_input_grad[:3]),
             None,
             None,
             None,
@@ -226,6 +229,7 @@ def _chunk_divergences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns divergences `(N,)` over the tokens `ids`, and the student's log-probabilities of all tokens `(N, V)`."""
     all_logps = _log_softmax(hidden, head, options.temperature)
+    # `support` `(N, K)` is true on tokens that aren't left out
     support, teacher = logps > -math.inf, logps.float()
     student = all_logps.gather(-1, ids).masked_fill(~support, -math.inf)
     if options.add_tail:
@@ -254,6 +258,7 @@ def _with_tail(logps: torch.Tensor) -> torch.Tensor:
 
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, support: torch.Tensor, beta: float) -> torch.Tensor:
     """Computes the divergence `(N,)` from log-probabilities `(N, K)`, where the boolean `support` `(N, K)` is true."""
+    # A difference of two infinite log-probabilities would be NaN
     student, teacher = (torch.where(support, logps, 0.0) for logps in (student, teacher))
     if beta == 0:
         terms = teacher.exp() * (teacher - student)

@@ -3,8 +3,9 @@
 Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders.
 
 [`encode_frozen`] runs the frozen modules once per prompt, and caches their outputs on the prompt. In a forward of
-several prompts, [`frozen_features`] joins cached outputs instead of running frozen modules. Models call a module once
-for several prompts, or once per prompt. The first forward of several prompts shows which, by comparison.
+several prompts, [`frozen_features`] joins cached outputs instead of running frozen modules. Some models call a module
+once for all prompts, and others once per prompt. The first forward of several prompts runs the modules, and shows by
+comparison with the cached outputs how to join them.
 """
 
 import copy
@@ -43,7 +44,7 @@ _WITHOUT_CUDNN = "sdpa_without_cudnn"
 # Arguments of encoders with the sizes of media. transformers can precompute further arguments from sizes.
 _SIZE_ARGUMENTS = ("grid_thw", "feature_lens", "target_sizes")
 
-# Copies in host memory, by the tensor on a device
+# Host copies of integer tensors such as sizes of media, by the tensor on a device
 _host_copies = WeakTensorKeyDictionary()
 
 
@@ -64,23 +65,24 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
             Unwrapped model.
     """
     decoder = set(model.get_decoder().modules())
-    copies: dict[tuple[int, str], PreTrainedConfig] = {}
+    copies: dict[tuple[int, str], PreTrainedConfig] = {}  # by id of the original config and implementation
     for module in model.modules():
         config = getattr(module, "config", None)
         is_attention = "Attention" in type(module).__name__ and module not in decoder
         if is_attention and isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+            # Attention of an encoder that packs a row takes cumulative lengths of sequences, named `cu_seqlens`
             key = id(config), _VARLEN if "cu_seqlens" in _argument_names(type(module)) else _WITHOUT_CUDNN
             if key not in copies:
                 copies[key] = copy.copy(config)
                 copies[key]._attn_implementation = key[1]
             vars(module)["config"] = copies[key]
-    hooked: set[nn.Module] = set()
+    hooked_modules: set[nn.Module] = set()  # within a module that has the hook already
     for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
-        if module not in hooked and any(name in _argument_names(type(module)) for name in _SIZE_ARGUMENTS):
+        if module not in hooked_modules and any(name in _argument_names(type(module)) for name in _SIZE_ARGUMENTS):
             parts = set(module.modules())
             if decoder.isdisjoint(parts) and any(name == _VARLEN for _, name in _layer_configs(module)):
                 module.register_forward_pre_hook(_add_precomputed, with_kwargs=True)
-                hooked |= parts
+                hooked_modules |= parts
 
 
 @contextmanager
@@ -145,13 +147,14 @@ def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     inputs: dict[str, torch.Tensor | int] = {**sizes}
     if "feature_lens" in sizes:
         inputs["input_features"] = tensors["input_features"]
-    names = set(inputs)
+    input_names = set(inputs)
     # FSDP replaces the class of the encoder. transformers searches the Python module of the class for functions, so
     # this object shares the encoder's attributes, but has the original class.
     plain_tower = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
     plain_tower.__dict__ = tower.__dict__
     precompute_export_inputs(plain_tower, inputs)
-    new_arguments = {name: value for name, value in inputs.items() if name not in names}
+    # transformers has added arguments to `inputs`
+    new_arguments = {name: value for name, value in inputs.items() if name not in input_names}
     for prefix in ("", "window_"):
         if isinstance(starts := new_arguments.get(f"cu_{prefix}seqlens"), torch.Tensor):
             new_arguments[f"max_{prefix}seqlen"] = int(starts.diff().max())
@@ -174,8 +177,8 @@ def _varlen_attention(
     """
     Computes attention within sequences of a row, or SDPA with the mask if there are no `cu_seq_lens_q`.
 
-    Shapes: query, key, value `(1, heads, T, head_dim)`, cumulative lengths `cu_seq_lens_q` `(sequences + 1,)`; returns
-    `(1, T, heads, head_dim)`.
+    Shapes for `T` tokens of a row: query, key, value `(1, heads, T, head_dim)`, cumulative lengths `cu_seq_lens_q`
+    `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
     """
     sdpa = functools.partial(_sdpa_without_cudnn, module, **options)
     if cu_seq_lens_q is None:
@@ -228,9 +231,9 @@ _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[n
 
 @dataclass
 class _Call:
-    """A call of a frozen module with the media of one prompt."""
+    """A recorded call of a frozen module with the media of one prompt."""
 
-    shape: torch.Size  # of the first floating-point input, or else of the first input tensor
+    shape: torch.Size  # of the call's first floating-point input, or else of its first input tensor
     output: Output  # floating-point tensors that aren't needed take no memory, see `_drop_unread`
     autocast: torch.dtype | None  # dtype of mixed precision during the call
 
@@ -241,7 +244,7 @@ class _Scope:
 
     modality: str  # "" outside of methods that encode media; "any" if the model has no such methods
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
-    n_calls: Counter = field(default_factory=Counter)  # by modality and module
+    n_calls: Counter = field(default_factory=Counter)  # number of calls so far, by modality and module
 
 
 class _MediaEncoded(Exception):
@@ -268,6 +271,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
                 modules += search(child, False)
             elif _is_frozen(child):
                 modules.append(child)
+            # An encoder in which some layers are frozen
             elif not is_encoder and any(_is_frozen(m) for m in child.modules() if isinstance(m, nn.ModuleList)):
                 modules += search(child, True)
         return modules
@@ -288,6 +292,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
     key = _cache_key(model, modules)
+    # By prompt, the calls by modality and module that `encode_frozen` recorded
     cached_calls = [prompt.on_device.get(key, {}) for prompt in prompts]
     all_cached = all(key in prompt.on_device for prompt in prompts)
     scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
@@ -297,11 +302,12 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         """Returns cached outputs if there are some and a way to join them, else runs the module."""
         modality, index = scope.modality, scope.n_calls[scope.modality, module]
         scope.n_calls[modality, module] += 1
+        # `prompt_calls`: for each prompt with media of the modality, the recorded calls of the module
         features, prompt_calls = _first_input(args, kwargs), []
         if features is not None and all_cached:
             prompt_calls = [calls[modality, module] for calls in cached_calls if (modality, module) in calls]
             autocasts = {record.autocast for records in prompt_calls for record in records}
-            prompt_calls = prompt_calls if autocasts == {_autocast_dtype(features)} else []
+            prompt_calls = prompt_calls if autocasts == {_autocast_dtype(features)} else []  # of this precision
         way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(modality, {}).get(module)
         if way is not None and (calls := _calls_of(prompt_calls, way, index, features)):
             return _join_outputs(calls, way)
@@ -326,7 +332,10 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """Returns the ways to join outputs that have matched, by names of modules, for a checkpoint."""
+    """
+    Returns the ways to join outputs that have matched, for a checkpoint. An item has the names of the frozen modules,
+    and the ways by modality and name of a module.
+    """
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -369,7 +378,7 @@ def encode_frozen(
         return
     modules = frozen_modules(model)
     key = _cache_key(model, modules)
-    # Prompts with the same media share `on_device`
+    # Prompts with the same media share `on_device`, so that media are encoded once
     missing = {id(prompt.on_device): prompt for prompt in prompts if key not in prompt.on_device}
     if not missing or not all(map(_is_deterministic, modules)):
         return
@@ -392,6 +401,7 @@ def _record_calls(
     scope, decoder_inputs = _scope(model), []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
+        """Runs the module, and records the call unless its inputs are no media or depend on trained weights."""
         features = _first_input(args, kwargs)
         if not scope.modality or features is None or _depends_on_weights(args, kwargs):
             return forward(*args, **kwargs)
@@ -430,12 +440,13 @@ def _record_calls(
 
 
 def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
-    """Returns the modalities whose encoders have frozen modules."""
+    """Returns the modalities whose encoders have frozen modules. Videos pass the encoder of images."""
     modalities = set()
     for modality, name in find_towers(model).items():
         tower = model.get_submodule(name)
-        inside = {*tower.modules()}
-        if any(module in inside or tower in module.modules() for module in modules):
+        tower_modules = {*tower.modules()}
+        # The frozen module is a part of the tower, or the tower is a part of the frozen module
+        if any(module in tower_modules or tower in module.modules() for module in modules):
             modalities |= {modality, "video"} if modality == "image" else {modality}
     return modalities
 
@@ -448,7 +459,10 @@ def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | No
 
 
 def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
-    """Returns the recorded calls that make up a module's call `index`, judged by shapes, or an empty list."""
+    """
+    Returns the recorded calls that make up a module's call `index` with the input `features`, or an empty list if the
+    shapes of their inputs don't match. `prompt_calls` holds the recorded calls of each prompt.
+    """
     if way == _ONE_BY_ONE:  # if call 0 has the media of all prompts, its shape doesn't match
         calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
@@ -458,7 +472,8 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
     shapes = [call.shape for call in calls]
     if any(len(shape) != features.dim() for shape in shapes):
         return []
-    # The joined input has the summed size along one dimension, and is padded to the largest size along the others
+    # The joined input has the summed size along one dimension, and is padded to the largest size along the others: for
+    # inputs `(4, 7)` and `(6, 9)`, it is `(10, 9)` or `(6, 16)`
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
     joined_shapes = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
     return calls if list(features.shape) in joined_shapes else []
@@ -485,6 +500,7 @@ def _equals_joined(output: Output, calls: list[_Call], way: int) -> bool:
             return
         for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
             piece = piece[tuple(map(slice, part.shape))]  # without padding
+            # NaN stands for values that `_drop_unread` dropped
             error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
             limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
             comparisons.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
@@ -524,6 +540,8 @@ def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Sco
     """Runs `call` in place of the forwards of modules, and sets the modality of `scope` while media are encoded."""
 
     def set_modality(modality: str, method: Forward) -> Forward:
+        """Returns a method that encodes media as before, with its modality in `scope`."""
+
         @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
             # The method for videos may call the method for images. The modality stays video.
@@ -599,11 +617,12 @@ def _depends_on_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     other inputs, too.
     """
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+    # A leaf that isn't known may be a weight
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(tensors))
 
 
 def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
-    """Returns the leaves of the graph of tensors, such as weights. `None` stands for leaves that are hidden."""
+    """Returns the leaves of the autograd graph of tensors, such as weights. `None` stands for unknown leaves."""
     leaves: set[torch.Tensor | None] = {tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     nodes, seen = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
@@ -615,7 +634,7 @@ def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]
             leaves.add(node.variable)
         elif node.name() == "CheckpointFunctionBackward":  # reentrant checkpointing hides its leaves
             leaves.add(None)
-        nodes += [following for following, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]
     return leaves
 
 
@@ -633,10 +652,10 @@ def media_inputs(
     moved = join_tensors([_upload(prompt, model.dtype, device) for prompt in prompts])
     if device.type == "cpu":
         return moved
-    host = join_tensors(
+    copies = join_tensors(
         {name: value for name, value in prompt.media.items() if not value.is_floating_point()} for prompt in prompts
     )
-    return {name: remember_on_host(value, host[name]) if name in host else value for name, value in moved.items()}
+    return {name: remember_on_host(value, copies[name]) if name in copies else value for name, value in moved.items()}
 
 
 def _upload(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

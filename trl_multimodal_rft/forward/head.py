@@ -26,11 +26,11 @@ from trl.trainer.utils import (
 from ..models.wrapped import replaced
 
 
-# Probes of `head_rule`, exact in half precision: states that a norm would change, the largest logit, and a logit that
-# no soft cap changes
+# Probes of `head_rule`, exact in half precision: states that a norm would change, the largest logit, and a logit so
+# small that no soft cap changes it
 _STATES, _LOGIT_RANGE, _SMALL_LOGIT = (1.0, 2.0), 125, 2.0**-20
 
-_RTOL = 1e-5
+_RTOL = 1e-5  # relative tolerance of a measured scale or logit
 
 # Number of logits per token that are in memory at once, as in TRL
 _CHUNK_SIZE = 32768
@@ -82,8 +82,10 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     if [hidden.shape for hidden in inputs] != [states.shape] or result.shape != logits.shape:
         return None
-    # Factors on the head's inputs, and on its small logits, which show the scale alone
+    # Factors that the model applies before the head, to its inputs, and after it, to its logits. Small logits show the
+    # scale without the soft cap.
     scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
+    # One factor must describe all entries, and not be 0. With a bias, the inputs' factor isn't one of the logits.
     is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
     if (
         not is_constant
@@ -91,8 +93,10 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         or (head.bias is not None and not _is_close(scale_before[0], 1))
     ):
         return None
+    # 12 digits drop rounding errors
     scale = float(f"{scale_before[0].item() * scale_after[0].item():.12g}")
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    # The replaced head ignores its inputs, so `result` has only the second factor
     for rule in (HeadRule(scale), HeadRule(scale, softcap)):
         if _is_close(result, _apply_rule(HeadRule(scale_after[0].item(), rule.softcap), logits)):
             return rule
@@ -131,7 +135,7 @@ def add_fused_head(
     rule = rule or head_rule(model)
     if rule is None:
         return False
-    rule_of_head = rule
+    rule_of_head = rule  # for the nested function, a variable that can't be `None`
     # An attribute of the model, so that a copy of the model runs its own weights. With TRL's closure, the copy would
     # run the weights of the first model.
     vars(model).setdefault("_plain_forward", _without_fused_head(model.forward))
@@ -186,7 +190,7 @@ def _fused_scores(
 ) -> FusedCausalLMOutput:
     """
     Computes scores of labels `(B, S)`, 0 where labels are -100, from states `(B, S, H)`. `index` `(N,)` holds the
-    flat indices of labels other than -100, if they are known.
+    indices of the `N` labels other than -100 in flattened labels, if they are known.
     """
     dtype = torch.float32 if in_fp32 else states.dtype
     weight, bias = _gather_weight(head.weight, dtype), None if head.bias is None else _gather_weight(head.bias, dtype)
@@ -216,6 +220,7 @@ def _fused_scores(
         # Even without labels, the result depends on the model, so that all ranks run the backward pass
         return values.new_zeros(mask.numel()).index_copy(0, label_index, values).view(mask.shape)
 
+    # The kernel returns a tuple in this order, with `None` for scores that `outputs` doesn't name
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     computed = {name: scatter(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**computed, label_mask=mask)
@@ -255,8 +260,8 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     if model.base_model is not model:
         return model.base_model
     head, decoder = model.get_output_embeddings(), model.get_decoder()
-    siblings = next((inner for module in model.modules() if head in (inner := [*module.children()])), [])
-    models = [inner for inner in siblings if isinstance(inner, PreTrainedModel)]
+    siblings = next((children for module in model.modules() if head in (children := [*module.children()])), [])
+    models = [child for child in siblings if isinstance(child, PreTrainedModel)]
     return decoder if decoder in models else next(iter(models), None)
 
 

@@ -49,8 +49,8 @@ def varlen_attention(
     Computes attention within sequences of a row, by torch's kernel, or by flash-attn if `uses_library`.
 
     `window_size` is the number of keys that a query attends to before and after its own position, -1 for all. With
-    `(-1, 0)`, attention is causal. Shapes: query `(Q, heads, head_dim)`, key and value `(K, key heads, head_dim)`;
-    returns `(Q, heads, head_dim)`.
+    `(-1, 0)`, attention is causal. Shapes for `Q` queries and `K` keys of all sequences: query `(Q, heads, head_dim)`,
+    key and value `(K, key heads, head_dim)`; returns `(Q, heads, head_dim)`.
     """
     scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
     query, key, value = _pad_heads(query, key, value)
@@ -72,7 +72,7 @@ def varlen_attention(
 def _pad_heads(*states: torch.Tensor) -> list[torch.Tensor]:
     """
     Pads heads to one size, a multiple of 8, as kernels require. In latent attention, queries and keys have heads of
-    192, and values of 128.
+    size 192, and values heads of size 128, which are padded to 192.
     """
     width = -(-max(tensor.size(-1) for tensor in states) // 8) * 8
     return [tensor if tensor.size(-1) == width else F.pad(tensor, (0, width - tensor.size(-1))) for tensor in states]
@@ -93,8 +93,8 @@ def merged_attention(
     """
     Computes causal attention within sequences of a row, in which queries also attend to all keys of a shared sequence.
 
-    The first call of torch's kernel is causal attention within `sequences`. In the second call, the queries at `index`
-    (`None`: all) attend to shared keys, by `shared_sequences`. Both outputs are merged by log-sum-exp as in
+    The first call of torch's kernel is causal attention within `sequences`. In the second call, the `R` queries at
+    `index` (`None`: all) attend to shared keys, by `shared_sequences`. Both outputs are merged by log-sum-exp as in
     [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are as in [`varlen_attention`].
     """
     scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
@@ -123,7 +123,8 @@ class _MergedAttention(torch.autograd.Function):
             rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
         causal_output, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
-        weight = (shared_lse - total_lse).exp().T[..., None]  # of shared keys in the softmax, `(R, heads, 1)`
+        # Weight of shared keys in the softmax, `(R, heads, 1)`
+        weight = (shared_lse - total_lse).exp().T[..., None]
         merged = torch.lerp(causal_output.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
         if index is None:
             output, lse = merged, total_lse
@@ -139,7 +140,8 @@ class _MergedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
         sequences, shared_sequences, scaling = ctx.settings
-        # With the merged output and log-sum-exp, the kernel computes the share of a call in the gradient
+        # With the merged output and log-sum-exp, the kernel computes the gradient through the keys of one call. The
+        # queries at `index` get the sum of both gradients.
         query_gradient, *gradients = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
         gradient, query, output = (rows_at(tensor, index) for tensor in (gradient, query, output))
         lse = rows_at(lse.T, index).T.contiguous()
@@ -167,7 +169,7 @@ def flash_forward(
     is_causal: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
+    """Returns the output of torch's kernel, and the log-sum-exp of the scores by head and query, `(heads, Q)`."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(query, key, value, *sequences, 0.0, is_causal, False, scale=scaling)[:2]
 
@@ -219,9 +221,9 @@ def attention_with_lse(
     """
     Computes attention to all keys, and the log-sum-exp of the scores.
 
-    The log-sum-exp is computed from the key at index `visible_key`, which `mask` (additive) must not mask. Shapes:
-    query `(B, heads, Q, head_dim)`, key and value `(B, key heads, K, head_dim)`; returns `(B, heads, Q, head_dim)` and
-    `(B, heads, Q)`.
+    The log-sum-exp is a key's score minus its log-probability. `visible_key` is the index of a key for this, which
+    `mask` (additive) must not mask. Shapes: query `(B, heads, Q, head_dim)`, key and value `(B, key heads, K,
+    head_dim)`; returns `(B, heads, Q, head_dim)` and `(B, heads, Q)`.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":

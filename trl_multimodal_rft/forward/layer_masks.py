@@ -15,7 +15,7 @@ class Causal:
     With a `prompt` `(P, 2)`, a token of the prompt sees a span of the prompt instead: from the first number of its row
     to before the second. For example, a prompt of 4 tokens, in which tokens 1 and 2 are an image that sees itself, has
     the rows `[0, 1], [0, 3], [0, 3], [0, 4]` and a `lookahead` of 1. With a `lookahead`, spans start within the
-    window, and end at most `lookahead` tokens after the token. With `None`, spans are arbitrary.
+    window, and end at most `lookahead` tokens after the token. If `lookahead` is `None`, spans are arbitrary.
 
     If a token of the prompt sees tokens with gaps between them, `prompt` is a boolean mask `(P, P)`.
     """

@@ -142,18 +142,19 @@ class PrefixLayout:
         """
         key = ("sequences", window, with_prompts)
         if key not in self._cache:
-            segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
+            # The parent of a prompt is the prompt itself
+            segments = [segment for segment in self.segments if with_prompts or segment[0] != segment[2]]
             starts, lengths, _, shared = torch.tensor(segments).T
-            n_seen = shared if window is None else shared.clamp(max=window - 1)
+            n_seen = shared if window is None else shared.clamp(max=window - 1)  # of the shared tokens, the last ones
             pieces = [
-                (self.shared_positions[start][n - m :], torch.arange(start, start + length))
-                for (start, length, _, n), m in zip(segments, n_seen.tolist(), strict=True)
+                (self.shared_positions[start][n_shared - n :], torch.arange(start, start + length))
+                for (start, length, _, n_shared), n in zip(segments, n_seen.tolist(), strict=True)
             ]
-            keys = torch.cat([piece for pair in pieces for piece in pair])
+            keys = torch.cat([piece for key_pieces in pieces for piece in key_pieces])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, n_seen + lengths)]
             device = self.restore_index.device
             queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
-            sequences = [to_device(entry, device) for entry in bounds]
+            sequences = [to_device(cumulative_lengths, device) for cumulative_lengths in bounds]
             longest = int(lengths.max()), int((n_seen + lengths).max())
             self._cache[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._cache[key]
@@ -179,7 +180,8 @@ class PrefixLayout:
         return self._cache[key]
 
     def _shared_sequences(self, with_prompts: bool):
-        segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
+        segments = [segment for segment in self.segments if with_prompts or segment[0] != segment[2]]
+        # By parent, the row positions of the tokens that its sequences share
         shared = {
             parent: self.shared_positions[start]
             for start, _, parent, _ in segments
@@ -188,19 +190,19 @@ class PrefixLayout:
         # By parent, the indices of its sequences' queries among the first call's queries
         query_index: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
         offset = 0
-        for _, length, parent, n in segments:
-            if n:
+        for _, length, parent, n_shared in segments:
+            if n_shared:
                 query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
         # A single call copies shared keys for each sequence, and cached keys once more, to join them with the row's
         # keys. Two calls copy shared keys once.
         n_joins = 1 if self.n_cached else 0
-        n_copies = {parent: len(entry) + n_joins for parent, entry in query_index.items()}
+        n_copies = {parent: len(indices) + n_joins for parent, indices in query_index.items()}
         n_saved = sum(len(shared[parent]) * (n - 1) for parent, n in n_copies.items())
         if not n_saved or n_saved < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
-        joined_index = [torch.cat(entry) for entry in query_index.values()]
+        joined_index = [torch.cat(indices) for indices in query_index.values()]
         index, device = torch.cat(joined_index), self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -208,8 +210,8 @@ class PrefixLayout:
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
         sequence_bounds, longest = bounds(lengths)
-        query_bounds, most_queries = bounds(torch.tensor([len(entry) for entry in joined_index]))
-        key_bounds, most_keys = bounds(torch.tensor([len(entry) for entry in shared.values()]))
+        query_bounds, most_queries = bounds(torch.tensor([len(indices) for indices in joined_index]))
+        key_bounds, most_keys = bounds(torch.tensor([len(positions) for positions in shared.values()]))
         return (
             None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
             (sequence_bounds, sequence_bounds, longest, longest),
@@ -221,7 +223,7 @@ class PrefixLayout:
     @cached_property
     def varlen_restore_index(self) -> torch.Tensor:
         """Index of each row position, `(T,)`, in the outputs of all blocks' prompts (padded) and then all branches."""
-        spans, offset = [], 0
+        spans, offset = [], 0  # (row position, length, index in outputs)
         for block in self.blocks:
             n, width = block.prompt_index.shape
             spans += [(block.starts[i], block.sizes[i], offset + i * width) for i in range(n)]
@@ -243,13 +245,13 @@ class PrefixLayout:
         paths, prompt_of_branch = [], []
         for start, length, parent, _ in self.segments:
             index = prompt_of_segment[start] = prompt_of_segment[parent]
-            if start not in parents:
+            if start not in parents:  # the segment ends a path
                 sequence = torch.cat([self.shared_positions[start], torch.arange(start, start + length)])
                 paths.append(sequence[prompts[index][1] - 1 :])
                 prompt_of_branch.append(index)
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
-        longest = max(1, int(sizes.max()) - 1)
+        longest = max(1, int(sizes.max()) - 1)  # of the prompts without their last token
         prompt_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
         prompt_index = starts + prompt_steps.clamp(min=0)
 
@@ -294,8 +296,8 @@ class PrefixLayout:
         `C` is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
         `(1 or N * C, 1, L, K)`, or `None` if prompts are plain causal and the kernel `is_causal` without a mask.
         """
-        plain = all(by_type[layer_type] is None for by_type in block.layer_masks)
-        if plain and is_causal:
+        all_causal = all(masks[layer_type] is None for masks in block.layer_masks)
+        if all_causal and is_causal:
             return block.prompt_index, block.prompt_index, None
         key = ("prompts", block, layer_type, dtype)
         if key not in self._cache:
@@ -304,7 +306,7 @@ class PrefixLayout:
             )
         if self._cache[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one mask for all prompts, as padding is on the right, where no token sees it
+            if all_causal:  # one mask for all prompts, as padding is on the right, where no token sees it
                 masks = self._full_masks(1, width, width, dtype).triu_(1)
             else:
                 masks = self._full_masks(n, width, width, dtype)
@@ -350,8 +352,9 @@ class PrefixLayout:
             """Returns the number of keys before the branch, and the number of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
-        shapes = [count_keys_and_queries(other) for other in self.blocks if len(set(other.sizes)) == 1]
-        most_before, most_queries = (max(sizes) for sizes in zip(*shapes, strict=True))
+        # Of all blocks with equally long prompts
+        shapes = [count_keys_and_queries(candidate) for candidate in self.blocks if len(set(candidate.sizes)) == 1]
+        most_before, most_queries = (max(counts) for counts in zip(*shapes, strict=True))
         key = ("branches", dtype, heads_per_key)
         if key not in self._cache:
             spare_rows = max((n_before - most_before) % MASK_ALIGNMENT for n_before, _ in shapes)
@@ -376,16 +379,17 @@ class PrefixLayout:
         chunk.
         """
         causal_masks = [
-            (m.window, m.lookahead, m.prompt)
-            for m in masks
-            if isinstance(m, Causal) and m.window and m.lookahead is not None
+            (mask.window, mask.lookahead, mask.prompt)
+            for mask in masks
+            if isinstance(mask, Causal) and mask.window and mask.lookahead is not None
         ]
         if len(causal_masks) < len(masks):
             return None
         window, lookahead = max(values[0] for values in causal_masks), max(values[1] for values in causal_masks)
+        # `size`: number of queries of a chunk. `width`: padded length of a prompt.
         size, width = max(window, lookahead), block.prompt_index.size(1)
         n_keys = window - 1 + size + lookahead
-        if width < 2 * n_keys:
+        if width < 2 * n_keys:  # chunks would save little
             return None
         # Positions in prompts, `(C, L)` and `(C, K)`; keys before the start and after the end are masked in `is_seen`
         chunk_starts = torch.arange(0, width, size)[:, None]
@@ -394,9 +398,10 @@ class PrefixLayout:
         masks_of_prompts = []
         for (prompt_window, _, prompt), length in zip(causal_masks, block.sizes, strict=True):
             query_index, key_index = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
-            is_seen = (distance >= 0) & (distance < prompt_window)
+            is_seen = (distance >= 0) & (distance < prompt_window)  # causal, unless the prompt has spans
             if prompt is not None:
                 is_seen = (key_index >= prompt[query_index, 0]) & (key_index < prompt[query_index, 1])
+            # Padding sees itself, so that no row of the mask hides all keys
             masks_of_prompts.append((is_seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
         is_seen = to_device(torch.cat(masks_of_prompts), device)
@@ -417,6 +422,7 @@ class PrefixLayout:
         return is_seen if mask.window is None else is_seen.triu(start - mask.window + 1)
 
     def _repeat_rows(self, masks: torch.Tensor, heads_per_key: int) -> torch.Tensor:
+        """Returns masks `(n, rows * heads_per_key, columns)` in which each row is repeated `heads_per_key` times."""
         if heads_per_key == 1:
             return masks
         n, n_queries, n_keys = masks.shape
@@ -478,17 +484,18 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     text_only = []
     groups = group_by_prompt(prompts).values()
     for members in (members for group in groups for members in _split_by_shapes(prompts, group)):
+        # The prompt's media, and the media of the completions' later turns, once each
         pieces = list({piece: None for i in members for piece in prompts[i].parts if piece.media})
         if not pieces:
             text_only += members
             continue
         modalities = frozenset().union(*(prompts[i].modalities for i in members))
-        key = tuple(
+        shapes = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
         # If the processor pads images to one shape, only the `IMAGE_SIZES` differ
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
-        parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
+        parts.setdefault((modalities, shapes, repr(sizes)), []).extend(members)
     split = list(parts.values())
     if text_only:
         # Text has no cross-attention masks `(P, ...)` to join with those of other prompts, so it gets a separate part
@@ -506,6 +513,7 @@ def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list
         media = [(name, value) for piece in prompts[i].parts for name, value in piece.media.items()]
         shapes = {(name, tuple(value.shape[1:])) for name, value in media}
         by_shapes.setdefault(tuple(sorted(shapes)), []).append(i)
+    # A name occurs twice if its tensors have different shapes
     names = [name for name, _ in {shape for shapes in by_shapes for shape in shapes}]
     return [group] if len(names) == len({*names}) else list(by_shapes.values())
 
@@ -520,12 +528,14 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     def stack(tensors: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
+        """Pads tensors `(n, ...)` on the left of the first dimension, and stacks them."""
         padded = [
             F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
         ]
         return torch.stack(padded)
 
     n_dims = max(prompt.position_ids.dim() for prompt in prompts)
+    # `(R,)` if a prompt has multimodal positions, else `()`. Positions of other prompts are repeated for all axes.
     axes = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == n_dims)
     positions = [
         F.pad(prompt.position_ids.expand(*axes, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
@@ -584,7 +594,7 @@ def pack(
         ids.append(prompt.input_ids[span])
         labels.append(torch.full((size,), -100))
         positions.append(prompt.position_ids[..., span])
-        if first_token <= (prompt.media_span or (0,))[0] < node.stop:
+        if first_token <= (prompt.media_span or (0,))[0] < node.stop:  # the node has the first placeholder
             parts.append(prompt.parts[0])
         for name in fields:
             field_pieces[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
@@ -647,7 +657,8 @@ def _layout(
         for start, length, parent, _ in segments
         if start in masks and (start == parent or branches_of[start])
     ]
-    # Prompts of similar length share a block, so that many short prompts need few attention calls
+    # Prompts of similar length share a block, so that many short prompts need few attention calls. A cluster holds the
+    # units of one block.
     clusters: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: (not unit.is_root, len(unit.tokens))):
         if clusters and _should_share_call([*clusters[-1], unit]):
@@ -664,7 +675,8 @@ def _layout(
             spans += [(start, size, offset + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
             offset += index.numel()
         blocks.append(block)
-    lengths = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
+    # Lengths of the units' longest sequences, in which a branch replaces the unit's last token
+    lengths = [len(unit.tokens) - 1 + max((length for _, length in unit.branches), default=1) for unit in units]
     windows = {
         layer_type: _window([unit.masks[layer_type] for unit in units], lengths) for layer_type in units[0].masks
     }
@@ -733,7 +745,7 @@ def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the concatenated ranges of integers with these starts and lengths."""
+    """Returns concatenated ranges of integers: for the starts 3 and 0 and the lengths 2 and 3, `[3, 4, 0, 1, 2]`."""
     starts, lengths = starts.flatten(), lengths.flatten()
     return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
@@ -750,6 +762,7 @@ def _should_share_call(units: Sequence[_Unit]) -> bool:
 
 
 def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
+    """Returns the block of units, either all roots of their trees or none."""
     sizes = [len(unit.tokens) for unit in units]
     # Padding repeats the last position. Causal attention and masks hide padding from tokens, and outputs of padding
     # are dropped.

@@ -42,9 +42,9 @@ def _prepare_forward(
     """
     Prepares an unwrapped model for the forward of a batch. Yields a list that collects the text decoder's outputs.
 
-    The batch and `kwargs` override arguments of the decoder alone. The outer model gets ordinary inputs and merges
-    media as usual, so this code doesn't depend on the family. If `encodes_media`, outputs of frozen encoders are
-    cached first.
+    The batch's `decoder_arguments` and `kwargs` override arguments of the decoder alone. The outer model gets ordinary
+    inputs and merges media as usual, so this code doesn't depend on the family. If `encodes_media`, outputs of frozen
+    encoders are cached first.
     """
     if encodes_media:
         encode_once(model, batch.parts, batch.labels.device)
@@ -90,6 +90,7 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def score(part: ScoreRequest) -> Scores:
+        """Computes the scores of a part of the request in one forward."""
         batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
         inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if part.compute_aux_loss else {}
@@ -98,10 +99,10 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
             _prepare_forward(unwrapped_model, batch, encodes_media=encodes_media, **router) as decoder_outputs,
             hidden_states(unwrapped_model, instead_of_logits=temperature is None) as head_inputs,
         ):
-            if not part.logps:
+            if not part.logps:  # without labels, the fused head returns hidden states, and scores come from these
                 model(**inputs, fused_lm_head=True)
                 outputs = FusedCausalLMOutput()
-            elif temperature is None:
+            elif temperature is None:  # by the fused head
                 label_options = {} if batch.label_index is None else {"label_index": batch.label_index}
                 output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **label_options)
                 outputs = cast(FusedCausalLMOutput, output)
@@ -180,7 +181,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
         cast(PrefixLayout, batch.decoder_arguments["prefix_layout"]).states = states
         with _prepare_forward(model, batch):
             last_states = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-        # An empty sum makes the result depend on the last hidden states, so that all weights get a gradient
+        # An empty sum is 0. It makes a key depend on the last hidden states, so that all weights get a gradient.
         layer, (key, value) = next(iter(states.items()))
         all_states |= {**states, layer: (key + last_states[..., :0].sum().to(key), value)}
     return all_states
@@ -198,14 +199,15 @@ def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
-    """Computes scores in one forward, or with `isolate` in separate forwards, at least `min_forwards` of them."""
+    """Computes a request's scores in one forward, or with `isolate` in at least `min_forwards` forwards of parts."""
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
     n_surplus = max(request.min_forwards - len(parts), 0)
     results = [score(request.select(part)) for part in parts + parts[-1:] * n_surplus]
     joined = Scores.join(results[: len(parts)], parts)
-    # Surplus forwards have weight 0, but take part in the backward pass, so that all ranks run equal collectives
+    # Surplus forwards repeat the last part. With weight 0, they are added to one of the scores, so that they take part
+    # in the backward pass, and all ranks run equal collectives.
     name, tensor = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, tensor + zero)
@@ -251,7 +253,12 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 
 @dataclass
 class _Batch:
-    """The inputs of one forward, and the positions of completions in its outputs."""
+    """
+    The inputs of one forward, and the positions of completions in its outputs.
+
+    Shapes: `(1, T)` for the `T` tokens of a packed row, `(B, S)` for `B` padded rows of length `S`. Completions are
+    `(B, C)`.
+    """
 
     parts: Sequence[EncodedPrompt]  # prompts and later turns whose media the inputs hold, in order
     inputs: dict[str, torch.Tensor]
@@ -292,8 +299,8 @@ def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
     is_scored, device = mask.bool(), mask.device
     # Position of each sequence's first token: a packed row joins sequences, and padded rows are padded on the left
     if request.packed:
-        unique = list(group_by_prompt(prompts))
-        ends = dict(zip(unique, accumulate(map(len, unique)), strict=True))
+        unique_prompts = list(group_by_prompt(prompts))
+        ends = dict(zip(unique_prompts, accumulate(map(len, unique_prompts)), strict=True))
         first_positions = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)
         rows = torch.zeros_like(first_positions)[:, None]
     else:
@@ -342,6 +349,7 @@ def _packed_batch(
     }
 
     def row_counts() -> torch.Tensor:
+        # A prompt's token is in a padded row per completion, and a completion's token in one
         rows_per_token = torch.ones_like(row.input_ids)
         for start, length, parent, _ in row.layout.segments:
             if start in row.nodes:
@@ -375,14 +383,14 @@ def _padded_batch(
 ) -> _Batch:
     """Returns a batch of one padded row per completion, as in TRL. Each row repeats its prompt."""
     device = completion_ids.device
-    n_new = completion_ids.size(1)
+    n_new = completion_ids.size(1)  # `C`
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
     if family_of(model).pads_with_first_token:
         first_ids = torch.stack([prompt.input_ids[0] for prompt in prompts])[:, None]
         batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first_ids)
     completion_positions = with_equal_dims([prompt.positions_after(n_new) for prompt in prompts])
     fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
-    # The part of a later turn starts at the first completion token
+    # Later turns with media have token fields of their own, from the first completion token on
     for index, prompt in enumerate(prompts):
         for part in prompt.parts[1:]:
             for name, value in part.token_fields.items():
