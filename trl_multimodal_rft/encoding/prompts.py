@@ -424,8 +424,8 @@ def processor_outputs(
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_media(refs, decoded, processor, processor_kwargs)  # raises for the medium at fault, if there is one
-            # The words are from errors of stacking videos of different lengths into one tensor
             n_frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
+            # Errors of stacking videos of different lengths into one tensor have one of these phrases
             if len({*n_frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
                 raise refs[0].error(
                     f"{type(processor).__name__} takes several videos only with the same number of frames, got "
@@ -446,8 +446,12 @@ def generation_options(messages: list[dict[str, Any]], template_kwargs: dict[str
     """Returns the template's arguments for a prompt. `continue_final_message` only affects an assistant's message."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
-    continues = messages[-1]["role"] == "assistant"
-    return {**template_kwargs, "add_generation_prompt": not continues, "continue_final_message": continues}
+    continues_message = messages[-1]["role"] == "assistant"
+    return {
+        **template_kwargs,
+        "add_generation_prompt": not continues_message,
+        "continue_final_message": continues_message,
+    }
 
 
 def _outputs_with_sounds(

@@ -280,9 +280,9 @@ class SupervisedEncoder:
             [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
-        columns, messages, n = self._select_completion(row, "completion")
-        tokens = self._completion_ids(columns, messages, n, f"row {row.row_index}", self._end)
-        return self._encode(_prompt_of(columns, messages[:n]), columns), tokens
+        selected_row, messages, n = self._select_completion(row, "completion")
+        ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
+        return self._encode(_prompt_of(selected_row, messages[:n]), selected_row), ids
 
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
@@ -359,8 +359,8 @@ class SupervisedEncoder:
         if not all_placeholder_ids(self.model, self.processing_class).isdisjoint(row["input_ids"]):
             raise ValueError(f"{label}, column 'input_ids': placeholders of media have no media; give `messages`.")
         # Token fields and positions are the same for all texts, so any text provides them
-        first = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
-        sequence = _with_text(replace(first, input_ids=ids[:1]), row["input_ids"][1:], self.model)
+        first_token = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
+        sequence = _with_text(replace(first_token, input_ids=ids[:1]), row["input_ids"][1:], self.model)
         sequence.learned = labels != -100
         _check_learned(sequence, label)
         return sequence

@@ -352,7 +352,7 @@ def decode(
                 scores = processor(prefix, scores)
             for name, values in records.items():
                 values.append((logits if name == "logits" else scores).clone())
-            token = ids[:, n : n + 1]
+            token = ids[:, n : n + 1]  # a view, so the sampled tokens are written into `ids`
             if config.do_sample:
                 torch.multinomial(scores.softmax(-1), 1, out=token)
             else:
@@ -388,7 +388,7 @@ def decode(
                 layout.grow(cache, min(2 * layout.room, stop - start))
                 runner.reset()
             step_inputs["input_ids"].copy_(token if rows is None else token[rows])
-            # The index counts from the end, because the mask is longer than `ids` if prefixes and suffixes of prompts
+            # The slice counts from the end, because the mask is longer than `ids` if prefixes and suffixes of prompts
             # were prefilled, and padded, separately
             step_inputs["attention_mask"] = None if mask is None else mask[:, : n - stop]
             logits = runner(forward)

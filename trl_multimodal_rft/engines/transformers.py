@@ -98,8 +98,8 @@ class Branches:
         if self.obstacle is not None:
             return None
         suffixes, rows = [], []
-        for prompt, (parent, results) in zip(prompts, self.continuations, strict=True):
-            row, previous_prompt, ids = stored_rows[parent]
+        for prompt, (parent_index, results) in zip(prompts, self.continuations, strict=True):
+            row, previous_prompt, ids = stored_rows[parent_index]
             n = len(previous_prompt) + len(ids)  # number of tokens in the cache
             suffixes.append(replace(prompt.part(slice(n, None)), media=results.media if results else {}))
             rows.append(row)
@@ -112,12 +112,12 @@ class Branches:
 
     def _branch_obstacle(self, model: PreTrainedModel, rows: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
         """Returns the reason why the cache doesn't hold the prompts' first tokens, or `None` if it does."""
-        for prompt, (parent, results) in zip(prompts, self.continuations or (), strict=True):
+        for prompt, (parent_index, results) in zip(prompts, self.continuations or (), strict=True):
             if results is None:
                 return "contexts were rewritten"
-            if parent not in rows:
+            if parent_index not in rows:
                 return "other completions were continued since"
-            _, previous_prompt, ids = rows[parent]
+            _, previous_prompt, ids = rows[parent_index]
             cached_ids = torch.cat([previous_prompt.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([previous_prompt.position_ids, previous_prompt.positions_after(len(ids))], dim=-1)
             n = len(cached_ids)
@@ -164,12 +164,13 @@ def generate_completions(
     output ends with rows of the dummies if `generate` got repeated prompts.
     """
     config, room = generation_config, 0
-    is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
-    if (is_static or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
+    # Without compilation, `decode` replaces `generate` with a static cache
+    has_static_cache = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
+    if (has_static_cache or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
         # With static shapes, the cache has room for `room` tokens of each completion. Shapes are dynamic (`room` is 0)
-        # if ranks wait for each other (`ranks_in_step`), as a waiting rank could exceed any number.
+        # if ranks wait for each other (`ranks_in_step`), as the forwards of a waiting rank could exceed any room.
         config, room = copy.copy(config), 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
-        config.cache_implementation = None if is_static else config.cache_implementation
+        config.cache_implementation = None if has_static_cache else config.cache_implementation
     # Without `decode`: `generate` on repeated prompts
     if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
@@ -218,10 +219,10 @@ def generate_completions(
     inputs |= {"attention_mask": mask, KV_CACHE: cache, "custom_generate": loop}
     output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
     if branches is not None:
-        sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
+        sequences, end_ids = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
         # The last `N` columns. The cache holds the prompts' `mask.size(1)` tokens and `N - 1` sampled tokens
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
-        branches.keep(cache, mask, prompts, completion_ids, ends if isinstance(ends, list) else [ends])
+        branches.keep(cache, mask, prompts, completion_ids, end_ids if isinstance(end_ids, list) else [end_ids])
     return output
 
 
@@ -365,7 +366,8 @@ def sample_completions(
     fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
-        # Granite Speech's `generate` enables the adapter for all prompts of a call if it has sounds, else for none
+        # Granite Speech's `generate` enables the adapter for all prompts of a call if it has sounds, else for none. So
+        # each call gets one prompt
         isolate, shared_prefill = "prompt", False
     with torch.no_grad():  # with gradients, there would be more dummies
         dummies = policy.processes.dummies(model, prompts)
@@ -390,7 +392,7 @@ def sample_completions(
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
             outputs, runner = [], runner_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
-                # Repeats the last part until all ranks have equally many forwards. Their outputs are dropped
+                # Repeats the last part until all ranks have equally many forwards. Drops the repeated outputs
                 for part in [*parts, *[parts[-1]] * n_surplus]:
                     output = generate_completions(
                         generating_model,

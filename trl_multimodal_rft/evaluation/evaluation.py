@@ -117,7 +117,7 @@ class Evaluation:
         functions, n_answers, n_correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
-            for first_index in range(0, len(batches), n_ranks):
+            for first_index in range(0, len(batches), n_ranks):  # index of rank 0's batch
                 batch_index = first_index + self.accelerator.process_index
                 if batch_index < len(batches):
                     new_records = self._answer_batch(batch_index, batches[batch_index])
@@ -183,6 +183,7 @@ class Evaluation:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.read_row, indices))
+        # Only in the first batch of each rank
         if batch_index < self.accelerator.num_processes and not lists_columns(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read_rollout(batch)
