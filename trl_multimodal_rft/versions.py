@@ -207,8 +207,8 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
-            # Missing are arguments beyond the function's number of positions, and arguments by name under none of their
-            # names. Parameters of a kind up to `VAR_POSITIONAL` have a position
+            # Missing are arguments beyond the function's number of positions, and arguments by name with none of their
+            # names in the function. Parameters of a kind up to `VAR_POSITIONAL` have a position
             first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
@@ -292,4 +292,5 @@ def _is_import_failure(error: BaseException) -> bool:
     ]
     names = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     names = [name for name in names if name not in {"__main__", *sys.stdlib_module_names}]
+    # The innermost frame that isn't of a script or the standard library tells where the import failed
     return bool(names) and names[-1] in {__name__.split(".")[0], *packages_distributions()}

@@ -226,6 +226,7 @@ def first_fallbacks(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are computed from the model's logits, which needs more memory."
         )
+    # `disable_compile` also turns off CUDA graphs of decoding steps
     allows_graph = not mapping(args.generation_kwargs).get("disable_compile")
     return Fallbacks(
         packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=allows_graph

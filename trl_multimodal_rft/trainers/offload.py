@@ -46,7 +46,7 @@ class HostMemory:
         ]
         sizes, used_before = [storage.nbytes() for storage in on_device], self._used
         try:
-            # (bytes on the device, bytes on the host)
+            # Pairs of as many bytes on the device and on the host
             copies = [pair for storage in on_device for pair in self._host_copies(storage)]
             _copy([(host, part) for part, host in copies])
             try:
@@ -67,14 +67,15 @@ class HostMemory:
 
         With slabs of 64 bytes, of which 40 bytes are used, a storage of 100 bytes has parts of 24, 64 and 12 bytes.
         """
+        # All bytes of the storage as a tensor, without a copy
         remaining = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         while len(remaining):
-            index, offset = divmod(self._used, self.slab_size)
-            if index == len(self.slabs):
+            slab_index, offset = divmod(self._used, self.slab_size)
+            if slab_index == len(self.slabs):
                 self.slabs.append(
                     torch.empty(self.slab_size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
                 )
-            host = self.slabs[index][offset : offset + len(remaining)]
+            host = self.slabs[slab_index][offset : offset + len(remaining)]
             yield remaining[: len(host)], host
             remaining = remaining[len(host) :]
             self._used += len(host)
@@ -93,6 +94,7 @@ def storages(tensors: Iterable[Any]) -> Storages:
     by_address: Storages = {}
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
+            # A sharded or quantized tensor wraps inner tensors
             by_address |= storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         elif isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()

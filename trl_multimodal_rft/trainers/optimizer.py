@@ -95,6 +95,7 @@ def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: Train
     Raises `ValueError` for `learning_rates` if DeepSpeed's config has an optimizer or a schedule, as these have one
     rate for all parts.
     """
+    # A dummy stands in for an optimizer or a schedule that DeepSpeed's config defines
     is_dummy = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
     if args.learning_rates and any(is_dummy):
         raise ValueError(

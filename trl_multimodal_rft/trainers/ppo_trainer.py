@@ -240,7 +240,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         else:
             policy_copy = copy.deepcopy(self.model)
             if is_peft_model(policy_copy):
-                policy_copy = policy_copy.unload().requires_grad_()
+                policy_copy = policy_copy.unload().requires_grad_()  # PEFT froze all weights but its own
                 freeze_as_built(policy_copy)
             critic = Critic(policy_copy)
         freeze_backbone(critic.model, self.args.freeze)

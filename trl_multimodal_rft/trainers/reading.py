@@ -175,7 +175,7 @@ class CompletionTrainer(CheckpointMixin):
             warn_of_unread(self.args, first_rows, modalities(model, self.args), extent="first", supervised=True)
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
-        prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
+        prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
         # `prompts` of preferences also have the media of their completions
         row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
         self.card_notes.add(set().union(*stored), filter(None, prompts), row_modalities)

@@ -153,6 +153,7 @@ def warn_of_unread(
     their first rows.
     """
     for argument, value in datasets.items():
+        # Columns besides `prompt` whose messages may hold media
         reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
         ignored, modalities_by_option = (
             args.ignored_media_columns or (),

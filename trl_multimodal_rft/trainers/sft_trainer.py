@@ -166,7 +166,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
         scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
         per_token_loss = -scores.logps  # 0 on tokens that aren't learned
-        if args.loss_type == "dft":
+        if args.loss_type == "dft":  # weighs the loss of a token by its probability
             per_token_loss = per_token_loss * scores.logps.exp().detach()
         n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)

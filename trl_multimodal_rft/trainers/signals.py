@@ -57,6 +57,7 @@ class EndOnSignal(TrainerCallback):
     def __init__(self, any_process: Callable[[bool], bool], only_interrupts: bool = False):
         self._any_process, self._only_interrupts = any_process, only_interrupts
         self._has_signal = False  # on this process
+        # Whether the run ends after the current step, and whether a checkpoint of this step exists
         self._ends_run = self._has_saved = False
 
     @contextmanager

@@ -143,10 +143,10 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
     Completions that share a prompt share the teacher's prompt, too. If teacher and student read the same prompt, it is
     a single object. Raises `ValueError` if rows have columns for the teacher and there are tools.
     """
-    separate = [has_teacher_prompt(row.stored) for row in rows]
-    if any(separate):
+    are_separate = [has_teacher_prompt(row.stored) for row in rows]
+    if any(are_separate):
         if run.toolbox.tools:
-            column = next(name for name in TEACHER_COLUMNS if name in rows[separate.index(True)].stored)
+            column = next(name for name in TEACHER_COLUMNS if name in rows[are_separate.index(True)].stored)
             raise ValueError(
                 "Results of tools would follow prompts of another length, so columns of the teacher such as "
                 f"{column!r} can't be used with `tools`; remove one of them."
@@ -155,10 +155,10 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         student_messages = rollout.source.messages
         messages = [
             conversation if is_separate else student
-            for student, conversation, is_separate in zip(student_messages, conversations, separate, strict=True)
+            for student, conversation, is_separate in zip(student_messages, conversations, are_separate, strict=True)
         ]
         # The teacher's prompts by the `id` of the student's prompts. Rows hold a teacher's prompt only if it has media
-        for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
+        for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, are_separate, strict=True):
             if not is_separate or row.teacher_prompt is not None:
                 teacher_prompts_by_id[id(prompt)] = row.teacher_prompt if is_separate else prompt
             elif id(prompt) not in teacher_prompts_by_id:
@@ -271,5 +271,6 @@ def top_k_of(
     """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens, and 0 where `mask`, `(B, C)`, is 0."""
     indices = mask.flatten().nonzero()[:, 0]
     top_k = top_k_tokens(states.flatten(0, 1).index_select(0, indices), head, k, temperature)
+    # The tokens go back to their positions among the positions with a mask of 0
     dense = (values.new_zeros(mask.numel(), k).index_copy(0, indices, values).view(*mask.shape, k) for values in top_k)
     return dict(zip(("ids", "logps"), dense, strict=True))
