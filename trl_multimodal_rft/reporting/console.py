@@ -305,6 +305,7 @@ def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str,
 
 
 def _description(ref: MediaRef) -> str | None:
+    """Returns the duration of a sound, or the width and height of an image or a video, as text."""
     if ref.modality == "audio":
         samples, rate = read_audio(ref)
         return f"{len(samples) / rate:.2f} s" if rate else None

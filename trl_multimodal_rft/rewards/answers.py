@@ -261,7 +261,7 @@ def _last_box(text: str) -> str | None:
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
             open_braces.append(None)
-        elif brace[1]:
+        elif brace[1]:  # the start of a box
             open_braces.append(brace.end())
         elif brace[0] == "}" and open_braces:
             begin = open_braces.pop()

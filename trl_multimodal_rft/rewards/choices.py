@@ -85,7 +85,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         if text in texts:
             index = texts.index(text)
             break
-        letter = read_letter(answer, start)
+        letter = read_letter(answer, start)  # (letter, index of the text behind the letter)
         if letter is None or ord(letter[0]) - ord("A") >= len(choices):
             index = _by_words(answer[start:], choices)
             break

@@ -67,6 +67,7 @@ def _comparer(process_id: int) -> _Comparer:
 
 
 def _start_process() -> subprocess.Popen:
+    """Starts a process that compares expressions, and waits until the process has imported math-verify."""
     # `-P` keeps this file's folder off the path, as its modules would hide installed modules of the same names
     process = subprocess.Popen(
         [sys.executable, "-P", __file__],

@@ -278,6 +278,7 @@ class RewardModel:
         ]
 
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
+        """Returns the scores of the groups' completions, one after another, from one forward per prompt."""
         assert self._group_model is not None
         device = next(self.model.parameters()).device
         completions = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.completions]
@@ -287,6 +288,7 @@ class RewardModel:
         return completion_rewards(self.model, self._group_model, request)[:, 0].cpu()
 
     def _score_sequences(self, rows: list[EncodedPrompt]) -> torch.Tensor:
+        """Returns the scores of whole sequences, `(len(rows),)`, from one forward of padded rows."""
         ids, mask = padded([row.input_ids for row in rows])
         ids = ids.masked_fill(mask == 0, self._pad_id)
         fields = {name: [row.token_fields[name] for row in rows] for name in rows[0].token_fields}

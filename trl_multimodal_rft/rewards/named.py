@@ -118,6 +118,7 @@ def _load_func(name: str) -> Callable:
 
 
 def _call_factory(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
+    """Returns the reward function that a factory makes. Raises `ValueError` if it needs further settings."""
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()
     missing = [param.name for param in parameters if param.default is param.empty and param.name not in settings]

@@ -226,6 +226,7 @@ def _as_box(value: Json) -> Box | None:
 
 
 def _as_point(value: Json) -> tuple[float, float] | None:
+    """Returns the point that two numbers, a dictionary or the center of a box describe, or `None`."""
     if isinstance(value, dict):
         entries = {str(key).lower(): item for key, item in value.items()}
         value = _first_value(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
@@ -238,6 +239,7 @@ def _as_point(value: Json) -> tuple[float, float] | None:
 
 
 def _as_span(value: Json) -> tuple[float, float] | None:
+    """Returns the span in seconds that two numbers or a dictionary describe, or `None` without a positive length."""
     if isinstance(value, dict):
         return next(iter(spans_in(str(value))), None)  # `_SPAN` matches such a text, see `_TO`
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)):

@@ -133,6 +133,7 @@ def reward_rollout(
     remaining = {name: value for name, value in functions.items() if name not in early.values}
     rewards = call_rewards(remaining, arguments, loop, profile) | early.values
     succeeded = [error is None for error in rollout.source.failures]
+    # Completions whose environment failed have no reward
     return {
         name: [value if is_valid else None for value, is_valid in zip(rewards[name], succeeded, strict=True)]
         for name in functions
