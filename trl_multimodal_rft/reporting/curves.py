@@ -232,7 +232,7 @@ class TrainingCurvesCallback(TrainerCallback):
         self._write(args, state)
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Draws the picture on the main process if the log has a metric to draw. Then sets the time of the next one."""
+        """Draws the picture on the main process if the log has a metric to draw, and sets the time of the next."""
         metrics = _metrics_of(state.log_history)
         if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return

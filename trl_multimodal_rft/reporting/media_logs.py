@@ -209,7 +209,7 @@ def _with_cells(
     Adds the columns of media to a table. `make_cell` makes a cell from media and their labels, such as
     `completions/images/0.1` for the second image of the first row with media.
     """
-    # Among the rows with media, the number of each
+    # Rows with media are counted from 0: if rows 1 and 4 have media, these are `{1: 0, 4: 1}`
     prompt_numbers = {i: number for number, i in enumerate(i for i, row_media in enumerate(media) if row_media)}
     columns = {}
     for column, name in media_columns(frame, media).items():
