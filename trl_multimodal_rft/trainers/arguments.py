@@ -56,6 +56,7 @@ _REMEDIES = {
 def help_from_docstring(config_class: type) -> type:
     """Fills in the missing help texts of a config's fields from its docstring, and returns the class."""
     text = inspect.cleandoc(config_class.__doc__ or "")
+    # Pairs of a parameter's name and its description, the lines below `name (type):` that are indented further
     descriptions = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
     for option in fields(config_class):
         if option.name in descriptions and "help" not in option.metadata:
@@ -143,14 +144,15 @@ class Needs:
 def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
     Checks the types and ranges of a config's fields, or of `values`, which are other values for some of the fields.
-    Also raises an error if a field has no effect without other options, see [`Needs`].
+    `label` formats the names of fields in messages. Also raises an error if a field has no effect without other
+    options, see [`Needs`].
     """
     values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         annotation, remedy = annotations[option.name], f"the default is {option.default}"
-        # A remedy fits the interval in `_INTERVALS`, and could be outside of an interval that the config annotates
+        # `_REMEDIES` has values within `_INTERVALS`, which a config with another interval may exclude
         if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
         check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
@@ -202,6 +204,7 @@ def check_parallelism(args: Any, model: Any) -> None:
     deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     sizes["autotp_size"] = deepspeed.get("tensor_parallel", {}).get("autotp_size")
     sizes["sequence_parallel_size"] = deepspeed.get("sequence_parallel_size")
+    # Options that split layers or tokens, and their values
     splits = {name: size for name, size in sizes.items() if (size or 1) > 1}
     if isinstance(model, str):
         kwargs = args.model_init_kwargs or {}
@@ -219,21 +222,23 @@ def check_parallelism(args: Any, model: Any) -> None:
 
 def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any) -> None:
     """Raises an error if a trainer's arguments have wrong types, or contradict its config."""
+    # Models and their settings
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
     if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):
         remedy = "pass a model, as `from_pretrained` of its class loads it, or none, which takes the one to train"
         remedy = "pass it as `args`" if isinstance(reference, TrainingArguments) else remedy
         raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
+    # Datasets
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
     eval_dataset = arguments.get("eval_dataset")
-    entries = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    for key, dataset in entries.items():
+    datasets_by_key = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for key, dataset in datasets_by_key.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
-
-    entries = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    for index, reward_func in enumerate(entries if reward_funcs is not None else ()):
+    # Reward functions
+    reward_list = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    for index, reward_func in enumerate(reward_list if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
         check_instances(**{name: reward_func})
         if not isinstance(reward_func, str) and not callable(reward_func):
@@ -241,6 +246,7 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
                 f"`{name}` is of type {type(reward_func).__name__}; pass a function, a model, or the name of a reward "
                 "model."
             )
+    # Options of the config that need or exclude an argument
     if getattr(args, "max_staleness", 0) > 0:
         for name in ("environment_factory", "rollout_func"):
             if arguments.get(name):
@@ -267,6 +273,7 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
+    """Raises a `TypeError` with a remedy unless a dataset is `None`, a `Dataset` or an `IterableDataset`."""
     check_instances(**{name: dataset})
     if dataset is None or isinstance(dataset, (Dataset, IterableDataset)):
         return

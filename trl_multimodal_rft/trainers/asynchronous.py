@@ -27,7 +27,7 @@ from .rollout_views import prompts_under_views, record_views
 from .run import Run
 
 
-# Number of completions that each rank samples to check the engine, and their maximum length in tokens
+# Number of completions that each rank samples to compare the engine with the policy, and their maximum length
 _N_PROBES, _PROBE_LENGTH = 4, 16
 
 
@@ -73,19 +73,20 @@ class AsynchronousSampling:
             if index not in flight:
                 self._request_batch(index)
         with sampler.explain(), sampler.profile("vLLM.generate"):
-            pending, responses, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
+            pending, answers, wait_seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_restarts()
-        completions = [item for response in responses for item in response.completions]
-        ids, logps = ([*item] for item in zip(*completions, strict=True))
-        versions = [[item.first_version, item.last_version] for item in responses for _ in item.completions]
+        completions = [completion for answer in answers for completion in answer.completions]  # (ids, logps)
+        ids, logps = ([*column] for column in zip(*completions, strict=True))
+        versions = [[answer.first_version, answer.last_version] for answer in answers for _ in answer.completions]
         # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:
-            rewards = on_all_ranks(accelerator, lambda: [item.result() for item in pending.rewards.values()])
+            rewards = on_all_ranks(accelerator, lambda: [future.result() for future in pending.rewards.values()])
             rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
         flight.probes = pending.probes
         ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
-        waits = accelerator.gather(torch.tensor([seconds], device=ages.device))  # (ranks, 2)
+        # (ranks, 2): the trainer's wait for answers, and the answers' wait for the trainer
+        waits = accelerator.gather(torch.tensor([wait_seconds], device=ages.device))
         run.metrics.add(
             {
                 "staleness/mean": ages.mean().item(),
@@ -118,27 +119,27 @@ class AsynchronousSampling:
             offset + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(batch_indices)
         ]
         rows_of_prompts = [rollout.source.row_indices[i] for i in batch_indices]
+        # A key is (batch index, row index, seed, number of completions)
         keys = request_keys(prompts, rows_of_prompts, global_indices, batch_index, run.args.seed)
         requests = self.engine.server_requests(prompts)
-        if not run.toolbox.tools:
+        if not run.toolbox.tools:  # with tools, later turns need the decoded media
             for prompt in prompts:
                 prompt.decoded = ()
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
         needs_probes = check is not None and check.engine_updated is None
-        # A key is (batch index, row index, seed, number of completions). `starts` maps keys to the index of the first
-        # completion of their request
+        # Maps keys to the position of their request's first completion in `prompts`
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
-        probes = [(prompts[i], requests[key]) for key, i in starts.items()] if needs_probes else []
+        probes = [(prompts[start], requests[key]) for key, start in starts.items()] if needs_probes else []
         # Requests that start at `n` or later are under the contrast view, and aren't rewarded early
-        rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
-        reward = self._early_rewards(rollouts)
+        rollouts = {key: rollout.select(range(start, start + key[3])) for key, start in starts.items() if start < n}
+        reward_functions = self._early_rewards(rollouts)
         self.flight.ask(
             batch_index,
             batch,
             rollout.source.row_indices,
             requests,
-            reward_functions=reward,
+            reward_functions=reward_functions,
             views=views,
             probes=probes,
         )
@@ -146,10 +147,12 @@ class AsynchronousSampling:
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """
         Returns one function per request, which rewards the request's completions on arrival. Threads call it, so it
-        uses only reward functions that wait for other processes, see [`only_waits`].
+        uses only reward functions that wait for other processes, see [`only_waits`]. `rollouts` has the parts of the
+        rollout by request.
         """
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
+        # Triples of a name, a function and a processing class
         triples = [triple for triple in functions if only_waits(triple[1])]
         # With tools, an arriving completion isn't final yet, and with `rollout_view` two requests share a group
         if not triples or run.toolbox.tools or run.args.rollout_view is not None:
@@ -173,13 +176,14 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     Samples a few tokens after some prompts of the last batch with the engine's current weights. Returns the rollout of
     these completions, at most `n` of them. All ranks must call this.
     """
-    size, accelerator = min(n, _N_PROBES), run.accelerator
-    prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
+    n_probes, accelerator = min(n, _N_PROBES), run.accelerator
+    prompts, requests = zip(*islice(cycle(flight.probes), n_probes), strict=True)
     short_requests = [item._replace(count=1, max_tokens=min(item.max_tokens, _PROBE_LENGTH)) for item in requests]
     ids, logps = (
-        [*item] for item in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
+        [*column] for column in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
     )
-    group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
+    # Group ids don't matter, since probes get no advantages
+    group_ids = torch.zeros(n_probes, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
     add_completions(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)

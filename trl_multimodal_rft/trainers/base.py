@@ -218,9 +218,9 @@ class MultimodalTrainer(CheckpointMixin):
             if args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(reference, self.accelerator))
         # TRL's constructor has loaded the reward models by their names
-        for i, source in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+        for i, processor_and_by_name in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             options = self.accelerator, args, self.chat_template_kwargs
-            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *source, *options)
+            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *processor_and_by_name, *options)
         self._run = self._make_run({name for name, dataset in datasets.items() if has_unread_rows(dataset)})
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         if args.needs_rewards:
@@ -237,10 +237,11 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_run(self, unread_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
+        # Of `stops`, the first item has token ids, and the second has strings
         rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
         rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
-        sizes = self.args.num_generations, self.num_generations_eval
+        group_sizes = self.args.num_generations, self.num_generations_eval
         end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
         return Run(
             self.args,
@@ -253,7 +254,7 @@ class MultimodalTrainer(CheckpointMixin):
             rewards,
             self.card_notes,
             self._live,
-            CompletionSettings(end_ids, stops[1], sizes, encodes_text=self.rollout_func is None),
+            CompletionSettings(end_ids, stops[1], group_sizes, encodes_text=self.rollout_func is None),
             Notices(unread_datasets),
         )
 
@@ -287,7 +288,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.sampler = self._transformers_sampler if sampler is None else sampler
             return
         datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
-        getters = (lambda: self.host_memory), (lambda: self.is_in_train)
+        getters = (lambda: self.host_memory), (lambda: self.is_in_train)  # `is_in_train` changes during the run
         engine = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
         self.sampler, self.vllm_generation = engine, engine.engine
         self.in_flight = requests_in_flight(args, engine.engine)
@@ -306,7 +307,7 @@ class MultimodalTrainer(CheckpointMixin):
         """Returns a context that, with `offload_during_generation`, frees device memory that sampling doesn't need."""
         if self.host_memory is None:
             return nullcontext()
-        # A `rollout_func` may use these models
+        # A `rollout_func` may use these models, so they then stay on the device
         models: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
         return self.host_memory.offloading(idle_storages(self.model, self.optimizer, *models))
 
@@ -320,7 +321,7 @@ class MultimodalTrainer(CheckpointMixin):
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        ranks = self.accelerator.num_processes, self.accelerator.process_index
+        ranks = self.accelerator.num_processes, self.accelerator.process_index  # number of ranks, and this rank
         shape = BatchShape(
             args.generation_batch_size // ranks[0], args.num_generations, self._steps_per_rollout, *ranks
         )
@@ -347,7 +348,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
             if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
-                # The reference scored older groups at an earlier step, and `sync_ref_model` may have moved it since
+                # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
@@ -466,7 +467,7 @@ class MultimodalTrainer(CheckpointMixin):
         }
 
     def _batch_settings(self) -> dict[str, Any]:
-        """Returns the settings that the size and the contents of a generation batch depend on."""
+        """Returns the settings that determine the size and the contents of a generation batch."""
         names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
         sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
         return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
@@ -573,7 +574,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores with gradients. If on-policy, they also set the old log-probabilities."""
+        """Computes a micro-batch's scores with gradients. On-policy, they are also the old log-probabilities."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
@@ -607,5 +608,6 @@ class MultimodalTrainer(CheckpointMixin):
 def _overrides_loss(trainer_class: type) -> bool:
     """Returns whether a subclass outside this package defines a loss, which may have a gradient on any token."""
     package = __name__.partition(".")[0]
+    # Classes of the MRO before this package's trainer
     subclasses = itertools.takewhile(lambda cls: cls.__module__.partition(".")[0] != package, trainer_class.__mro__)
     return any(name in vars(cls) for cls in subclasses for name in ("_loss", "_compute_loss"))

@@ -28,15 +28,17 @@ def batch_options(config: BatchConfig) -> list[str]:
 def batch_size(config: BatchConfig) -> int:
     """Returns the number of completions of a generation batch over all processes."""
     names = batch_options(config)
+    # A single option is `generation_batch_size`, which counts all processes already
     return math.prod(getattr(config, name) for name in names) * (config.world_size if len(names) > 1 else 1)
 
 
 def check_batches(config, names: list[str]) -> None:
     """
     Raises a `ValueError` if the size of a batch isn't a multiple of `num_generations`. The error names the arguments
-    whose product is the size, while TRL's error names only the size.
+    whose product is the size, while TRL's error names only the size. `names` is the result of [`batch_options`].
     """
     size, group_size, n_processes = config.generation_batch_size, config.num_generations, config.world_size
+    # Evaluation batches
     if config.do_eval and config.eval_strategy != "no":
         name, eval_group_size = "per_device_eval_batch_size", config.num_generations_eval or group_size
         n_rows = getattr(config, name) * n_processes
@@ -46,6 +48,7 @@ def check_batches(config, names: list[str]) -> None:
                 f"{'_eval' if config.num_generations_eval else ''}={eval_group_size}`, so that prompts keep all their "
                 f"completions. Set `{name}={_multiple(getattr(config, name), eval_group_size, n_processes)}`."
             ) from None
+    # Generation batches
     if size is None or size % group_size == 0:
         return
     if len(names) == 1:
@@ -54,6 +57,7 @@ def check_batches(config, names: list[str]) -> None:
             f"`generation_batch_size={size}` must be a multiple of `num_generations={group_size}`, so that prompts "
             f"keep all their completions. Set `generation_batch_size={_multiple(size, unit, 1)}`."
         ) from None
+    # Raise one of the factors, or lower the group size to a divisor of the batch
     remedies = [
         f"`{name}={_multiple(getattr(config, name), group_size, size // getattr(config, name))}`" for name in names
     ]
@@ -66,6 +70,7 @@ def check_batches(config, names: list[str]) -> None:
 
 
 def _product(config, names: list[str], n_processes: int) -> str:
+    """Returns the options and the number of processes as a product in words, with their values."""
     factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{n_processes} processes"] * (
         n_processes > 1
     )

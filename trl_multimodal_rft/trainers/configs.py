@@ -30,6 +30,7 @@ def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
 
 def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
     """Returns the ids of stop tokens and the stop strings in `generation_kwargs`, without the model's end of text."""
+    # The values of four options. A value is a single token or string, or a list, and `atleast_1d` makes each a list
     options = map(mapping(args.generation_kwargs).get, ("stop_token_ids", "eos_token_id", "stop_strings", "stop"))
     ids, eos_ids, strings, stops = (np.atleast_1d([] if option is None else option).tolist() for option in options)
     return ids + eos_ids, strings + stops

@@ -19,7 +19,7 @@ from .multimodal_config import SamplingArguments
 class SelfTeacher:
     """Settings of the option `self_teacher`."""
 
-    weights: Literal["current", "base", "ema"] = "current"
+    weights: Literal["current", "base", "ema"] = "current"  # the student's: now, without adapter, or averaged
     rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
 
 

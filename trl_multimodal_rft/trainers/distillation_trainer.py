@@ -168,6 +168,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._check_teacher_sees_more(rows)
         rollout, server = self._collect(rows), self.teacher_server
         prompts = teacher_prompts(self._run, rollout, rows)
+        # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
         rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
         with self.offloading():
@@ -209,6 +210,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
+            # `num_items_in_batch` counts the tokens of a generation batch on all ranks, and `n_tokens` those of an
+            # optimizer step, as a mean over ranks
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = scores.divergences.sum() / n_tokens  # a divergence outside the mask is 0

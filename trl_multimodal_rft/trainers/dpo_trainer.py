@@ -108,6 +108,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
             load_processor=loaded.load_processor,
         )
+        # The third column is for chosen completions under the view
         self._reference_columns = REFERENCE_COLUMNS[: 2 if self._view_settings.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
@@ -128,15 +129,16 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
                 Micro-batch of the collator.
 
         Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`. With
-            `rejected_view`, a third tensor holds the sums of the chosen completions under the view, and NaN for rows
-            without a view.
+            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions of the `B`
+            pairs, `(B,)`. With `rejected_view`, a third tensor holds the sums of the chosen completions under the view,
+            and NaN for pairs without a view.
         """
 
+        # A pair has two completions. `view_logps` gets the sums under the view while TRL's method runs
         n_completions, view_logps = 2 * len(inputs["sequences"]), []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
-            # TRL calls its model once, for the chosen and the rejected completions, without those under the view
+            # TRL's method calls `score` once in place of a model, and knows no completions under a view
             logps = self._score(model, inputs).logps
             view_logps.append(logps[n_completions:].sum(1))
             return SimpleNamespace(log_probs=logps[:n_completions])
@@ -179,11 +181,13 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """
         Computes the loss of `rejected_view`, a mean over all pairs like TRL's loss. Pairs without a view count as 0.
-        `logps`, `(2 * B + V,)`, are of the chosen, the rejected, and the `V` chosen completions under the view.
+        `logps`, `(2 * B + V,)`, are of `B` chosen, `B` rejected, and `V` chosen completions under the view.
         """
+        # `n` is the number of pairs, and `viewed` has the indices of those with a view
         settings, n, viewed = self._view_settings, len(inputs["sequences"]), inputs["viewed"]
         chosen_logratios = logps[viewed] - inputs["ref_chosen_logps"][viewed]
         view_logratios = logps[2 * n :] - inputs["ref_view_logps"][viewed]
+        # DPO's rewards of the chosen completions, without and under the view
         rewards = self.beta * chosen_logratios.detach(), self.beta * view_logratios.detach()
         values = {
             "rewards/view": rewards[1],

@@ -71,7 +71,8 @@ class MovingAverage(TrainerCallback):
             self._average[name] = _shard_like(average, parameters[name])
 
     def update(self) -> None:
-        for name, parameter in self._parameters.items():  # serially, so that one weight at a time is copied to float32
+        """Moves the average towards the current weights."""
+        for name, parameter in self._parameters.items():  # one at a time, so that only one has a copy in float32
             self._update_average([self._average[name]], [parameter.detach().float()], None)
 
     @contextmanager

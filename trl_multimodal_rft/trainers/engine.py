@@ -55,6 +55,7 @@ _SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
     """Returns the engine's logit biases by token id. They ban placeholders, which would stand for missing media."""
     biases = mapping(args.generation_kwargs).get("logit_bias", {})
+    # -100 is the lowest bias that vLLM takes
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in biases.items()}
 
 
@@ -68,6 +69,7 @@ def make_engine(
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `media_limits`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
+    # Sampling
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
@@ -81,6 +83,7 @@ def make_engine(
         **stops,
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
+    # Weights
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
     # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
@@ -88,6 +91,7 @@ def make_engine(
     if adapter_only or in_4bit:
         adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
+    # Arguments of vLLM's constructor, which the user's override
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         # Each prompt is sent once, so a cache of media is of no use
@@ -158,7 +162,7 @@ def transformers_sampler(
         ready_to_generate,
         run.live.profile,
         continuous_batching,
-        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,  # dtype for continuous batching
     )
 
 
@@ -211,9 +215,11 @@ def check_sampler(
     flight: InFlight | None,
 ) -> None:
     """
-    Compares the log-probabilities of an engine with the policy's, if a check is due. Raises `RuntimeError` if
-    completions continue after an end of text, or lack log-probabilities although `corrects_for_engine`
-    is set. `logit_bias` are the engine's biases, and `flight` holds requests for later batches.
+    Compares the log-probabilities of an engine with the policy's, if a check is due. `logit_bias` are the engine's
+    biases, and `flight` holds requests for later batches.
+
+    Raises `RuntimeError` if completions continue after an end of text. With `corrects_for_engine`, also raises it if
+    completions lack log-probabilities.
     """
     if sampler.samples_policy or not run.is_training:
         return
@@ -232,7 +238,8 @@ def check_sampler(
     if check is not None and rollout.sampling_per_token_logps is not None:
         policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
         dtype, is_asynchronous = sampler.dtype or policy_dtype, rollout.source.flight is not None
-        if flight is not None and is_asynchronous and flight.probes:  # the rollout is older than the policy
+        # Older weights sampled the rollout, so newly sampled probes are compared in its place
+        if flight is not None and is_asynchronous and flight.probes:
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
         # Turns after results of tools are always sampled by the newest weights
@@ -242,8 +249,8 @@ def check_sampler(
 
 def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     """
-    Logs the share of tokens without a log-probability of the sampler, and warns once. Raises `RuntimeError` if
-    no token of the first batch has a log-probability although `corrects_for_engine` is set.
+    Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
+    raises `RuntimeError` if no token of the first batch has a log-probability.
     """
     checks, sampling_logps, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampling_logps is None:
@@ -275,8 +282,8 @@ def continue_after_tools(
     Returns ids, log-probabilities, and masks that are 0 on results of tools.
     """
 
-    def sample(prompts: list[EncodedPrompt], room: list[int]) -> Samples:
-        return sampler(run.live.model_wrapped, prompts, step=run.step, room=room, branches=branches)
+    def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
+        return sampler(run.live.model_wrapped, prompts, step=run.step, room=max_lengths, branches=branches)
 
     loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
@@ -304,16 +311,18 @@ def continue_after_tools(
         has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
         flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
+        # Each context with the tokens that were sampled after it
         contexts, lengths = split_lengths(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
+    # Metrics over all ranks
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
     local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(ids)]
-    *ends, calls, failures, unparsed, n = sum_over_ranks(run.accelerator, local_counts)
-    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(LIMITS, ends, strict=True)})
+    *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
+    run.metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
     failure_rate = failures / calls if calls else 0.0
-    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failure_rate})
-    run.metrics.add({"tools/unparsed_frequency": unparsed / n})
+    run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
+    run.metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
     return ids, logps, mask
 
 

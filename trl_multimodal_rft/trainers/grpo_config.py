@@ -133,7 +133,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     entropy_source: str = "rollout"
     loss_view: str | None = None
 
-    _has_critic = False
+    _has_critic = False  # PPO's config has a critic
 
     if TYPE_CHECKING:  # TRL sets these where they are `None`
         num_generations: Any = None
@@ -276,7 +276,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}`{condition} gives one per token. Use another estimator"
                 + (", or `kl_estimator='k3'`." if condition else ".")
             )
-        # TRL checks the mode only when its constructor starts the engine
+        # TRL checks the mode only when its constructor starts the engine. A mode's name begins with its level
         required_level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
         if self._corrects_for_vllm and not self.vllm_importance_sampling_mode.startswith(required_level):
             raise ValueError(

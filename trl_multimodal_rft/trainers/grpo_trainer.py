@@ -275,7 +275,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if step_input is None:
             return None
         turns = rollout.source.sampled_turns
-        # The end of each turn, and for GiGPO the digest of its state
+        # By completion and turn: the index where the turn ends, and for GiGPO the digest of its state
         turns = [
             [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
         ]
@@ -386,14 +386,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
+        # Tokens of skipped completions would drop out of the choice
         tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
         has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
         has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
         return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
+        """Returns the counts in the denominator of a micro-batch's loss."""
         n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
-        # In training, `n_tokens` counts a generation batch, which may hold several optimizer steps
+        # In training, `num_items_in_batch` counts a generation batch, which may hold several optimizer steps
         if self.model.training:
             n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
         return Normalizer(self._n_accumulation_steps(), self.max_completion_length, n_tokens)
@@ -436,7 +438,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_sums.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
             sums = self._kl_sums.close(self.accelerator.reduce)
-            if sums:
+            if sums:  # empty after the first iteration of a rollout
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))

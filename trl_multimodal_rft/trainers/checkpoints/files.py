@@ -92,7 +92,8 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _WRITE_ERRORS):
             raise
-        code = getattr(error, "errno", None)
+        code = getattr(error, "errno", None)  # errors of torch and safetensors have no code
+        # With a stale handle of a network file system (`ESTALE`), a folder that can't be reached may still exist
         if code != errno.ESTALE and not os.path.exists(checkpoint.parent):
             raise FileNotFoundError(
                 f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
@@ -125,6 +126,7 @@ def export_state(states: Any, objects: Iterable[Any]) -> None:
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
+    """Saves the state of a process in a checkpoint, for [`load_rollout_state`]."""
     torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
 
 
@@ -150,8 +152,8 @@ def whole_state_dict(
     accelerator: Accelerator, module: nn.Module, keeps: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    Gathers sharded weights on the CPU, one at a time. Skips a weight if `select(name)` is false. All ranks must call
-    this.
+    Gathers sharded weights on the CPU, one at a time. Skips a weight if `select(name)` is false, by default none. All
+    ranks must call this.
 
     Returns the state dict, which is empty unless this process `keeps` it. Returns `None` if weights aren't sharded,
     because the module's own `state_dict` is whole then.
@@ -194,7 +196,7 @@ def save_without_weights(
     """
     policy = policy_alone(accelerator.unwrap_model(model))
     if is_peft_model(policy):
-        adapters = tuple(f".{name}" for name in policy.peft_config)
+        adapters = tuple(f".{name}" for name in policy.peft_config)  # parts of the names of their weights
         state = whole_state_dict(accelerator, policy, writes, lambda name: any(key in name for key in adapters))
         if writes:
             policy.save_pretrained(folder, state_dict=state)
@@ -215,6 +217,7 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
+    # FSDP2 gives a model a class that inherits from `FSDPModule` and from the model's own class
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
         # With `fsdp_cpu_ram_efficient_loading`, only the main process loads weights, and so has to broadcast them
@@ -226,6 +229,6 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
         return
     saved_model = model_class.from_pretrained(folder, dtype=model.dtype)
     if is_deepspeed_zero3_enabled():  # ZeRO-3 has sharded the loaded model, too
-        SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
+        SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)  # at 1.0, copies the weights
     else:
         model.load_state_dict(saved_model.state_dict())

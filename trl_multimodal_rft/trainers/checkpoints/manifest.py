@@ -61,11 +61,11 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     expected = {} if manifest is None else manifest.files
     faults = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - files.keys())]
     if manifest is None:
-        names, changes = [*files], _thread_map(_damage, files.values())
+        names, file_faults = [*files], _thread_map(_damage, files.values())
     else:
         names = [name for name in expected if name in files]
-        changes = _thread_map(lambda name: _change(files[name], expected[name]), names)
-    return faults + [f"{name} {change}" for name, change in zip(names, changes, strict=True) if change is not None]
+        file_faults = _thread_map(lambda name: _change(files[name], expected[name]), names)
+    return faults + [f"{name} {fault}" for name, fault in zip(names, file_faults, strict=True) if fault is not None]
 
 
 def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
@@ -75,11 +75,12 @@ def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> s
     """
     manifest, folder = _read_manifest(Path(checkpoint)), Path(checkpoint)
     saved_algorithm = (manifest and manifest.algorithm) or algorithm
+    # The folder of an adapter has no config of the model
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
     if saved_algorithm == algorithm and is_adapter == has_adapter:
         return None
     runs = ((saved_algorithm, is_adapter), (algorithm, has_adapter))
-    labels = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
+    labels = [f"{name!r} {'with' if with_adapter else 'without'} an adapter" for name, with_adapter in runs]
     return f"{checkpoint} is of a run of {labels[0]}, and this one is of {labels[1]}; resume as that run was started."
 
 
@@ -123,6 +124,7 @@ def _read_manifest(folder: Path) -> _Manifest | None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
+    """Returns the files of a folder, except for its manifest, by their names below the folder."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files.pop(_MANIFEST, None)
     return files
@@ -151,7 +153,7 @@ def _size_and_checksum(file: Path) -> tuple[int, int]:
 
 
 def _change(file: Path, entry: tuple[int, int]) -> str | None:
-    """Returns the difference between a file and its manifest entry, or `None`. Reads only files of equal size."""
+    """Returns how a file differs from its `entry` (size, checksum), or `None`. Reads only files of equal size."""
     try:
         size = file.stat().st_size
         if size != entry[0]:
@@ -174,7 +176,8 @@ def _damage(file: Path) -> str | None:
             json.loads(file.read_bytes())
         elif file.suffix == ".safetensors":
             safe_open(file, "pt")
-        elif file.suffix != ".distcp" and start != b"\x80":  # pickles of old versions of torch start with this byte
+        # `torch.save` writes zip archives. Old versions of torch wrote pickles, which start with the byte 0x80
+        elif file.suffix != ".distcp" and start != b"\x80":
             with zipfile.ZipFile(file) as archive:
                 return archive.testzip() and "has other content than was written"
     except Exception as error:  # the file may hold anything

@@ -96,9 +96,9 @@ class CheckpointMixin(Trainer):
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
-    _name: Any  # TRL's, as are `_paper` and `_tag_names`, whose second tag is the algorithm
-    _paper: Any
-    _tag_names: list[str]
+    _name: Any  # method in the model card, set by TRL's trainers
+    _paper: Any  # paper in the model card, set by TRL's trainers
+    _tag_names: list[str]  # the second tag is the algorithm
     max_completion_length: Any
     chat_template_kwargs: Any
     in_flight: Any = None  # an [`~engines.in_flight.InFlight`], if `max_staleness` is set
@@ -149,9 +149,9 @@ class CheckpointMixin(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A
-        second Ctrl-C raises the error at once. In an interactive session, or with `save_strategy="no"`, so does the
-        first. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
-        current step, without an error. No other run can train in the same `output_dir` meanwhile.
+        second Ctrl-C raises the error at once. In an interactive session, or with `save_strategy="no"`, the first
+        Ctrl-C raises it at once. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a
+        checkpoint after the current step, without an error. Meanwhile no other run can train in the same `output_dir`.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -193,7 +193,7 @@ class CheckpointMixin(Trainer):
                 raise ValueError(obstacle)
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
-            # The stack calls the following functions when the run ends, also after an error, the last one first
+            # When the run ends, also by an error, the stack calls the following functions, the last one first
             stack.push(self._draw_curves_after_error)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
@@ -323,8 +323,8 @@ class CheckpointMixin(Trainer):
         if self.ema is not None:
             self.ema.follow(self.model)
             self.ema.load(folder, self.accelerator)
-        # If this run has more ranks than the previous run, ranks without a file read rank 0's, for the state that
-        # ranks share
+        # If this run has more ranks than the previous run, ranks without a file read rank 0's, which also has the
+        # state that all ranks share
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
         if state is None:
@@ -346,8 +346,8 @@ class CheckpointMixin(Trainer):
             "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
-            # By model, the way to join cached outputs of frozen modules that matched in the first forward of several
-            # prompts
+            # For each model, the ways to join the cached outputs of its frozen modules. The first forward of several
+            # prompts tries the ways, and keeps one whose results match
             "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
@@ -462,10 +462,10 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
-        if shards and process == 0:
+        has_shards, process_index = writes_shards(self.accelerator), self.accelerator.process_index
+        if has_shards and process_index == 0:
             check_shards(folder)
-        measurements = measure_folder(folder, process, self.accelerator.num_processes) if shards else None
+        measurements = measure_folder(folder, process_index, self.accelerator.num_processes) if has_shards else None
         if args.should_save:
             write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
@@ -480,7 +480,7 @@ class CheckpointMixin(Trainer):
     # Publishing
 
     def _publish_checkpoint(self, folder: Path) -> None:
-        """Pushes a whole checkpoint by transformers. During another push, does so only with `hub_always_push`."""
+        """Pushes a whole checkpoint by transformers. Without `hub_always_push`, does nothing during another push."""
         args = self.args
         if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return

@@ -76,7 +76,7 @@ def layout_mismatch(accelerator: Accelerator, checkpoint: str | Path) -> str | N
             f"{checkpoint} anew."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    run_layout = "" if plugin is None else plugin.state_dict_type.name
+    run_layout = "" if plugin is None else plugin.state_dict_type.name  # `""` stands for a run without FSDP
     files = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin"}
     layouts = [layout for layout, name in files.items() if Path(checkpoint, name).exists()]
     if run_layout in (layouts or [""]):
