@@ -221,17 +221,17 @@ def encode_prefix(
     tokens and a result of 4 tokens, `[(2, result)]`. With a `processor`, positions after media are those of
     [`engine_position_ids`].
     """
-    n = len(completion_ids)
+    completion_length = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
     media_spans, fields = [(span, turn) for span, turn in spans if turn.media], {}
     for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
         prompt_field = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
-        fields[name] = continued_field(model, name, prompt_field[None], n)[0]
+        fields[name] = continued_field(model, name, prompt_field[None], completion_length)[0]
         for span, turn in media_spans:
             fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
     if not media_spans:
-        positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
+        positions = torch.cat([prompt.position_ids, prompt.positions_after(completion_length)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
     media = join_media([prompt, *(turn for _, turn in media_spans)])
     # Sampled tokens are replaced, because some families' position rules would take a sampled start token for media
@@ -241,8 +241,8 @@ def encode_prefix(
         rule_ids[span] = turn.input_ids
     positions = prompt_position_ids(model, rule_ids, media, fields)
     if processor is not None:
-        placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
-        positions = engine_position_ids(positions, torch.isin(rule_ids, placeholders))
+        placeholder_ids = torch.tensor(sorted(all_placeholder_ids(model, processor)))
+        positions = engine_position_ids(positions, torch.isin(rule_ids, placeholder_ids))
     return EncodedPrompt(
         ids,
         fields,
@@ -279,13 +279,14 @@ def conversation(
 
     `media_results` are the results with media. `prompt_and_completion` is encoded by [`encode_prefix`].
     """
-    n = len(prompt)
-    later = prompt_and_completion.part(slice(n, None))
+    prompt_length = len(prompt)
+    later = prompt_and_completion.part(slice(prompt_length, None))
     return Conversation(
         input_ids=prompt.input_ids,
-        token_fields={name: value[:n] for name, value in prompt_and_completion.token_fields.items()},
+        # A tool result may have fields that the prompt lacks
+        token_fields={name: value[:prompt_length] for name, value in prompt_and_completion.token_fields.items()},
         media=prompt.media,
-        position_ids=prompt_and_completion.position_ids[..., :n],
+        position_ids=prompt_and_completion.position_ids[..., :prompt_length],
         modalities=prompt_and_completion.modalities,
         row=prompt.row,
         prompt=prompt,

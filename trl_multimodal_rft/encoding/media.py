@@ -231,9 +231,10 @@ def decode_media(
     # Arguments of the processor's call, which apply to all media of a modality
     videos = [ref for ref in budgeted_refs if ref.modality == "video"]
     if video_metadata:
+        # One list of metadata per prompt
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
-    if family.hears_videos and (rate := _common_rate(videos, video_metadata)) is not None:
-        kwargs["videos_kwargs"]["fps"] = rate
+    if family.hears_videos and (fps := _common_rate(videos, video_metadata)) is not None:
+        kwargs["videos_kwargs"]["fps"] = fps
     if any(sound is not None for sound in sounds):
         for ref, sound in zip(videos, sounds, strict=True):
             if sound is None:

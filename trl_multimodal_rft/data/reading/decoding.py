@@ -671,7 +671,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
 
 
 def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
-    """Yields all frames of a video in the order of FFmpeg."""
+    """Yields all frames of a video in the order in which they are shown."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
         yield from container.decode(best_stream(container.streams.video))

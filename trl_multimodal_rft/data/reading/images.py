@@ -114,9 +114,9 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
     data, scan_start = stream.read(), 2
     while data[scan_start : scan_start + 1] == b"\xff" and data[scan_start + 1] != 0xDA:
         scan_start += 2 + int.from_bytes(data[scan_start + 2 : scan_start + 4], "big")  # skips a segment of the header
-    corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
+    last_pixel = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
     # A single scan is complete if the last pixel isn't grey. Other images are decoded again, with more bytes.
-    if "progressive" in image.info or _SCAN_MARKER in data[scan_start + 2 :] or (abs(corner - 128) < 2).all():
+    if "progressive" in image.info or _SCAN_MARKER in data[scan_start + 2 :] or (abs(last_pixel - 128) < 2).all():
         # Decoders don't read bytes after a complete scan, so the scan is complete if more bytes change no pixel
         longer_file = BytesIO(data[: data.find(_END_MARKER, scan_start)] + bytes(range(1, 255)) * 8 + _END_MARKER)
         try:

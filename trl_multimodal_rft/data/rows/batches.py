@@ -232,11 +232,11 @@ class EpochBatches:
         if batch_index in self.checkpoint_keys:
             return self.checkpoint_keys[batch_index]
         if self._sampler is not None:
-            rows = self._sampler.rows(batch_index, self._left_out())
+            rows = self._sampler.rows(batch_index, self._left_out())  # always a full batch
             return self._shape.keys(rows, rows)
         epoch, index = divmod(batch_index, self.n_batches)
-        order, n = self._order(epoch), self._shape.n_rows
-        return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
+        order, n_rows = self._order(epoch), self._shape.n_rows
+        return self._shape.keys(order[index * n_rows : (index + 1) * n_rows].tolist(), order[:n_rows].tolist())
 
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
         """Returns the indices of at most `n` batches from `start` on, up to the last batch of the run."""

@@ -453,11 +453,11 @@ class _RowReader:
                     f"placeholder without {modality}; add the {modality} inline, or in column '{modality}s'"
                 )
             if blocks and len(blocks) != len(refs):
-                block = f"{{'type': '{modality}'}}"
-                problem = f"{modality} placeholders in the messages; write one {block} block for each, or none at all"
+                form = f"{{'type': '{modality}'}}"
+                problem = f"{modality} placeholders in the messages; write one {form} block for each, or none at all"
                 if modality in tag_modalities:
                     problem = (
-                        f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
+                        f"'<{modality}>' in the text of the prompt; write one for each, or {form} blocks, which make "
                         f"'<{modality}>' plain text"
                     )
                 raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {problem}")

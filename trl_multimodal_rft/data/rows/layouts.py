@@ -426,6 +426,7 @@ def load_preferences(
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return _pair(*(required(row, index, name) for name in ("question", "chosen", "rejected")))
 
+    # For a row without images, `_read_sampled_rows` gives an empty list, which `with_media` turns into `None`
     read = partial(_read_sampled_rows, folder=Path(media_dir or Path(path).parent))
     dataset = _load_converted(
         path, split, media_dir, convert, {"question"}, lambda row, _: {**row, "image": row.get("image") or None}, read
@@ -818,10 +819,10 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
             first_values = {
                 key: value[0] if isinstance(value, list) and value else value for key, value in row.items()
             }
-            texts = {
+            text_columns = {
                 key: text for key, text in first_values.items() if isinstance(text, str) and not _is_media_column(key)
             }
-            media_column = next((key for key, text in texts.items() if file_modality(text) == modality), None)
+            media_column = next((key for key, text in text_columns.items() if file_modality(text) == modality), None)
             remedy = (
                 "add it, or remove the tag from the text"
                 if media_column is None
