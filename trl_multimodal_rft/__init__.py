@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from .lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # names that `lazy_names` imports when they are first used
     from .evaluation import GenerationEvalCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.console import CompactLogCallback

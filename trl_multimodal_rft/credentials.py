@@ -66,7 +66,7 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     if {*words} & _SECRET_WORDS or is_variable and {"key", "token"} & {*words}:
         return True
-    words = words[:-1] if words[-1:] == ["id"] and "key" in words else words
+    words = words[:-1] if words[-1:] == ["id"] and "key" in words else words  # as in `access_key_id`
     before, last = (words[-2] if len(words) > 1 else ""), (words[-1] if words else "")
     return (last == "token" and before not in _TOKENIZER_WORDS) or (
         last == "key" and (not before or before in _KEY_WORDS)
@@ -94,11 +94,11 @@ def masked(text: str) -> str:
 
 def masked_words(words: Sequence[str]) -> list[str]:
     """Masks the words of a command line. The word after an option with the name of a secret becomes `***`."""
-    shown = list(map(masked, words))
-    for i, (before, word) in enumerate(zip(words, words[1:], strict=False)):
-        if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
-            shown[i + 1] = "***"
-    return shown
+    result = list(map(masked, words))
+    for i, (option, word) in enumerate(zip(words, words[1:], strict=False)):
+        if option.startswith("-") and "=" not in option and is_secret(option) and not word.startswith("--"):
+            result[i + 1] = "***"
+    return result
 
 
 def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
@@ -141,8 +141,9 @@ def masked_url(url: str) -> str:
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):
         return _LOGIN.sub("***@", url)
-    address, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
-    links = []
+    # `mark` is the first `?` or `#`, also percent-encoded, and `query` is the text after it
+    address, mark, query = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    links = []  # of a chained URL of fsspec, such as `zip://a.wav::https://host/b.zip`
     for link in re.split(r"::(?=[\w.+-]+://)", address):
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
@@ -152,7 +153,7 @@ def masked_url(url: str) -> str:
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
-            ":" in authority and "@" in rest
+            ":" in authority and "@" in query
         ):
             link = "***"
         links.append(f"{scheme}{separator}{link}" if separator else scheme)

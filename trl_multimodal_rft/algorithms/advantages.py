@@ -361,6 +361,9 @@ def turn_norm(
     group. The reward of the last step includes the reward of the whole completion. The process supervision of
     [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes rewards before the sum instead.
 
+    For example, a completion has two steps with the rewards 1 and 0, and another has one step with the reward 0. Their
+    first steps have the advantages 0.71 and -0.71. The second step has no step to compare with, and the advantage 0.
+
     See [`estimate_advantages`] for the other arguments.
 
     Args:

@@ -35,7 +35,7 @@ def high_entropy_mask(
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
     Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept. Of tokens with about equal entropies,
-    the first are kept.
+    the first are kept. For example, of the entropies `[1, 2, 2]`, the ratio 0.3 keeps only the second token.
 
     Args:
         entropies (`torch.Tensor`):
@@ -87,7 +87,8 @@ def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_w
     r"""
     Returns weights of advantages by how far completions depend on their media, see
     [VPPO](https://huggingface.co/papers/2510.09285). The least dependent completion of a batch has the weight
-    $\beta_\mathrm{min}$. Weights are linear in the dependency, and their mean is 1.
+    $\beta_\mathrm{min}$. Weights are linear in the dependency, and their mean is 1. For example, the dependencies 0, 1
+    and 3 give the weights 0.5, 0.875 and 1.625 for $\beta_\mathrm{min} = 0.5$.
 
     Args:
         dependency (`torch.Tensor`):

@@ -201,6 +201,7 @@ def grpo_loss(
     loss, metrics = loss_type.average(losses, mask, normalizer), dict(metrics)
     if inputs.ref_logps is not None:
         kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
+        # A loss with one ratio per completion has no ratios of tokens
         if options.kl_estimator == "k3" and options.kl_bias_correction and not loss_type.per_completion:
             kl = kl * importance_ratios(inputs, options)
         loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)

@@ -77,7 +77,7 @@ class Measure:
 
     def __init__(self, policy: PolicyForward, model: nn.Module, has_engine_positions: bool):
         assert policy.accelerator is not None
-        self.policy, self.prepared = policy, model
+        self.policy, self.prepared = policy, model  # `prepared` has the accelerator's wrappers, `model` hasn't
         self.model = policy.unwrapped(model)
         self.accelerator = policy.accelerator
         self.device = self.accelerator.device
@@ -134,6 +134,7 @@ class Measure:
         """Returns log-probabilities `(B, N)` of completions by the model's own forward, one completion at a time."""
         if self.at_engine_positions(prompt):
             positions = prompt.position_ids.to(self.device)
+            # Tokens of a completion are text, so their positions count on from the prompt's last one
             completion_positions = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
             inputs = {**inputs, "position_ids": torch.cat([positions, completion_positions], dim=-1)}
         return torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
@@ -147,6 +148,7 @@ class Measure:
         for name in family_of(self.model).token_masks:
             if name in inputs:
                 row_inputs[name] = continued_field(self.model, name, row_inputs[name], n_new)
+        # The prompt's last token predicts the first new token
         return self.logps_of(self._logits(row_inputs, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], n_last: int) -> torch.Tensor:
@@ -229,8 +231,8 @@ class Measure:
         for name, value in plain.items() if largest == 0 else ():
             if value.numel():
                 expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
-                gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
-                largest = max(largest, gap.item())
+                relative = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+                largest = max(largest, relative.item())
         largest = self.max_over_ranks(largest)
         epsilons = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
         if not largest <= max([STRICT, *epsilons]):  # the limit depends on the features' dtype, not on the model's

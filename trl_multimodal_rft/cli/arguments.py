@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def option(default: T, text: str) -> T:
-    """Returns a dataclass field with the text that `--help` shows."""
+    """Returns a dataclass field with a default, and with the text that `--help` shows."""
     return field(default=default, metadata={"help": text})
 
 
@@ -157,12 +157,15 @@ class PPOScriptArguments(RunArguments, RFTScriptArguments):
 def parse(
     arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Parses a command line into one instance per class. `demo` holds defaults for a command line without a model."""
+    """
+    Parses a command line into one instance per class in `arguments`. `demo` holds options that apply if the command
+    line names no model.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parsed = vars(launched_command_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
     values = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
     instances = tuple(
-        cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.init and entry.name in values})
+        cls(**{spec.name: values[spec.name] for spec in fields(cls) if spec.init and spec.name in values})
         for cls in arguments
     )
     if isinstance(instances[0], RunArguments):

@@ -103,6 +103,7 @@ class RowChecker(torch.utils.data.Dataset):
             self._encode(self.rows[key] if isinstance(key, int) else Row(*key), checked)
         except Exception as error:  # any error would end a run
             text = without_credentials(str(error))
+            # An error of a medium begins with its column and its file, such as "column 'images' (dog.png): "
             location = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
             if location is None:
                 checked.error = f"{type(error).__name__}: {text}"
@@ -123,6 +124,7 @@ class RowChecker(torch.utils.data.Dataset):
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media columns
+        # Media of the prompt and of answers: counts, file names and sizes
         refs, answer_refs = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
         for ref in refs + answer_refs:
             checked.n_media[ref.modality] = checked.n_media.get(ref.modality, 0) + 1
@@ -138,7 +140,7 @@ class RowChecker(torch.utils.data.Dataset):
         except ValueError as error:
             if "audio" not in checked.n_media:
                 raise
-            try:  # if encoding succeeds with cut audio, the error was that the audio is too long
+            try:  # if encoding succeeds with cut audio, overlong audio was the error
                 encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.row_index)
             except ValueError:
                 raise error from None
@@ -202,7 +204,7 @@ class Finding:
     count: int = 0
     # The first rows as text: `"7"`, `"7 (dog.wav)"` with a file's name, or `"7 (as 3)"` if row 3 is equal
     first_rows: list[str] = field(default_factory=list)
-    columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
+    columns: dict[str, None] = field(default_factory=dict)  # keys are the columns, in order of appearance
 
     def add(self, row: CheckedRow, note: str | None = None) -> None:
         self.count += 1
@@ -234,7 +236,8 @@ class Report:
     is_refused: bool = False  # whether the dataset as a whole would not train
     n_rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)  # by measure
-    causes: dict[tuple[str, str], Finding] = field(default_factory=dict)  # rows with errors, see `add`
+    # Rows with errors, by column and error with masked details
+    causes: dict[tuple[str, str], Finding] = field(default_factory=dict)
     overlong_prompts: Finding = field(default_factory=Finding)
     overlong_audio: Finding = field(default_factory=Finding)
     silent: Finding = field(default_factory=Finding)
@@ -260,7 +263,7 @@ class Report:
         if row.has_overlong_audio:
             self.overlong_audio.add(row)
         if row.error is not None:
-            # Errors with one cause differ in quoted names, numbers and objects. Masked, they are one key of `causes`.
+            # Errors with one cause differ in quoted names, numbers and objects. Without these, they share a key.
             masked_error = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
             column = re.sub(r"\[\d+\]", "[]", row.error_column or "")
             self.causes.setdefault((column, masked_error), Finding(row.error)).add(row)
@@ -297,7 +300,10 @@ class Report:
             parts.append(f"Overlong, of more than {self.max_tokens} tokens: {self._summary(self.overlong_prompts)}")
         parts += _section("## Sizes of media", f"size | number | {_POINTS}", _percentiles(self.sizes))
         counts = {modality: numbers for modality, numbers in self.media_counts.items() if numbers}
-        rows = [[modality, len(n), min(n), int(np.median(n)), max(n), sum(n)] for modality, n in counts.items()]
+        rows = [
+            [modality, len(per_row), min(per_row), int(np.median(per_row)), max(per_row), sum(per_row)]
+            for modality, per_row in counts.items()
+        ]
         parts += _section("## Media of a row", "kind | rows | min | median | max | all", rows)
         if "audio" in counts:
             note = ", which is cut" * self.cuts_audio
@@ -316,7 +322,7 @@ class Report:
 
 
 def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
-    """Returns a table's rows: name, number of values, and the percentiles of `_POINTS`."""
+    """Returns a table's rows: the name of the numbers, their count, and their percentiles, see `_POINTS`."""
     rows = []
     for name, values in numbers.items():
         if values:

@@ -32,6 +32,7 @@ from .prompts import with_system_message
 
 logger = get_logger(__name__)
 
+# Loader, and names of the default reward functions, of each benchmark
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
     "mmau": (load_mmau, ["choice_reward", "format_reward"]),
     "avqa": (load_avqa, ["choice_reward", "format_reward"]),

@@ -60,7 +60,10 @@ class FilterArguments(EvaluationArguments):
 
 
 def drop_reason_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
-    """Returns the reason to drop a row for its share of correct completions, or `None` to keep it."""
+    """
+    Returns the reason to drop a row for its share of correct completions, or `None` to keep it. `smallest` and
+    `largest` are the shares that a kept row may have.
+    """
     pass_rate = _share_correct(record["correct"])
     if pass_rate is None:
         return "not scored"
@@ -94,6 +97,7 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
     """Returns the content of `filter.json`. `dropped` has the reason for each dropped row, by row index."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
+    # Names of the options with thresholds, and by the name of a share in the report, its key in the records
     thresholds, keys_of_shares = ["min", "max"], {PASS_RATE: "correct"}
     if args.by == "contribution":
         thresholds = ["min_accuracy_with", "max_accuracy_without"]
@@ -172,10 +176,11 @@ def main(
     report = _report(result, dropped, filter_args)
     accelerator.print(_text(report))
     if filter_args.plot is not None and accelerator.is_main_process:
-        names = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
-        rates = {name: [_share_correct(record.get(key)) for record in result.rows] for name, key in names.items()}
-        scored = {name: [rate for rate in values if rate is not None] for name, values in rates.items()}
+        keys = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
+        rates = {title: [_share_correct(record.get(key)) for record in result.rows] for title, key in keys.items()}
+        scored = {title: [rate for rate in row_rates if rate is not None] for title, row_rates in rates.items()}
         n = config.num_samples
+        # One bin around each rate: 0, 1 / n, ..., 1
         save_figure(histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)]), Path(filter_args.plot))
     if not report["kept"]:
         raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")

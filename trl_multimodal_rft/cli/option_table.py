@@ -24,7 +24,7 @@ _RESERVED = {"help", "quiet", "module", "no_python", "debug", "training_script",
 
 
 def collect_options() -> dict[str, Any]:
-    """Collects the options of all launched commands."""
+    """Collects the options of all launched commands. An option that is equal for several commands is one row."""
     rows: dict[str, dict[str, Any]] = {}
     for script in LAUNCHED:
         for option in options(importlib.import_module(f"{__package__}.commands").script_of(script).ARGUMENTS):
@@ -39,8 +39,8 @@ def collect_options() -> dict[str, Any]:
 
 def options(classes: Sequence[type]) -> list[dict[str, Any]]:
     """Returns the options that [`~trl.TrlParser`] makes from the argument classes of a script."""
-    hints = {name: hint for entry in classes for name, hint in get_type_hints(entry).items()}
-    groups = {entry.name: _group(cls, entry.name) for cls in classes for entry in fields(cls) if entry.init}
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    groups = {spec.name: _group(cls, spec.name) for cls in classes for spec in fields(cls) if spec.init}
     actions = {}
     for action in TrlParser(classes)._actions:
         actions.setdefault(action.dest, action)  # the action of `--no_...` comes second

@@ -60,7 +60,7 @@ Value = bool | int | float | str | list | dict | None
 
 
 def read_config(path: str) -> dict[str, Value]:
-    """Returns the values of a config file by option. Scalars but null stay strings, as on the command line."""
+    """Returns a config file's values by option. Null is `None`. Other scalars are strings, as on a command line."""
     import yaml
 
     try:
@@ -73,8 +73,8 @@ def read_config(path: str) -> dict[str, Value]:
         if duplicate is not None:
             raise ValueError(f"{path}: `{duplicate}` is set twice; remove one.")
         loader.flatten_mapping(node)
-        # The value of a node, and its source: a text for a scalar, nodes for a list or mapping
-        values = {
+        # The value of a node, and its source in the file: a text for a scalar, nodes for a list or mapping
+        values_and_sources = {
             _option_name(key.value): (loader.construct_object(value, deep=True), value.value)
             for key, value in node.value
         }
@@ -83,7 +83,8 @@ def read_config(path: str) -> dict[str, Value]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
     return {
-        name: text if value is not None and isinstance(text, str) else value for name, (value, text) in values.items()
+        name: source if value is not None and isinstance(source, str) else value
+        for name, (value, source) in values_and_sources.items()
     }
 
 
@@ -99,6 +100,7 @@ def config_path(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
+        # Names with a folder, such as "vqa/geo3k", are also compared by their last part
         stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         near_stems = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
         near = [f"`{file}`" for file in files if Path(file).name in near_stems]
@@ -203,19 +205,19 @@ class Parser(argparse.ArgumentParser):
         words = []
         for name, value in entries.items():
             action = self._option_string_actions.get(f"--{name}")
-            if value is None:
+            if value is None:  # null means the default for an option that can't be `None`
                 if name in self.nullable:
                     setattr(namespace, name, None)
                 continue
             if action is not None:
                 action.required = False
-            if action is not None and action.nargs == 0 and isinstance(value, str):
+            if action is not None and action.nargs == 0 and isinstance(value, str):  # a flag
                 words += [f"--{name}"] if _parse_bool(value) else []
             elif isinstance(value, list) and action is not None and action.nargs == "+":
                 words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-        # Required options that aren't in the file must not be missed here, only on the command line
+        # Only the command line must have the required options that the file doesn't set
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
@@ -248,7 +250,7 @@ class _Help(argparse.Action):
 
 def _first_options(parser: Parser) -> str:
     """Returns the options of examples and recipes in groups, one line each."""
-    width = shutil.get_terminal_size().columns - 37
+    width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
     lines, n_first = [f"usage: {parser.usage}", "", str(parser.description)], 0
     for group, title in GROUPS.items():
         rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
@@ -321,13 +323,18 @@ def launched_command_parser(
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    by_name: dict[str, dict[str, Any]] = {}  # the command's options win over `accelerate launch`
+    # `accelerate launch` is the last group, so the command's options win over its options with the same name
+    by_name: dict[str, dict[str, Any]] = {}
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
         by_name.setdefault(option["name"], option)
     by_name.pop("debug", None)  # transformers' `debug` isn't the `--debug` above
     parser.options = [*by_name.values()]
-    first = [by_name.pop(name) for name in FIRST_OPTIONS if name in by_name]
-    sections = {"": first, **{group: [row for row in by_name.values() if row["group"] == group] for group in GROUPS}}
+    first_options = [by_name.pop(name) for name in FIRST_OPTIONS if name in by_name]
+    # The first options have no title, and each group's remaining options have the group's title
+    sections = {
+        "": first_options,
+        **{group: [row for row in by_name.values() if row["group"] == group] for group in GROUPS},
+    }
     for group, rows in sections.items():
         section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
@@ -338,33 +345,33 @@ def launched_command_parser(
 
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
-    """Adds an option of [`table`] to a parser or group. Without help text, `--help` hides it."""
-    name, kind, choices = option["name"], option["type"], option["choices"]
+    """Adds an option of [`table`] to a parser or group. `--help` hides an option without a help text."""
+    name, type_name, choices = option["name"], option["type"], option["choices"]
     arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
     text = argparse.SUPPRESS
     if option["help"] is not None:
         text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
     if choices is None:
-        arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
+        arguments["metavar"] = "TEXT" if type_name == "str" else type_name.upper()
     elif len(choices) > _MAX_LISTED:
         arguments["metavar"] = "NAME"
         text += f" One of {', '.join(choices)}." * (text != argparse.SUPPRESS)
     convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": _parse_json}.get(
-        kind, str
+        type_name, str
     )
-    if option["optional"] and kind != "str":
+    if option["optional"] and type_name != "str":
         convert = _or_none(convert)
     is_launch = option["group"] == "launch"
     if is_launch:
         arguments["dest"] = f"{_LAUNCH_PREFIX}{name}"
-    if is_launch and kind == "bool":
+    if is_launch and type_name == "bool":
         group.add_argument(f"--{name}", dest=arguments["dest"], action="store_true", default=default, help=text)
         return
-    if kind == "bool":
+    if type_name == "bool":  # `--name` alone means true, as does `--name true`
         arguments |= {"nargs": "?", "const": True}
         if option["default"] is True:
-            off = {"dest": name, "default": default, "help": argparse.SUPPRESS}
-            group.add_argument(f"--no_{name}", action="store_false", **off)
+            off_arguments = {"dest": name, "default": default, "help": argparse.SUPPRESS}
+            group.add_argument(f"--no_{name}", action="store_false", **off_arguments)
     group.add_argument(f"--{name}", type=convert, choices=choices, help=text, **arguments)
 
 

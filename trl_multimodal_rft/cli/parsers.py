@@ -29,7 +29,7 @@ LAYOUTS = {
     **dict.fromkeys(("hpsv3", "unifiedreward"), "load_generations"),
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
-# Whether a strategy shards weights, gradients and optimizer state
+# For each strategy, whether it shards weights, whether it shards gradients, and whether it shards the optimizer state
 SHARDS = {
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -38,12 +38,12 @@ SHARDS = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
-# Bytes of optimizer state per trained weight (False), or per byte of the trained weights (True)
+# Bytes of optimizer state on the GPU, and their unit: a trained weight (False), or a byte of trained weights (True)
 OPTIMIZERS = {
     "adamw_torch_fused": (2, True),
     "adamw_torch": (2, True),
-    "adamw_8bit": (2 + 2 * 4 / 256, False),
-    "paged_adamw_8bit": (0, False),
+    "adamw_8bit": (2 + 2 * 4 / 256, False),  # two states of 1 byte, and their scales of 4 bytes per 256 weights
+    "paged_adamw_8bit": (0, False),  # the state is in CPU memory
     "sgd": (0, False),
 }
 # Names of options that `check` and `estimate` share with launched commands, and of options that set a batch's size
@@ -148,12 +148,12 @@ def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
     deepspeed, parallelism = launch.get("deepspeed_config"), launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
-    names = {
+    keys = {  # of a run config, by the options of `estimate` that they set
         "gpus": "num_processes",
         "completion_tokens": "max_completion_length",
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
-    options = {option: launch[name] for option, name in names.items() if name in launch}
+    options = {option: launch[key] for option, key in keys.items() if key in launch}
     if isinstance(parallelism, dict):  # with replicas of sharded weights, `gpus` counts the GPUs of one replica
         shard_key = "parallelism_config_dp_shard_size"
         options["gpus"] = run_config.get(shard_key, parallelism.get(shard_key, 1))

@@ -22,7 +22,8 @@ _BRACED_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """Adds the text columns that `templates` define, by column name. Media aren't read or copied."""
-    # Templates and used columns by name. The name of a new column is also the name of its option, such as `--prompt`.
+    # A new column has the name of its option, such as `prompt` of `--prompt`. `used_columns` maps the columns in a
+    # template to this option.
     chosen_templates = {name: template for name, template in templates.items() if template is not None}
     used_columns = {
         name: option for option, text in chosen_templates.items() for _, name in _BRACED_NAMES.findall(text) if name
@@ -103,7 +104,7 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
     """Fills a template: `"{question} {{x}}"` with the question "Why?" becomes "Why? {x}"."""
 
     def value(match: re.Match) -> str:
-        literal, name = match.groups()
+        literal, name = match.groups()  # one of them is `None`
         if literal:
             return f"{{{literal}}}"
         if not isinstance(row.get(name), (str, int, float)):

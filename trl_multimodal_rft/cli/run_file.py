@@ -32,6 +32,7 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
             max_steps = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
             entries.pop("max_steps", None)
             entries |= {} if max_steps is None else {"max_steps": max_steps}
+    # The most important options come first
     entries = {
         name: entries[name]
         for name in dict.fromkeys([*_FIRST_ENTRIES, *entries])

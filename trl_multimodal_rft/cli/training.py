@@ -142,6 +142,7 @@ def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
 def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
     """Returns lines with the folder of a trained model and the next commands for it."""
     folder = str(args.output_dir)
+    # Words of the command lines: the model, the system message, and the data
     model = ["--model_name_or_path", folder]
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
     data = ["--dataset_name", held_out_rows(script_args, args.eval_strategy != "no") or "path/to/held-out-rows"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # names that `lazy_names` imports when they are first used
     from .reading.rules import MediaRules
     from .rows.benchmarks import load_audiomcq, load_avqa, load_mmau
     from .rows.folders import write_folder
