@@ -215,8 +215,8 @@ def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: Me
             [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
             for completion in completions
         ]
-    prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))
-    # Values are logged only in training
+    prompts, rows = ([item for item in items for _ in COMPLETIONS] for items in (prompts, rows))
+    # Token ids are unknown, and values are logged only in training
     logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}

@@ -211,7 +211,7 @@ def mean(values: Sequence[float] | np.ndarray) -> float | None:
 
 def _flat(values: Iterable[list]) -> list:
     """Returns the values of all lists, except `None`."""
-    return [value for part in values for value in part if value is not None]
+    return [value for row_values in values for value in row_values if value is not None]
 
 
 def summary(result: EvaluationResult) -> str:

@@ -77,7 +77,7 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
     """Returns a message's content. Media take the places of tags such as `<image>`, or precede a text without tags."""
     if not files:
         return text
-    columns = defaultdict(list)
+    columns = defaultdict(list)  # files by column of media, such as "images"
     for file in files:
         modality = file_modality(file)
         if modality is None:
@@ -184,11 +184,11 @@ def page(
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
     """Returns a message's text and file paths. They come in different formats from Gradio's API and from its page."""
     text, files = "", []
-    for part in [content] if isinstance(content, str) else content:
-        if isinstance(part, str) or "text" in part:
-            text += part if isinstance(part, str) else part["text"]
+    for block in [content] if isinstance(content, str) else content:
+        if isinstance(block, str) or "text" in block:
+            text += block if isinstance(block, str) else block["text"]
         else:
-            files.append(part.get("file", part)["path"])
+            files.append(block.get("file", block)["path"])
     return text, files
 
 

@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace) -> Usage:
         trained=_count_weights(model, trained=True),
         frozen=_count_weights(model, trained=False),
         in_4_bits=n_linear_weights if args.load_in_4bit else 0,
-        tensors=sum(p.requires_grad for p in model.parameters()),
+        tensors=sum(weight.requires_grad for weight in model.parameters()),
         modules=count_parts(model),
         critic=_count_weights(critic and critic.model, trained=True),
         frozen_critic=_count_weights(critic and critic.model, trained=False),
@@ -447,6 +447,7 @@ def verdict(args: argparse.Namespace, usage: Usage) -> dict:
     if not result["fits"]:
         result["advice"] = advice(args, usage, sizes)
     if sizes["vLLM"]:
+        # Tensor parallelism splits weights in half precision, and keys and values
         weights = 2 * (usage.trained + usage.frozen) / args.vllm_tensor_parallel_size
         kv_bytes = _cache_bytes(usage, usage.prompt_tokens + args.completion_tokens)
         result["vllm_completions"] = int((sizes["vLLM"] - weights) * args.vllm_tensor_parallel_size / kv_bytes)

@@ -69,7 +69,7 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     if (path := next(folder.glob("reports/*/*.json"), None)) is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))
-    main_id, rows = report["primary_metric_identity"], []
+    main_id, rows = report["primary_metric_identity"], []  # the identity is an object with a `name`
     figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main_id), main_id["name"]
     subsets = (report.get("execution_summary") or {}).get("subsets") or {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):  # one file per subset of the task

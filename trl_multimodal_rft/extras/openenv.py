@@ -66,7 +66,7 @@ class Session:
             self.close()
             raise EnvironmentFailure(without_credentials(f"{self.url}: {type(error).__name__}: {error}")) from error
         if response["type"] == "error" and data["code"] in _ACTION_ERRORS:
-            details = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in data.get("errors", ())]
+            details = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors", ())]
             raise ValueError("; ".join([data["message"], *details]))
         if response["type"] == "error":
             self.close()
@@ -206,6 +206,7 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
     def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
         return self._call_tool(remote_name, {fields.get(key, key): value for key, value in arguments.items()})
 
+    # `lines` of the docstring, `parameters` of the signature, and the schema's `fields` by parameter name
     lines, parameters, fields = [" ".join(description.split()), "", "Args:"], [], {}
     for field, field_schema in schema.get("properties", {}).items():
         if field == "metadata":  # every action has this field, which isn't for a model
@@ -235,9 +236,9 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
 def observation_of(value: Value, media: Mapping[str, str], note: str = "") -> Observation:
     """Returns a value's media and texts, then `note`, as content blocks, or as one text if there are no media."""
     blocks: list[Json] = []
-    remaining = [part for part in _move_blocks(value, blocks, media) if part not in (None, {})]
-    texts = [part if isinstance(part, str) else json.dumps(part) for part in remaining]
-    blocks += [{"type": "text", "text": part} for part in (*texts, note) if part]
+    remainders = [remainder for remainder in _move_blocks(value, blocks, media) if remainder not in (None, {})]
+    texts = [remainder if isinstance(remainder, str) else json.dumps(remainder) for remainder in remainders]
+    blocks += [{"type": "text", "text": text} for text in (*texts, note) if text]
     return blocks if any(block["type"] != "text" for block in blocks) else "\n".join(block["text"] for block in blocks)
 
 
@@ -256,7 +257,8 @@ def _pixels(value: Value) -> np.ndarray:
 def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modality: str | None = None) -> list[Any]:
     """
     Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, or an empty list.
-    Blocks hold data, never paths or URLs, which a server could choose at will. A value of `modality` is a medium.
+    Blocks hold data, never paths or URLs, which a server could choose at will. With a `modality`, the value itself is
+    data in base64, or an image as lists of pixels.
 
     For example, `{"text": "hi", "shot": "data:image/png;base64,AA=="}` adds an image block, and returns `["hi"]`.
     """
@@ -273,8 +275,8 @@ def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modal
         blocks.append({"type": modality, modality: medium})
         return []
     if isinstance(value, list):
-        remaining = [remainder for item in value for remainder in _move_blocks(item, blocks, media)]
-        return [remaining] if remaining or len(blocks) == n_before else []
+        remainders = [remainder for item in value for remainder in _move_blocks(item, blocks, media)]
+        return [remainders] if remainders or len(blocks) == n_before else []
     if not isinstance(value, dict):
         return [value]
     fields = {

@@ -179,7 +179,7 @@ class RemoteReward(Server):
             ) from error
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
-        """Returns the lists of a request (see the class) for all completions. Budgets of the run don't resize media."""
+        """Returns the lists of a request (see the class) for all completions, with media of their full size."""
         messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         prompts = [as_text(strip_media(prompt), with_roles=False) for prompt in messages]
         texts = [as_text(completion, with_roles=False) for completion in completions]

@@ -44,7 +44,7 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
     if isinstance(output, ModelOutput):
         pooled = getattr(output, "pooler_output", None)
         output = output["last_hidden_state"] if pooled is None else pooled
-    return [output] if isinstance(output, torch.Tensor) else [tensor for part in output for tensor in _tensors(part)]
+    return [output] if isinstance(output, torch.Tensor) else [tensor for item in output for tensor in _tensors(item)]
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:

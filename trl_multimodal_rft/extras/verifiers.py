@@ -24,7 +24,7 @@ class VerifiersEnvironment(ServedEnvironment):
     """
     Environment of a task. Subclasses have the tools of their taskset.
 
-    [`_play`] is a generator in the event loop of all rollouts: its first value is the servers' URLs, for the tools. It
+    `_play` is a generator in the event loop of all rollouts: its first value is the servers' URLs, for the tools. It
     then receives the completion, and its second value is the reward.
     """
 

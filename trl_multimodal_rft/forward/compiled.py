@@ -58,7 +58,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the layers of a model, which transformers marks by a base class, unless they are compiled already."""
+    """Yields the outermost layers of a model, by their base class in transformers, that aren't compiled yet."""
     for child in module.children():
         if not isinstance(child, GradientCheckpointingLayer):
             yield from _layers(child)

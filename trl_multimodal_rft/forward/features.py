@@ -79,10 +79,10 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
     hooked_modules: set[nn.Module] = set()  # within a module that has the hook already
     for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
         if module not in hooked_modules and any(name in _argument_names(type(module)) for name in _SIZE_ARGUMENTS):
-            parts = set(module.modules())
-            if decoder.isdisjoint(parts) and any(name == _VARLEN for _, name in _layer_configs(module)):
+            submodules = set(module.modules())
+            if decoder.isdisjoint(submodules) and any(name == _VARLEN for _, name in _layer_configs(module)):
                 module.register_forward_pre_hook(_add_precomputed, with_kwargs=True)
-                hooked_modules |= parts
+                hooked_modules |= submodules
 
 
 @contextmanager
@@ -518,15 +518,15 @@ def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:
     if isinstance(first_value, torch.Tensor):
         return function(*values)
     if isinstance(first_value, Mapping):
-        results = cast(Sequence[Mapping[str, Output]], values)
+        mappings = cast(Sequence[Mapping[str, Output]], values)
         # A copy, as outputs of transformers may have keys that the constructor doesn't take
         result = cast(MutableMapping[str, Output], copy.copy(first_value))
         for name in first_value:
-            result[name] = _map_tensors(function, [part[name] for part in results])
+            result[name] = _map_tensors(function, [mapping[name] for mapping in mappings])
         return result
     if isinstance(first_value, (tuple, list)):
         return type(first_value)(
-            _map_tensors(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
+            _map_tensors(function, items) for items in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
         )
     return first_value
 

@@ -85,7 +85,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     # Factors that the model applies before the head, to its inputs, and after it, to its logits. Small logits show the
     # scale without the soft cap.
     scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
-    # One factor must describe all entries, and not be 0. With a bias, the inputs' factor isn't one of the logits.
+    # One factor must describe all entries, and not be 0. With a bias, a factor of the inputs scales no logits.
     is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
     if (
         not is_constant

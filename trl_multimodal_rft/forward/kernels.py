@@ -72,7 +72,7 @@ def varlen_attention(
 def _pad_heads(*states: torch.Tensor) -> list[torch.Tensor]:
     """
     Pads heads to one size, a multiple of 8, as kernels require. In latent attention, queries and keys have heads of
-    size 192, and values heads of size 128, which are padded to 192.
+    size 192, and values have heads of size 128, which are padded.
     """
     width = -(-max(tensor.size(-1) for tensor in states) // 8) * 8
     return [tensor if tensor.size(-1) == width else F.pad(tensor, (0, width - tensor.size(-1))) for tensor in states]

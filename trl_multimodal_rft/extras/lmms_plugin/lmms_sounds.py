@@ -35,11 +35,11 @@ def media(task: ConfigurableTask, row: dict) -> list:
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
     """Returns the messages of a request. Sounds are sent in Base64: files unchanged, and samples as WAV."""
     request = _messages(chat, **options)
-    for part in (part for message in request for part in message["content"] if part["type"] == "audio_url"):
-        if isinstance(sound := part.pop("audio_url")["url"], str):  # the path of a file
+    for block in (block for message in request for block in message["content"] if block["type"] == "audio_url"):
+        if isinstance(sound := block.pop("audio_url")["url"], str):  # the path of a file
             data, suffix = Path(sound).read_bytes(), Path(sound).suffix.removeprefix(".")
         else:
             wavfile.write(file := io.BytesIO(), sound["sampling_rate"], np.asarray(sound["array"]).T)
             data, suffix = file.getvalue(), "wav"
-        part |= {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": suffix}}
+        block |= {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": suffix}}
     return request
