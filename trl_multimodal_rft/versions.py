@@ -286,9 +286,9 @@ def _is_import_failure(error: BaseException) -> bool:
     """Returns whether an import failed in an installed package or in this one, not in a user's module."""
     is_import_error = isinstance(error, ImportError) and error.name  # else only statements at the top of modules count
     frames = [
-        entry
-        for entry, _ in traceback.walk_tb(error.__traceback__)
-        if is_import_error or entry.f_code.co_name == "<module>"
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if is_import_error or frame.f_code.co_name == "<module>"
     ]
     names = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     names = [name for name in names if name not in {"__main__", *sys.stdlib_module_names}]

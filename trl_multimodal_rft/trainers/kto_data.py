@@ -112,9 +112,9 @@ class LabelledCollator(PreferenceCollator):
         kl_rows = torch.tensor([rows[i].row_index for i in self._kl_indices(len(rows))])
         columns = {"label": torch.tensor(labels), KL_ROW: kl_rows}
         for name in REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]:
-            values = [finite_number(row.get(name), name, row.row_index) for row in rows]
-            if None not in values:  # otherwise the trainer scores the reference itself
-                columns[name] = torch.tensor(values)
+            logps = [finite_number(row.get(name), name, row.row_index) for row in rows]
+            if None not in logps:  # otherwise the trainer scores the reference itself
+                columns[name] = torch.tensor(logps)
         if REFERENCE_COLUMNS[1] in columns:
             for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
                 if row.get(KL_ROW) != kl_row:
@@ -185,15 +185,15 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
         )
     dataset = dataset.remove_columns("label") if "label" in columns else dataset  # not a completion's
     n, completion_columns = len(dataset), ("chosen", "rejected")
-    sides = [
+    labelled_datasets = [
         dataset.remove_columns(other).rename_column(column, "completion").add_column("label", [column == "chosen"] * n)
         for column, other in (completion_columns, completion_columns[::-1])
     ]
     starts = range(0, n, _PAIRS_PER_BLOCK)
     blocks = [np.arange(start, min(start + _PAIRS_PER_BLOCK, n)) for start in starts]
-    # `sides` have the chosen completion of pair `i` at the index `i`, and the rejected one at `n + i`
+    # Once concatenated, the chosen completion of pair `i` has the index `i`, and the rejected one `n + i`
     order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
-    return concatenate_datasets(sides).select(order)
+    return concatenate_datasets(labelled_datasets).select(order)
 
 
 def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable_weight: float) -> None:

@@ -146,8 +146,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             return super().compute_ref_log_probs(score, _as_trl_batch(inputs))
 
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
-        columns = super()._score_reference(inputs)
-        return {**columns, KL_ROW: inputs[KL_ROW]} if self.calculate_KL else columns
+        logps_by_column = super()._score_reference(inputs)
+        return {**logps_by_column, KL_ROW: inputs[KL_ROW]} if self.calculate_KL else logps_by_column
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._log_media_contribution(model, inputs)
@@ -184,7 +184,7 @@ def _as_trl_batch(inputs: Batch) -> Batch:
     """
     ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
     n = len(inputs["sequences"])
-    rows = {"input_ids": ids[:n], "completion_mask": mask[:n]}
+    batch = {"input_ids": ids[:n], "completion_mask": mask[:n]}
     if len(ids) > n:
-        rows |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
-    return rows | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE_COLUMNS) if name in inputs}
+        batch |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
+    return batch | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE_COLUMNS) if name in inputs}

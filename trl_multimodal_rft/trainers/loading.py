@@ -132,20 +132,20 @@ def load_parts(
             f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {class_name}."
         )
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
-    source: Any = None
+    processor_source: Any = None
     if processing_class is None:
         name = get_config_model_id(model.config)
         if not name:
             raise ValueError(f"{NO_NAME} its processor would be loaded; pass `processing_class`.")
         processing_class = load_processor(name, revision, args.trust_remote_code)
-        source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        source["pretrained_model_name_or_path"] = name
+        processor_source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        processor_source["pretrained_model_name_or_path"] = name
     adopt_template(processing_class)
     reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
     check_processor(processing_class)
-    return LoadedParts(model, processing_class, source, revision, by_name)
+    return LoadedParts(model, processing_class, processor_source, revision, by_name)
 
 
 def load_for_sampling(
@@ -196,15 +196,15 @@ CONSTRUCTOR_OPTIONS: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_co
 def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholders: set[int]):
     """Replaces options and config entries that TRL's constructor reads, within the context."""
     # The trainer starts the engine itself. If a reference is loaded, TRL mustn't load another one, or sync it
-    options = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
+    changes = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
     if loaded.ref_model is not None:
-        options |= {"beta": 0.0, "sync_ref_model": False}
+        changes |= {"beta": 0.0, "sync_ref_model": False}
     # TRL passes `disable_compile` itself, and a second value would be an error
     if "disable_compile" in (generation_kwargs := mapping(args.generation_kwargs)):
-        options["generation_kwargs"] = {
+        changes["generation_kwargs"] = {
             name: value for name, value in generation_kwargs.items() if name != "disable_compile"
         }
-    with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **options):
+    with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **changes):
         yield
 
 
@@ -275,8 +275,8 @@ def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | N
 
 def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Module | None) -> None:
     """Compiles the layers of models with `torch_compile=True`, see [`~forward.compiled.compile_layers`]."""
-    options = compile_options(args.torch_compile_backend, args.torch_compile_mode)
-    if options is None:
+    compile_kwargs = compile_options(args.torch_compile_backend, args.torch_compile_mode)
+    if compile_kwargs is None:
         return
     if is_deepspeed_zero3_enabled():
         raise ValueError(
@@ -287,7 +287,7 @@ def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Mo
 
     for model in models:
         if model is not None:
-            compile_layers(unwrapped(accelerator, model), options, logger.warning)
+            compile_layers(unwrapped(accelerator, model), compile_kwargs, logger.warning)
 
 
 def prepare_reference(
@@ -420,12 +420,12 @@ def load_by_name(
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
     """Loads a model as TRL does. With several ranks, sets no `device_map`, because each rank places its own copy."""
-    options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
+    load_kwargs = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
     if quantization_config is not None:
-        options["quantization_config"] = quantization_config
+        load_kwargs["quantization_config"] = quantization_config
     if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        options["device_map"] = None
-    return load(name, **options)
+        load_kwargs["device_map"] = None
+    return load(name, **load_kwargs)
 
 
 def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:

@@ -48,7 +48,7 @@ class HostMemory:
         try:
             # Pairs of as many bytes on the device and on the host
             copies = [pair for storage in on_device for pair in self._host_copies(storage)]
-            _copy([(host, part) for part, host in copies])
+            _copy([(host, device_part) for device_part, host in copies])
             try:
                 for storage in on_device:
                     storage.resize_(0)
@@ -113,8 +113,8 @@ def update_states(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Any
     yield from (parameter.grad for parameter in model.parameters())
     while optimizer is not None:
         # DeepSpeed steps with copies in float32, and keeps gradients apart from parameters
-        names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
-        yield from tree_leaves([getattr(optimizer, name, None) for name in names])
+        attribute_names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
+        yield from tree_leaves([getattr(optimizer, name, None) for name in attribute_names])
         yield from tree_leaves([*getattr(optimizer, "state", {}).items()])
         optimizer = getattr(optimizer, "optimizer", None)  # Accelerate and DeepSpeed wrap the optimizer
 
@@ -137,4 +137,4 @@ def idle_storages(
     reference_weights = [] if reference is None else [*weights(reference)]
     average_weights = [] if average is None else average.state_dict().values()
     idle = storages([*update_states(model, optimizer), *reference_weights, *average_weights, *critic_weights])
-    return {key: storage for key, storage in idle.items() if key not in policy_storages}
+    return {address: storage for address, storage in idle.items() if address not in policy_storages}

@@ -251,9 +251,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             model.config.get_text_config().vocab_size for model in (critic.model, policy)
         )
         if type(critic.model) is not type(policy) or critic_vocab_size != policy_vocab_size:
-            names = (type(critic.model).__name__, type(policy).__name__)
+            class_names = (type(critic.model).__name__, type(policy).__name__)
             raise other_family_error(
-                f"{names[0]} with {critic_vocab_size} tokens", f"{names[1]} with {policy_vocab_size}"
+                f"{class_names[0]} with {critic_vocab_size} tokens", f"{class_names[1]} with {policy_vocab_size}"
             )
         return critic
 
@@ -277,8 +277,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             returns,
             (~local_rewards.isnan()).long(),
         )
-        tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
-        values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in tensors)
+        local_tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
+        values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
         self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
         return whiten(advantages, mask)
 

@@ -157,8 +157,8 @@ class PreferenceCollator(SupervisedCollator):
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise missing_columns_error(name, columns, "`prompt`, `chosen` and `rejected`", layout)
         if self.view is None and isinstance(dataset, Dataset):
-            rows = undecoded(dataset.select_columns([*COMPLETIONS]))
-            pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
+            undecoded_rows = undecoded(dataset.select_columns([*COMPLETIONS]))
+            pairs = (undecoded_rows.__getitems__([i])[0] for i in range(len(undecoded_rows)))
             # Completions with media may be equal as text although their media differ
             if all(pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs):
                 raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")

@@ -85,7 +85,9 @@ class PreferenceTrainer(CompletionTrainer):
         with replaced(self.args, per_device_eval_batch_size=batch_size):
             self.train_dataset = self._with_reference_columns(self.train_dataset)
         if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._with_reference_columns(rows) for name, rows in self.eval_dataset.items()}
+            self.eval_dataset = {
+                name: self._with_reference_columns(split) for name, split in self.eval_dataset.items()
+            }
         elif self.eval_dataset is not None:
             self.eval_dataset = self._with_reference_columns(self.eval_dataset)
         self.ref_model = None
@@ -108,18 +110,18 @@ class PreferenceTrainer(CompletionTrainer):
                 batch_columns.append(
                     {name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns}
                 )
-        indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        kept_indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
         for name in batch_columns[0]:
             column = torch.cat([columns[name] for columns in batch_columns])
-            if len(column) != len(indices):
+            if len(column) != len(kept_indices):
                 raise ValueError(
-                    f"The reference scored {len(column)} of {len(indices)} rows; with "
+                    f"The reference scored {len(column)} of {len(kept_indices)} rows; with "
                     "`precompute_ref_log_probs=True`, don't set `dataloader_drop_last`."
                 )
             fill_value = torch.nan if column.is_floating_point() else -1
-            values = torch.full((len(dataset),), fill_value, dtype=column.dtype)
-            values[indices] = column
-            dataset = dataset.add_column(name, values.tolist())
+            whole_column = torch.full((len(dataset),), fill_value, dtype=column.dtype)
+            whole_column[kept_indices] = column
+            dataset = dataset.add_column(name, whole_column.tolist())
         if not lists_columns(dataset) and self._reference_columns[0] not in dataset[0]:
             raise ValueError(
                 "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "

@@ -171,8 +171,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         scores, margin, tie = self._policy.rewards(model, completions, packed=packed), inputs["margin"], inputs["tie"]
-        rows = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss = self._loss_of_trl(rows, SequenceClassifierOutput(logits=scores.values))
+        trl_batch = {name: inputs[name] for name in ("attention_mask", "margin")}
+        loss = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
         # Together with TRL's term, this is the negative log-likelihood of a tie within the margin, up to a constant
         # (equation 10 of https://huggingface.co/papers/2409.17431)
@@ -183,9 +183,9 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     def _leave_out_ties(self, differences: torch.Tensor, tie: torch.Tensor) -> None:
         """Replaces the last `accuracy` and `margin` of TRL by values without ties, if the micro-batch has ties."""
         sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
-        correct, difference, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
+        n_correct, difference_sum, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, total in (("accuracy", correct), ("margin", difference)) if n_ties else ():
+        for name, total in (("accuracy", n_correct), ("margin", difference_sum)) if n_ties else ():
             metrics[name][-1:] = [total / n] if n else []
             if not metrics[name]:
                 del metrics[name]  # TRL would log the mean of an empty list

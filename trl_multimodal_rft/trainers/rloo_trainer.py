@@ -123,8 +123,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         """Returns the divergence of all ranks' completions from the reference, `(N,)`, and logs its mean per token."""
         mask = rollout.loss_mask
         kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
-        total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
-        self._run.metrics.add({"kl": total / max(count, 1.0)})
+        kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
+        self._run.metrics.add({"kl": kl_sum / max(n_tokens, 1.0)})
         return self.accelerator.gather(kl.sum(1))
 
     # Update

@@ -184,8 +184,8 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
     steps and the reward. Leaves out functions whose rewards differed at any step, such as one for a learned format.
     """
     constant = {}
-    keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
-    for key in dict.fromkeys(keys):
+    mean_keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
+    for key in dict.fromkeys(mean_keys):
         name = key.removeprefix("rewards/").removesuffix("/mean")
         reward_logs = [logs for logs in history if key in logs]
         reward = reward_logs[0][key]
@@ -243,11 +243,11 @@ class EqualRewardsHint(TrainerCallback):
         if n_equal_steps >= self.patience:
             self._warned_functions |= {None, *constant}
             equal = "an advantage of 0" if self.by_steps else "the same reward"
-            mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
+            mean_reward = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
                 f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {n_equal_steps} steps "
-                f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
+                f"(mean {mean_reward:.3g}{functions}), so the model learns nothing. Look at the completions "
                 "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
                 "higher `temperature` and more `num_generations` make completions more diverse."

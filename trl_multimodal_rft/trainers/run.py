@@ -186,8 +186,8 @@ class Run:
         self.metrics.current["num_tokens"] = [state.num_input_tokens_seen]
         self.metrics.add(metrics)
         # Packing is decided once, so that old, reference and current log-probabilities are computed alike
-        lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
-        rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, size, self.prompts.model)
+        lengths, batch_size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
+        rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, batch_size, self.prompts.model)
 
     def has_ended(self, ids: list[int]) -> bool:
         """Returns whether a completion ends with a token or a text that ends completions."""
@@ -197,10 +197,10 @@ class Run:
     def score(self, model: nn.Module, rollout: Rollout) -> Scores:
         """Returns scores of a rollout, or of a part of it, without gradients."""
         args = self.args
-        size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
+        batch_size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
         policy: Any = self.model
         with disable_gradient_checkpointing(policy, args.gradient_checkpointing_kwargs):
-            return score_in_batches(self.policy, model, rollout, size)
+            return score_in_batches(self.policy, model, rollout, batch_size)
 
     def score_reference(self, rollout: Rollout) -> Scores:
         """
@@ -334,7 +334,7 @@ class Run:
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
         """Returns a loop that calls tools and continues completions. `options` replace or add fields of the loop."""
         args = self.args
-        fields: dict[str, Any] = {
+        loop_fields: dict[str, Any] = {
             "encoder": self.prompts,
             "max_media": args.max_tool_media,
             "max_context_media": args.max_context_media,
@@ -345,4 +345,4 @@ class Run:
             "any_rank": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
             "loop": self.rewards.loop,
         }
-        return ToolLoop(**{**fields, **options})
+        return ToolLoop(**{**loop_fields, **options})

@@ -159,8 +159,8 @@ def warn_of_unread(
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},
         )
-        for key, dataset in value.items() if isinstance(value, dict) else [(None, value)]:
-            name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+        for split, dataset in value.items() if isinstance(value, dict) else [(None, value)]:
+            name = f"`{argument}`" if split is None else f"`{argument}[{split!r}]`"
             if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
                 raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
             if dataset is not None:
@@ -180,9 +180,9 @@ def warn_of_unread(
 def modalities(model: Any, args) -> Collection[str]:
     """Returns the modalities that a model takes. `model` is its name if it isn't loaded yet."""
     if isinstance(model, str):
-        source: Any = {"trust_remote_code": args.trust_remote_code}
+        load_kwargs: Any = {"trust_remote_code": args.trust_remote_code}
         try:
-            model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **source)[1]
+            model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **load_kwargs)[1]
         except ValueError:
             return ()  # loading the model raises a better error
     model = model.model if hasattr(model, "model_for") else model  # an actor of `lightrft` holds a model
@@ -197,9 +197,13 @@ def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | Ite
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     """Returns the largest number of media per prompt by modality, for an engine's memory. Empty if it isn't known."""
-    parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
+    all_datasets = [
+        dataset for entry in datasets for dataset in (entry.values() if isinstance(entry, dict) else [entry])
+    ]
     # For each dataset: the largest count by modality, or `None` if its rows can't be counted
-    results = [max_media_per_row(part, args.ignored_media_columns or ()) for part in parts if part is not None]
+    results = [
+        max_media_per_row(dataset, args.ignored_media_columns or ()) for dataset in all_datasets if dataset is not None
+    ]
     counts = [limits for limits in results if limits is not None]
     if len(counts) < len(results):
         return {}
@@ -287,10 +291,10 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
 
 def warn_of_truncation(args: SamplingConfig) -> None:
     """Warns if options that exclude tokens from sampling bias the correction for vLLM (huggingface/trl#6789)."""
-    options = [f"`{name}={value}`" for name, value in truncation_options(args).items()]
-    if options and args.use_vllm and args.vllm_importance_sampling_correction:
+    truncations = [f"`{name}={value}`" for name, value in truncation_options(args).items()]
+    if truncations and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
-            f"With {' and '.join(options)}, vLLM says how likely a token is among those that are left, and the "
+            f"With {' and '.join(truncations)}, vLLM says how likely a token is among those that are left, and the "
             "trainer among all, so the importance ratios that correct for vLLM are too small, and the self-check "
             "can't compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
         )

@@ -201,9 +201,9 @@ class SupervisedCollator:
                 return dataset  # the dataset's transform may return other columns
             if args.dataset_text_field not in columns:
                 layout = other_layout(dataset.features or dict.fromkeys(columns))
-                text = f"`{args.dataset_text_field}` (`dataset_text_field`)"
+                text_column = f"`{args.dataset_text_field}` (`dataset_text_field`)"
                 raise missing_columns_error(
-                    name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text}", layout
+                    name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text_column}", layout
                 )
         if media:
             raise ValueError(

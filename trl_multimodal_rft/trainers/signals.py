@@ -78,15 +78,15 @@ class EndOnSignal(TrainerCallback):
         handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signals}
         # Ignored signals stay ignored, such as SIGHUP after `nohup`
         handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
-        terminals = [output for output in (1, 2) if os.isatty(output)]
+        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
         def handle(signum: int, frame: FrameType | None):
             self._has_signal = True
             if signum == signal.SIGINT:  # so that a second one ends the run at once
                 signal.signal(signum, handlers[signum])
-            for output in terminals:
-                if not os.isatty(output):  # closed, so that printing would raise an error
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            for descriptor in terminals:
+                if not os.isatty(descriptor):  # closed, so that printing would raise an error
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             os.write(2, _MESSAGE)  # no `print`, as the signal may have interrupted one
 
         for signum in handlers:

@@ -106,7 +106,7 @@ def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_m
 def _processor_difference(student: Processor, teacher: Processor) -> str | None:
     """Returns the difference in tokens or features between two processors, or `None`."""
     tokenizers = [tokenizer_of(side) for side in (student, teacher)]
-    vocabularies = [side.get_vocab() for side in tokenizers]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:
             return (
@@ -115,7 +115,7 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
     for name in ("image_processor", "video_processor", "feature_extractor"):
         components = [getattr(side, name, None) for side in (student, teacher)]
         for setting in _FEATURE_SETTINGS if None not in components else ():
-            values = [getattr(side, setting, None) for side in components]
+            values = [getattr(component, setting, None) for component in components]
             if values[0] != values[1]:
                 return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"
     return None
@@ -182,9 +182,9 @@ def server_teacher(
 ) -> ServerTeacher:
     """Returns the teacher on a server. Raises `ValueError` if its tokens or features differ from the student's."""
     server = ServerTeacher(url, processor, args.vllm_server_timeout, args.trust_remote_code)
-    size = student.config.get_text_config().vocab_size
-    if server.vocab_size != size:
-        obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
+    vocab_size = student.config.get_text_config().vocab_size
+    if server.vocab_size != vocab_size:
+        obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {vocab_size}"
     else:
         teacher_processor = load_processor(server.name, server.revision, args.trust_remote_code)
         obstacle = _processor_difference(processor, teacher_processor)

@@ -90,7 +90,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
         return cls()
     name, settings = split_settings(value)
     option_fields = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
-    view, options = as_view(name), {}
+    view, option_settings = as_view(name), {}
     view_parameters = inspect.signature(view.type.function).parameters
     if ambiguous := sorted(option_fields.keys() & view_parameters):
         raise ValueError(
@@ -100,22 +100,22 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
         if key in option_fields:
             annotation, default = option_fields[key]
             check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
-            options[key] = setting
+            option_settings[key] = setting
         elif key not in view_parameters:
             # The first two parameters of a view's function are media and the random generator, which aren't settings
             raise ValueError(
                 f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*view_parameters][2:]}, and "
                 f"the option {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
             )
-    view_settings = {key: setting for key, setting in (settings or {}).items() if key not in options}
+    view_settings = {key: setting for key, setting in (settings or {}).items() if key not in option_settings}
     check_settings(view.type.function, option, view_settings)
-    return cls(replace(view, settings=view_settings), **options)
+    return cls(replace(view, settings=view_settings), **option_settings)
 
 
 def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     """Returns the modalities that the views of a config replace, by the options that name the views."""
-    names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
-    views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
+    view_options = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
+    views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in view_options if config.get(name)}
     modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
     # A view of sounds also changes the sound of a video that the model hears
     return {
