@@ -51,8 +51,8 @@ class Estimator:
         return join_settings(self.name, self.settings)
 
 
-ESTIMATORS: dict[str, Estimator] = {}
-ALIASES: dict[str, str] = {}
+ESTIMATORS: dict[str, Estimator] = {}  # by name
+ALIASES: dict[str, str] = {}  # names by alias
 
 
 def estimator(name: str, **properties) -> Callable:
@@ -337,7 +337,7 @@ def online_dpo(
     worst, best = sorted_indices[(ends - n_scorable)[has_scorable]], sorted_indices[ends[has_scorable] - 1]
     is_pair = rewards[best] > rewards[worst]
     worst, best = worst[is_pair], best[is_pair]
-    log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)
+    log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)  # of whole completions
     margins = log_ratios[best] - log_ratios[worst]
     weights = kl_coef * (-kl_coef * margins).sigmoid() if loss == "sigmoid" else 1 / kl_coef - 2 * margins
     advantages = torch.zeros_like(rewards)

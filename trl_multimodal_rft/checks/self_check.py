@@ -75,7 +75,7 @@ class SelfCheck:
 
     def __str__(self) -> str:
         facts = self._facts()
-        widths = [max(len(fact[i]) for fact in facts) for i in (0, 1)]
+        widths = [max(len(fact[i]) for fact in facts) for i in (0, 1)]  # of names and figures
         lines = [f"  {name:{widths[0]}}  {figure:{widths[1]}}  {note}".rstrip() for name, figure, note in facts]
         return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
 
@@ -252,12 +252,12 @@ class _Check(Measure):
             differences["padded"].append(padded)
             differences["packed"] += [] if packed is None else [packed]
             ids, mask, *_ = completions
-            for kind in sorted(target.prompt.modalities - self.media_effects.keys()):
+            for modality in sorted(target.prompt.modalities - self.media_effects.keys()):
                 score_other = functools.partial(self._score_one, ids, mask)
-                self.media_effects[kind] = self.effect(
-                    kind, target.prompt, donors.get(kind), score_other, scores, mask
+                self.media_effects[modality] = self.effect(
+                    modality, target.prompt, donors.get(modality), score_other, scores, mask
                 )
-        # The comparison takes any completions, such as the ids and the mask of the last target's
+        # Any completions serve for this comparison. These are the ids and the mask of the last target's.
         rows = self._compare_batches(targets[0].prompt, partners, *self.scored_case[1][:2])
         # The shortest prompt with media, or else the shortest prompt
         self.shortest_prompt = min(
@@ -431,8 +431,8 @@ class _Check(Measure):
 
     def _scripted_completions(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Returns two completions made of the prompt's last text tokens, for runs in which nothing samples."""
-        text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_N_NEW_TOKENS:]
-        ids = torch.tensor([text, text[::-1]], device=self.device)
+        text_ids = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_N_NEW_TOKENS:]
+        ids = torch.tensor([text_ids, text_ids[::-1]], device=self.device)
         return ids, torch.ones_like(ids), None
 
     def _completion_mask(self, ids: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,9 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     # One partner of each modality comes first, beginning with the modalities of the first target
     modalities = sorted(MODALITIES, key=lambda modality: modality not in targets[0].fingerprints)
     one_per_modality = [
-        trait for modality in modalities for trait in [t for t in partners if modality in t.fingerprints][:1]
+        trait
+        for modality in modalities
+        for trait in [partner for partner in partners if modality in partner.fingerprints][:1]
     ]
     partners = list(dict.fromkeys([*one_per_modality, *partners]))[:_MOST_PARTNERS]
     # If all media have the shapes of the first target's, a prompt with these shapes is the partner

@@ -100,7 +100,7 @@ def config_path(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
-        # Names with a folder, such as "vqa/geo3k", are also compared by their last part
+        # Names with a folder, such as "qwen2_vl_2b/refcoco_grpo", are also compared without it
         stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         near_stems = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
         near = [f"`{file}`" for file in files if Path(file).name in near_stems]
