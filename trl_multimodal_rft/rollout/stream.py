@@ -402,7 +402,8 @@ class RowStream:
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
         """
-        Returns the row of each completion, read once per group. In training, other rows replace skipped rows.
+        Returns the row of each completion, read once per group of `completions`. In training, other rows replace
+        skipped rows.
 
         For example, a batch has two completions of row 4 and two of row 7. If row 7 can't be read, a second round
         reads a replacement, such as row 9. The result is then [row 4, row 4, row 9, row 9].
@@ -431,7 +432,7 @@ class RowStream:
                     read_rows[i] = self._take_row(key, rows, training)
                 except skipped_errors as error:
                     new_errors[_row_index(key)] = str(error)
-            if skipped_errors:
+            if skipped_errors:  # a stream counts as `_STREAM_LENGTH` rows
                 new_errors = self._record_failed(new_errors, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 batch_errors |= new_errors
             if not new_errors:
@@ -533,7 +534,7 @@ class RowStream:
     def _record_failed(
         self, errors: dict[int, str], skipped: dict[int, str], n_rows: int, split: str
     ) -> dict[int, str]:
-        """Adds errors of a split of `n_rows` to `skipped` and a file. Returns all ranks' errors by row index."""
+        """Adds errors of a split of `n_rows` rows to `skipped` and a file. Returns all ranks' errors by row index."""
         failures, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
         new_failures = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)

@@ -15,7 +15,7 @@ from ..spelling import check_settings, load_dotted, split_settings
 
 
 _MIN_SIDE = 28  # smallest side of a box in pixels. In Qwen2.5-VL, a token stands for 28 x 28 pixels
-_MAX_ELONGATION = 100  # largest ratio of a box's sides
+_MAX_ELONGATION = 100  # largest ratio of a box's sides. Qwen2.5-VL's processor raises an error above 200
 
 
 class Zoom:

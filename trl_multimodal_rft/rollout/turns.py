@@ -182,7 +182,7 @@ class ToolLoop:
         trajectory.encoded_results.append((len(trajectory.ids) - trajectory.start, encoded))
         trajectory.history += [stand_in_turn(results), *results]
         trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
-        processor = None if self.engine_length is None else encoder.processor
+        processor = None if self.engine_length is None else encoder.processor  # with it, positions are the engine's
         ids = trajectory.ids[trajectory.start :]
         trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.encoded_results, encoder.model, processor)
         return True

@@ -114,19 +114,21 @@ class AsynchronousSampling:
         views = prompts_under_views(run, rollout, step)
         n, offset = len(rollout), accelerator.process_index * len(rollout)
         batch_indices, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Seeds depend on the indices over all ranks. Completions under the contrast view come after those of all ranks
+        # Seeds depend on the indices over all ranks. Completions under the contrast view come after those of all
+        # ranks. `i` is the batch index of the completion, or of the one that it contrasts with, and `j` counts both
         global_indices = [
             offset + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(batch_indices)
         ]
-        rows_of_prompts = [rollout.source.row_indices[i] for i in batch_indices]
+        row_indices = [rollout.source.row_indices[i] for i in batch_indices]
         # A key is (batch index, row index, seed, number of completions)
-        keys = request_keys(prompts, rows_of_prompts, global_indices, batch_index, run.args.seed)
+        keys = request_keys(prompts, row_indices, global_indices, batch_index, run.args.seed)
         requests = self.engine.server_requests(prompts)
         if not run.toolbox.tools:  # with tools, later turns need the decoded media
             for prompt in prompts:
                 prompt.decoded = ()
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
+        # Probes compare engine and policy once after an update
         needs_probes = check is not None and check.engine_updated is None
         # Maps keys to the position of their request's first completion in `prompts`
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))

@@ -479,7 +479,7 @@ class MultimodalTrainer(CheckpointMixin):
             self._step = state["step"]
             if state["buffered_inputs"] is not None:
                 self._buffered_inputs = [part.to(self.accelerator.device) for part in state["buffered_inputs"]]
-            for batch in self._buffered_inputs or ():
+            for batch in self._buffered_inputs or ():  # this run may have fallen back to padded rows
                 batch.packed = batch.packed and self._policy.fallbacks.packing
             if self._groups is not None and state["groups"] is not None:
                 self._groups.load_state_dict(state["groups"])

@@ -130,8 +130,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
         Returns:
             `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions of the `B`
-            pairs, `(B,)`. With `rejected_view`, a third tensor holds the sums of the chosen completions under the view,
-            and NaN for pairs without a view.
+            pairs, `(B,)`. With `rejected_view`, a third tensor holds the sums of the chosen completions under the
+            view, and NaN for pairs without a view.
         """
 
         # A pair has two completions. `view_logps` gets the sums under the view while TRL's method runs

@@ -297,6 +297,7 @@ def continue_after_tools(
     rollout.prompts = prompts_with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [trajectory.messages for trajectory in trajectories]
     rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
+    # The first context is the prompt
     rollout.source.contexts = [[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories]
     ids, mask = [trajectory.ids for trajectory in trajectories], [trajectory.mask for trajectory in trajectories]
     logps = None if samples[1] is None else [trajectory.logps or [] for trajectory in trajectories]
