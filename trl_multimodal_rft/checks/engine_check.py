@@ -73,11 +73,11 @@ class EngineCheck:
         if not change > _DETECTION_FACTOR * self._limit():
             return False
         mask = mask * ~sampled.isnan()  # an engine may leave out log-probabilities
-        rows = _diverse_rows(completions[0], mask)
-        probes = _subset(completions, rows)
-        logps, mask = self._score(model, probes), mask[rows]
-        difference = self._difference(logps, sampled[rows], mask)
-        if difference is None:
+        indices = _diverse_rows(completions[0], mask)
+        probes = _subset(completions, indices)
+        logps, mask = self._score(model, probes), mask[indices]
+        difference = self._difference(logps, sampled[indices], mask)
+        if difference is None:  # no probe of any rank has a token with the engine's log-probability
             return False
         self._allow_noise(model, difference, probes, mask)
         limit, first_difference = self._limit(), check.engine
@@ -113,13 +113,13 @@ class EngineCheck:
         for i, prompt in enumerate(completions[0]):
             n_first = prompt.ends[0] if isinstance(prompt, Contexts) else None
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else n_first] = 0
-        rows = [int(mask.sum(1).argmax())]
-        if not self.accelerator.reduce(mask[rows].sum(), reduction="sum").item():
+        indices = [int(mask.sum(1).argmax())]
+        if not self.accelerator.reduce(mask[indices].sum(), reduction="sum").item():
             return False
-        probes = _subset(completions, rows)
-        difference = self._difference(self._score(model, probes), sampled[rows], mask[rows])
+        probes = _subset(completions, indices)
+        difference = self._difference(self._score(model, probes), sampled[indices], mask[indices])
         assert difference is not None
-        self._allow_noise(model, difference, probes, mask[rows])
+        self._allow_noise(model, difference, probes, mask[indices])
         limit, self.check.engine_conversation = self._limit(), difference
         reason = "it processes media that tools return differently, or has them at other positions"
         self._check_difference(difference, limit, "after tool media", reason)

@@ -110,7 +110,7 @@ def check_pairs(
         for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
     ]
     completions = [torch.tensor(ids, dtype=torch.long) for pair in rows for ids in (pair.chosen, pair.rejected)]
-    ids, mask = (values.to(measure.device) for values in padded(completions))
+    ids, mask = (tensor.to(measure.device) for tensor in padded(completions))
     is_last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _N_COMPARED
     learned = [pair.learned(column) for pair in rows for column in COMPLETIONS]
     learned = pad_sequence(learned, batch_first=True).to(measure.device)
@@ -118,11 +118,11 @@ def check_pairs(
     def score_by_model() -> torch.Tensor:
         if rewards:
             return torch.cat([measure.row_reward(row) for row in sequences])
-        values = [
+        logps = [
             measure.row_logps(row, _N_COMPARED)[0][-len(ids) :]
             for row, ids in zip(sequences, completions, strict=True)
         ]
-        return pad_sequence(values, batch_first=True)
+        return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
         pairs_and_answers = [(pair, pair.answers.get(column)) for pair in rows for column in COMPLETIONS]
