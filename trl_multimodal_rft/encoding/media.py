@@ -124,8 +124,8 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
 
 def size_factor(processor: "BaseImageProcessor | BaseVideoProcessor | None") -> int:
     """Returns the step, in pixels, by which a processor rounds the sides of images or frames; 1 without rounding."""
-    patch, merge = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
-    return patch * merge if isinstance(patch, int) and isinstance(merge, int) else 1
+    patch_size, merge_size = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
+    return patch_size * merge_size if isinstance(patch_size, int) and isinstance(merge_size, int) else 1
 
 
 def budgeted_image(image: PIL.Image.Image, options: dict[str, Any], factor: int) -> PIL.Image.Image:
@@ -384,8 +384,8 @@ def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | Non
     rate = audio_rate(processor)
     if rate is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
-    limit = family_of_processor(processor).audio_limit
-    return rate, None if limit is None else limit(processor)
+    limit_function = family_of_processor(processor).audio_limit
+    return rate, None if limit_function is None else limit_function(processor)
 
 
 def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:
@@ -446,11 +446,12 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     lengths: Counter[str] = Counter()  # product of all dimensions except the last, summed over earlier media, by name
     for tensors in media:
         for name, value in tensors.items():
-            indexed = indexed_media(name)
+            indexed = indexed_media(name)  # name of the tensor that `value` has indices into, if any
             if indexed is not None:
                 value = torch.where(value < 0, value, value + lengths[indexed])
             tensors_by_name.setdefault(name, []).append(value)
         lengths.update({name: value.shape[:-1].numel() for name, value in tensors.items()})
+    # Names of tensors with all patches in one row
     row_names = {PATCH_ROWS[name] for name in tensors_by_name if name in PATCH_ROWS}
     return {
         name: cat_padded(values, media_padding(name), dim=-1 if name in row_names else 0)
@@ -463,7 +464,7 @@ def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.T
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:
-        pad_sizes = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
+        pad_sizes = [max_size - size for max_size, size in zip(largest, tensor.shape, strict=True)]
         pad_sizes[dim] = 0
         pairs = [n for n_right in reversed(pad_sizes) for n in (0, n_right)]  # `F.pad` begins with the last dimension
         padded.append(F.pad(tensor, pairs, value=value) if any(pad_sizes) else tensor)

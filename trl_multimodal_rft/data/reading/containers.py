@@ -101,7 +101,7 @@ def is_indexed(stream: BinaryIO) -> bool:
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
     Returns whether an H.264 keyframe is an IDR picture. Decoding can start there, because no later frame depends on
-    earlier frames. It can't start at all other keyframes, because some of them begin a gradual refresh.
+    earlier frames. Another keyframe may begin a gradual refresh, at which decoding can't start.
     """
     if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False

@@ -138,7 +138,7 @@ def load_audio(
                     f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
                     "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
                 )
-            count = max_seconds * rate  # the length after truncation, as the rest is never decoded
+            count = max_seconds * rate  # after truncation, because the rest is never decoded
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
     with decoding(ref):
@@ -647,7 +647,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
                 count_is_exact = (
                     count_is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first_pts
                 )
-                # Decoders may drop frames before the first keyframe, so the first packet must be one
+                # Decoders may drop frames before the first keyframe, so the first packet must be a keyframe
                 count_is_exact = count_is_exact and (packet.is_keyframe or count > 1)
                 if suits_torchcodec and packet.is_keyframe and video.codec_context.name == "h264":
                     suits_torchcodec = has_idr_picture(bytes(packet), video.codec_context.extradata)

@@ -93,8 +93,8 @@ def ask(
                 answer, retry_after = run_until(until, call)
             if answer.status not in _BUSY_STATUSES and is_usable(answer):
                 return answer
-            text = answer.body[:200].decode(errors="replace")
-            reason, wait = f"status {answer.status}: {text!r}", max(wait, retry_after)
+            body_start = answer.body[:200].decode(errors="replace")
+            reason, wait = f"status {answer.status}: {body_start!r}", max(wait, retry_after)
         except NoAnswer as error:
             reason = str(error)
         except _CONNECTION_ERRORS as error:
@@ -159,7 +159,7 @@ def _attempt(
     """
     Sends a request, and follows redirects that `check_url` allows. `until` is the deadline, by `time.monotonic()`.
 
-    Returns the answer, and the seconds in its header `Retry-After`, 0 without seconds there.
+    Returns the answer, and the seconds in its header `Retry-After`, or 0 if the header has no seconds.
     """
     for _ in range(_MOST_REDIRECTS + 1):
         if check_url is not None:

@@ -72,7 +72,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
 
 
 def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
-    """Raises a [`MediaError`] for a size, width and height in pixels, beyond the limits."""
+    """Raises a [`MediaError`] for a `size` (width and height in pixels) beyond the limits."""
     if max(size) > _LONGEST_EDGE:
         raise ref.error(f"{size[0]} x {size[1]} pixels exceed {_LONGEST_EDGE:,} on an edge; cut it or remove the row")
     if size[0] * size[1] > ref.rules.max_image_pixels:

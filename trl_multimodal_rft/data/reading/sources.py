@@ -141,8 +141,8 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     """
     if isinstance(file, bytes):
         return BytesIO(file)
-    # Opened by a descriptor, so that the stream has no name that decoders would interpret, and without waiting, which
-    # would be endless for a pipe without a writer
+    # Opened by a descriptor, so that the stream has no name that decoders would interpret. `O_NONBLOCK` prevents an
+    # endless wait for a pipe without a writer.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:

@@ -81,8 +81,8 @@ def load_mmau(
         for row in rows
     ]
 
-    names = ("id", "task", "category", "sub-category", "difficulty", "dataset")
-    return _assemble_dataset(rows, audio, template, names, ("question", "instruction"))
+    kept_columns = ("id", "task", "category", "sub-category", "difficulty", "dataset")
+    return _assemble_dataset(rows, audio, template, kept_columns, ("question", "instruction"))
 
 
 def load_avqa(
@@ -117,8 +117,8 @@ def load_avqa(
     rows, audio = _read_rows_and_audio(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
     for index, row in enumerate(rows):
         row["question_text"] = required(row, index, "question_text").replace("video", "audio")
-    names = ("id", "video_name", "question_relation", "question_type", "dataset_name")
-    return _assemble_dataset(rows, audio, template, names, ("question_text",), "multi_choice")
+    kept_columns = ("id", "video_name", "question_relation", "question_type", "dataset_name")
+    return _assemble_dataset(rows, audio, template, kept_columns, ("question_text",), "multi_choice")
 
 
 def load_audiomcq(
@@ -169,8 +169,8 @@ def load_audiomcq(
             raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
         rows, audio = [rows[index] for index in row_indices], audio.select(row_indices)
 
-    names = ("id", "source_dataset", "question_type", "audio-contribution")
-    dataset = _assemble_dataset(rows, audio, template, names, ("question",))
+    kept_columns = ("id", "source_dataset", "question_type", "audio-contribution")
+    dataset = _assemble_dataset(rows, audio, template, kept_columns, ("question",))
     if task == "rl":
         return dataset
     answers = [[{"role": "assistant", "content": f"<answer>{text}</answer>"}] for text in dataset["solution"]]

@@ -73,6 +73,7 @@ class DifficultySampler:
 
     def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
+        # A weight of 0 gives a key of minus infinity below, so that these rows come last
         weights[list(left_out)] = 0
         generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {batch_index}").getrandbits(63))
         # Weighted sampling without replacement: the rows with the largest log(u) / weight, for u uniform in 0 to 1

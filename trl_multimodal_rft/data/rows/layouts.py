@@ -155,7 +155,7 @@ def load_conversations(
     dataset = _load_converted(
         path, split, media_dir, convert, converted_columns, rename, allow_answer_media=task == "dpo"
     )
-    if task == "rl" and dataset.features["solution"] == Value("null"):
+    if task == "rl" and dataset.features["solution"] == Value("null"):  # no row has an answer
         return dataset.remove_columns("solution")
     return dataset
 

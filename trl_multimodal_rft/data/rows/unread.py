@@ -149,7 +149,7 @@ def check_columns(
         has_likely_media = any(
             media.is_certain or (media.in_every_cell and media.suits_any(model_modalities)) for media in unread_media
         )
-        # After the first rows, others may fill the media columns
+        # Rows after the first rows may still fill the media columns
         is_text_alone = has_likely_media and not (has_media or (dataset_part == "first" and media_columns))
         layout = other_layout(sample)
         message = (
