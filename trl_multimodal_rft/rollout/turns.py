@@ -312,7 +312,7 @@ class ToolLoop:
     def _sample_turns(self, trajectories: list[Trajectory], idle_prompt: EncodedPrompt) -> None:
         """Samples the turns after the results. A rank without results samples `idle_prompt`, to join collectives."""
         prompts = [item.whole or item.prompt for item in trajectories] or [idle_prompt]
-        # The completion that a turn continues, and the last results, which `None` replaces after a new context
+        # For each turn: the batch index of its completion, and the results before it (`None` after a new context)
         continuations = [
             (item.index, item.encoded_results[-1][1] if item.encoded_results else None) for item in trajectories
         ]

@@ -164,6 +164,7 @@ class AsynchronousSampling:
             flight.processor = copy.deepcopy(run.prompts.processor)
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
+            """Rewards the completions of one request, `samples`. `part` is the request's part of the rollout."""
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
             source.completions = completions_without_tools(part, source.ids, flight.processor)

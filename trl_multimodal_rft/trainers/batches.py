@@ -52,6 +52,7 @@ def check_batches(config, names: list[str]) -> None:
     if size is None or size % group_size == 0:
         return
     if len(names) == 1:
+        # A valid size is a multiple of the group size, and of a micro-batch over all processes
         unit = math.lcm(group_size, config.per_device_train_batch_size * n_processes)
         raise ValueError(
             f"`generation_batch_size={size}` must be a multiple of `num_generations={group_size}`, so that prompts "

@@ -69,7 +69,7 @@ def make_engine(
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `media_limits`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
-    # Sampling
+    # Arguments of sampling
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
@@ -83,7 +83,7 @@ def make_engine(
         **stops,
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
-    # Weights
+    # Way to send weights: merged, or as an adapter
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
     # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
@@ -91,7 +91,7 @@ def make_engine(
     if adapter_only or in_4bit:
         adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
-    # Arguments of vLLM's constructor, which the user's override
+    # Defaults of vLLM's arguments, which `vllm_engine_kwargs` overrides
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         # Each prompt is sent once, so a cache of media is of no use

@@ -258,6 +258,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 raise ValueError(f"`loss_type={name!r}` is spelled otherwise here: {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
         check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
+        # Advantages of tokens, or of completions
         loss = self.loss
         token_level = self.estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"
@@ -298,6 +299,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "`kl_estimator`, and a loss that sums the tokens of a completion: set `beta=0.1`, "
                 "`loss_type='luspo'` and `importance_sampling_level='sequence'`."
             )
+        # Bounds of ratios
         if loss.name == "cpgd" and self.epsilon >= 1:
             raise ValueError(
                 f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."

@@ -1,6 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 
-"""GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay."""
+"""
+GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay.
+
+In shapes, `N` is the number of completions on all ranks, `B` that of a micro-batch, and `C` that of token columns.
+"""
 
 import functools
 import time
