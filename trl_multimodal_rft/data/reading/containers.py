@@ -105,8 +105,8 @@ def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
     if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False
-    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The header stores this size minus 1
-    # in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
+    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The `avcC` header stores this size
+    # minus 1 in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
     offset, prefix_size = 0, 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
         if packet[offset + prefix_size] & 31 == 5:
@@ -196,9 +196,9 @@ def _ebml_number(stream: BinaryIO) -> int | None:
     if not first or not first[0]:
         return None
     tail = stream.read(8 - first[0].bit_length())
-    bits = 7 * (1 + len(tail))
-    number = int.from_bytes(first + tail, "big") & ((1 << bits) - 1)
-    return None if number == (1 << bits) - 1 else number
+    n_bits = 7 * (1 + len(tail))
+    number = int.from_bytes(first + tail, "big") & ((1 << n_bits) - 1)
+    return None if number == (1 << n_bits) - 1 else number
 
 
 def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:

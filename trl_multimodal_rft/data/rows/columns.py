@@ -166,6 +166,7 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
         remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
+        # Options of `prepare` for rows with prompts, by layout
         options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
         alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
         remedy = alternative + prepare_remedy(layout, options.get(layout, ""))

@@ -103,7 +103,7 @@ class PrefetchPool(Generic[T]):
         """
         last_progress, n_read, max_seconds = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
-            if self._pool is None:
+            if self._pool is None:  # the pool broke, so the job is about to raise an error
                 continue
             if n_read != (n_read := sum(other_job.done() for other_job in self._jobs.values())):
                 last_progress = time.monotonic()  # workers are reading earlier rows
