@@ -263,10 +263,61 @@ void look(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   if (WAITING.count(name) || (by_index && has_mask)) report("sync", name, 0, true);
 }
 
+at::Tensor on_device(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  auto dtype = tensor.scalar_type();
+  at::Tensor copy = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), &device_memory, keys, dtype);
+  on_cpu(copy).copy_(tensor);
+  return copy;
+}
+
+// Whether an operator can run on views of its arguments' memory: it returns no view of them, and resizes none
+bool runs_on_views(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  for (const auto& result : schema.returns()) {
+    bool is_view = result.alias_info() && !result.alias_info()->isWrite();
+    if (is_view || result.type()->kind() != c10::TypeKind::TensorType) return false;
+  }
+  auto values = torch::jit::last(stack, schema.arguments().size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias && (!alias->isWrite() || !values[i].isTensor() || !values[i].toTensor().numel())) return false;
+  }
+  return true;
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!unreported) look(op, *stack);
   Unreported kernel;
-  at::native::cpu_fallback(op, stack);
+  const auto& schema = op.schema();
+  if (!runs_on_views(schema, *stack)) return at::native::cpu_fallback(op, stack);  // copies its arguments
+  std::vector<at::Tensor> written;
+  auto value = stack->end() - schema.arguments().size();
+  for (const auto& argument : schema.arguments()) {
+    if (argument.alias_info()) written.push_back(value->toTensor());
+    if (value->isTensor()) {
+      if (value->toTensor().defined()) *value = on_cpu(value->toTensor());
+    } else if (value->isTensorList()) {
+      auto tensors = value->toTensorVector();
+      for (auto& tensor : tensors) tensor = on_cpu(tensor);
+      *value = tensors;
+    } else if (value->isOptionalTensorList()) {
+      auto tensors = value->toOptionalTensorList().vec();
+      for (auto& tensor : tensors)
+        if (tensor && tensor->defined()) tensor = on_cpu(*tensor);
+      *value = tensors;
+    } else if (value->isDevice()) {
+      *value = at::Device(at::kCPU);
+    }
+    ++value;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  auto result = stack->end() - schema.returns().size();
+  auto next = written.begin();
+  for (const auto& returned : schema.returns()) {
+    *result = returned.alias_info() ? *next++ : on_device(result->toTensor());
+    ++result;
+  }
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ The package takes its paths for GPUs: pinned memory, autocast, autograd's thread
 attention. Operators with tensors of both devices raise an error, and so do calls of attention kernels that these would
 refuse. [`watch`] records what the host waits for, uploads and operators. Nothing here tells about speed, races,
 several GPUs, or about kernels that Triton compiles. `fake_cuda.cpp` is compiled once per version of torch, which takes
-20 seconds.
+30 seconds.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ BUILD = """
 import sys
 from torch.utils import cpp_extension
 name, source, folder = sys.argv[1:]
-cpp_extension.load(name, [source], build_directory=folder, extra_cflags=["-O0", "-w"])
+cpp_extension.load(name, [source], build_directory=folder, extra_cflags=["-O1", "-w"])
 """
 
 
