@@ -20,9 +20,9 @@ from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
-from trl_multimodal_rft.reporting import hints
 from trl_multimodal_rft.rewards.calls import StepwiseReward, check_rewards
 from trl_multimodal_rft.rollout.reward import join_steps
+from trl_multimodal_rft.trainers import rollout_logs
 
 
 pytestmark = pytest.mark.gate
@@ -319,8 +319,8 @@ def swapped(completion_ids, **kwargs):
 def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, learns, tmp_path, monkeypatch):
     """For dynamic sampling, replay, hints and logs, whatever the sums of rewards are."""
     warned, options = [], {"dynamic_sampling": 2, "replay_buffer_size": 2, "max_steps": 2, "logging_steps": 1}
-    monkeypatch.setattr(hints.logger, "warning", warned.append)
-    monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
+    monkeypatch.setattr(rollout_logs.EqualRewardsHint.__init__, "__defaults__", (2,))
     options |= {"advantage_estimator": estimator, "reward": rewards}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, **options)
     trainer.train()

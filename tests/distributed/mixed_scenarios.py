@@ -12,8 +12,7 @@ from helpers.samplers import Remembers
 from peft import LoraConfig
 from training import GROUP, injected, row, start, train
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.forward import processes
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, policy
 from trl_multimodal_rft.rollout import ranks
 
 
@@ -78,7 +77,7 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
         objects["peft_config"] = LoraConfig(
             r=4, target_modules="all-linear", exclude_modules=frozen, init_lora_weights=False
         )
-    with mock.patch.object(processes, "find_towers", wraps=processes.find_towers) as find_towers:
+    with mock.patch.object(policy, "find_towers", wraps=policy.find_towers) as find_towers:
         trainer, result = train(
             folder,
             family,

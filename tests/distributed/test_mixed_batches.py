@@ -11,9 +11,8 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import Gradients, Injected, image_rows, load, run, sound, text_rows
 from launcher import Run
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, policy
 from trl_multimodal_rft.families import MODALITIES
-from trl_multimodal_rft.forward import processes
 
 
 ENCODERS = {  # by scenario, the kinds whose encoders train
@@ -197,7 +196,7 @@ def test_dummy_inputs_change_no_gradient(family, n_kinds, options):
     # Wide enough to hide rounding, which depends on the length of the row. The kernels of experts allow no wider type.
     dtype = torch.float32 if family == "qwen3_vl_moe" else torch.float64
     plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
-    with mock.patch.object(processes, "dummy_prompt", wraps=processes.dummy_prompt) as made:
+    with mock.patch.object(policy, "dummy_prompt", wraps=policy.dummy_prompt) as made:
         with_dummies = gradients(WithDummies, family, rows, dtype, **options)
     assert made.call_count == n_kinds  # despite two steps
     assert len(plain) == len(with_dummies) == 2
