@@ -402,16 +402,19 @@ def test_workers_collect_nothing_of_their_parent():
 
     def read(row):
         gc.collect()
-        return os.getpid(), list(destroyed), gc.get_freeze_count()
+        return os.getpid(), list(destroyed), gc.isenabled()
 
     destroyed, ahead = [], PrefetchPool(read)
     gc.collect()
+    gc.freeze()  # as an application may have done
+    n_frozen = gc.get_freeze_count()
     Cycle()
-    pid, found, n_frozen = ahead.take(1)
+    pid, found, collects = ahead.take(1)
     ahead.close()
-    assert pid != os.getpid() and found == [] and n_frozen > 0
+    assert pid != os.getpid() and found == [] and collects
+    assert gc.isenabled() and gc.get_freeze_count() > n_frozen / 2  # none is thawed, but some have been freed
     gc.collect()
-    assert destroyed == [os.getpid()] and gc.get_freeze_count() == 0
+    assert destroyed == [os.getpid()]
 
 
 def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, caplog):

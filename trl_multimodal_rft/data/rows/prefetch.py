@@ -157,23 +157,31 @@ class PrefetchPool(Generic[T]):
 
     def _fork_workers(self, row_index: int) -> Future:
         """Starts the workers, and has them read a first row."""
+        collects = gc.isenabled()
+        initial_arguments = (self._read, collects)
         self._pool = ProcessPoolExecutor(
-            self._num_workers, multiprocessing.get_context("fork"), _start_worker, (self._read,)
+            self._num_workers, multiprocessing.get_context("fork"), _start_worker, initial_arguments
         )
-        gc.freeze()  # so that garbage collectors of workers find no tensors on a GPU, which they can't free
+        # Workers must not collect the parent's garbage: a fork can't free tensors on a GPU. So they start with a
+        # disabled collector, and freeze what they inherit.
+        gc.disable()
         try:
             return self._pool.submit(_read_and_pickle, row_index)
         finally:
-            gc.unfreeze()
+            if collects:
+                gc.enable()
             self._workers = [*self._pool._processes.values()]
 
 
 _read: Callable[[int], object]  # set in a worker by `_start_worker`
 
 
-def _start_worker(read: Callable[[int], object]) -> None:
+def _start_worker(read: Callable[[int], object], collects: bool) -> None:
     global _read
     _read = read
+    gc.freeze()
+    if collects:
+        gc.enable()
     torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
