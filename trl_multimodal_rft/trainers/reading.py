@@ -172,8 +172,9 @@ class CompletionTrainer(CheckpointMixin):
         if name in self._unchecked_datasets:
             self._unchecked_datasets.remove(name)
             first_rows = {name: [dict(row) for row in stored]}
-            options: Any = {"dataset_part": "first", "supervised": True}
-            warn_of_unread_media(self.args, first_rows, modalities(model, self.args), **options)
+            warn_of_unread_media(
+                self.args, first_rows, modalities(model, self.args), dataset_part="first", supervised=True
+            )
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
