@@ -218,7 +218,7 @@ def _compare(
 
 
 def _with_outputs(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
-    """Returns a row with the media of a processor's `outputs` for prompt and completion, or the same row for `None`."""
+    """Returns a row with the media of a processor's `outputs`, if any, for prompt and completion."""
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
 
