@@ -225,7 +225,7 @@ def test_truncated_sampling_is_logged_where_vllm_is_corrected_for(config_class, 
         {**cut, "use_vllm": True},
     ):
         assert not warned
-        setup.warn_of_truncation(config_class("out", use_cpu=True, bf16=False, **options))
+        setup.warn_of_excluded_tokens(config_class("out", use_cpu=True, bf16=False, **options))
     assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in warned[0]
 
 

@@ -239,6 +239,18 @@ def test_the_first_rows_are_compared_with_the_models_own_forward(tmp_path, capsy
     assert silent.checks.self_check is None and "self-check" not in capsys.readouterr().out
 
 
+def test_answers_before_a_long_last_turn_are_compared(tmp_path):
+    """None of the last 256 tokens is learned. The model's forward computes logits from the first compared token on."""
+    chats = [[say("user", "<image>", "What is it?"), say("assistant", answer)] for answer in ANSWERS[:2]]
+    rows = [{"messages": [*chat, say("user", "Is it? " * 150)], "image": image(56, 56)["image"]} for chat in chats]
+    options = {"assistant_only_loss": True, "max_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = make("qwen2_5_vl", Dataset.from_list(rows), tmp_path, GENERATION, **options)
+    batch = trainer.data_collator([dict(row) for row in trainer.train_dataset])
+    assert not any(sequence.learned[-256:].any() for sequence in batch["sequences"])
+    trainer.train()
+    assert 0 < trainer.checks.self_check.padded < 1e-5
+
+
 @pytest.mark.gate
 def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeypatch):
     """Breaks the correction of Llama 4. The fallback gives the same updates, and a resumed run has it, too."""

@@ -89,7 +89,7 @@ def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "FakeFloats", nullcontext)
         measured = estimate.measure(args)
-    assert said.trained == measured.trained and said.parts == measured.parts == 1
+    assert said.trained == measured.trained and said.n_forwards == measured.n_forwards == 1
     assert said.held == pytest.approx(measured.held, rel=0.03)
     assert said.peak == pytest.approx(measured.peak, rel=0.05)
     assert said.operations == pytest.approx(measured.operations, rel=0.01)
@@ -164,7 +164,7 @@ def test_frozen_tower_keeps_nothing_and_has_no_backward(folder):
 
 def numbers(**changes):
     fields = dict.fromkeys(Usage.__dataclass_fields__, 0)
-    fields = {**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, "cache": [], "sharing": 1}
+    fields = {**fields, "trained": 8_000, "prompt_tokens": 10, "n_forwards": 1, "cache": [], "sharing": 1}
     return Usage(**{**fields, **changes})
 
 
@@ -277,7 +277,7 @@ def test_options_of_a_run(tmp_path, monkeypatch):
 def test_budget_and_batch(folder):
     many = ["--per_device_train_batch_size", "8"]
     whole, budget = measured(folder, *many), measured(folder, *many, "--max_tokens_per_microbatch", 160)
-    assert (whole.parts, budget.parts, budget.tokens) == (1, 2, 60 + 4 * 24)
+    assert (whole.n_forwards, budget.n_forwards, budget.tokens) == (1, 2, 60 + 4 * 24)
     assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
 
 
@@ -288,7 +288,7 @@ def test_a_split_group(folder):
     whole, chunks = measured(folder, *many), measured(folder, *many, *split)
     engine = measured(folder, *many, *split, "--strategy", "fsdp2")
     alone = measured(folder, *many, "--per_device_train_batch_size", "2")
-    assert (whole.parts, chunks.parts, chunks.tokens) == (1, 4, 60 + 2 * 24)
+    assert (whole.n_forwards, chunks.n_forwards, chunks.tokens) == (1, 4, 60 + 2 * 24)
     assert chunks.peak <= 1.1 * alone.peak < 0.7 * whole.peak
     assert whole.operations < chunks.operations < 1.45 * whole.operations < engine.operations
     assert chunks.operations < 0.8 * 4 * alone.operations
@@ -309,7 +309,7 @@ def test_a_split_group_of_long_completions(tmp_path):
     words += ["--prompt_tokens", 32_768, "--completion_tokens", 8_192, "--num_generations", 4]
     split = [*words, "--per_device_train_batch_size", 4, "--max_tokens_per_microbatch", 40_960]
     group, alone = (estimate.measure(parse(*each)) for each in (split, [*words, "--per_device_train_batch_size", 1]))
-    assert (group.parts, group.tokens) == (4, 40_960)
+    assert (group.n_forwards, group.tokens) == (4, 40_960)
     # Keys and values of the prompt, 2 heads of 128 in 8 layers, their gradients, and the sums of these in float32
     kept = 2 * 8 * 32_768 * 2 * 128 * (2 + 2 + 4)
     assert group.peak <= alone.peak + kept < 5.5 * 2**30

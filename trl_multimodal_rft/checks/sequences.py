@@ -22,16 +22,16 @@ from .measure import Case, Measure
 from .self_check import SelfCheck
 
 
-_N_COMPARED = 256  # compared tokens at the end of a row, few enough for their logits to fit into memory
+_N_COMPARED = 256  # maximum number of compared tokens of a row, few enough for their logits to fit into memory
 
-# Takes the index of a row, and optionally the column (`chosen` or `rejected`) of a completion with media. Returns the
-# outputs of the processor, as `AutoProcessor` loads it, for this row and completion
-PlainOutputs = Callable[..., dict[str, torch.Tensor]]
-# A preference pair, the column (`chosen` or `rejected`) of its answer with media, and the processor's outputs for
-# prompt and answer
-MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
-# Prompts to compare with the processor; by modality, a prompt whose media replace a measured prompt's, to test their
-# effect; and all rows to measure
+# Function of the index of a row, and optionally of the column (`chosen` or `rejected`) of a completion with media. It
+# returns the outputs of the processor, as `AutoProcessor` loads it, for this row and completion
+ProcessorOutputs = Callable[..., dict[str, torch.Tensor]]
+# A preference pair, the column (`chosen` or `rejected`) of its completion with media, and the processor's outputs for
+# prompt and completion
+MediaCompletion = tuple[PreferencePair, str, dict[str, torch.Tensor]]
+# Prompts to compare with the processor; for each modality, a donor, whose media stand in for those of a measured
+# prompt, to test whether media have an effect; and all rows to measure
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
@@ -40,7 +40,7 @@ def check_sequences(
     model: nn.Module,
     sequences: Sequence[SupervisedSequence],
     packs: bool,
-    processor_outputs: PlainOutputs,
+    processor_outputs: ProcessorOutputs,
 ) -> SelfCheck:
     """
     Measures a policy on the longest and the shortest rows of a batch of all ranks, without changing the policy.
@@ -69,12 +69,17 @@ def check_sequences(
     cases = _cases(measure, sequences, processor_outputs)
     rows = cases[2]
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
-    mask = pad_sequence([_compared_tokens(row) for row in rows], batch_first=True).to(measure.device)
+    masks = [_compared_tokens(row) for row in rows]
+    mask = pad_sequence(masks, batch_first=True).to(measure.device)
+    # Numbers of tokens from the first compared one to the end of a row
+    lengths = [len(row_mask) - int(row_mask.int().argmax()) for row_mask in masks]
 
     def score_by_model() -> torch.Tensor:
-        return pad_sequence([measure.row_logps(row, _N_COMPARED)[0] for row in rows], batch_first=True)
+        logps = [measure.row_logps(row, n)[0] for row, n in zip(rows, lengths, strict=True)]
+        return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
+        # `whole`, since the rows hold their completions
         request = ScoreRequest(rows, ids, mask.long(), packed=packed, whole=True)
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
@@ -86,12 +91,12 @@ def check_pairs(
     model: nn.Module,
     pairs: Sequence[PreferencePair],
     packs: bool,
-    processor_outputs: PlainOutputs,
+    processor_outputs: ProcessorOutputs,
     rewards: bool = False,
 ) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
-    with media in answers.
+    with media in completions.
 
     See [`check_sequences`] for arguments and errors. `processor_outputs` also takes the column of a completion with
     media, and then returns the outputs for prompt and completion. In packed rows, both completions share one prompt.
@@ -100,12 +105,12 @@ def check_pairs(
     """
     measure = Measure(policy, model, has_engine_positions=False)
     targets, donors, rows = _cases(measure, pairs, processor_outputs)
-    answers = _media_answers(measure, pairs, processor_outputs)
-    rows = [*rows, *dict.fromkeys(pair for pair, _, _ in answers)]
-    outputs_of_answers = {(pair, column): outputs for pair, column, outputs in answers}
+    media_completions = _media_completions(measure, pairs, processor_outputs)
+    rows = [*rows, *dict.fromkeys(pair for pair, _, _ in media_completions)]
+    outputs_of_completions = {(pair, column): outputs for pair, column, outputs in media_completions}
     # Two sequences per pair: the prompt with the chosen, and with the rejected completion
     sequences = [
-        _with_outputs(sequence, outputs_of_answers.get((pair, column)))
+        _with_outputs(sequence, outputs_of_completions.get((pair, column)))
         for pair in rows
         for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
     ]
@@ -125,8 +130,8 @@ def check_pairs(
         return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        pairs_and_answers = [(pair, pair.answers.get(column)) for pair in rows for column in COMPLETIONS]
-        prompts = [with_answer(measure.model, pair, answer) for pair, answer in pairs_and_answers]
+        pairs_and_media = [(pair, pair.answers.get(column)) for pair in rows for column in COMPLETIONS]
+        prompts = [with_answer(measure.model, pair, media_completion) for pair, media_completion in pairs_and_media]
         if rewards:
             batch = prompts, ids, mask
             return policy.rewards(model, batch, packed=packed, fallbacks=measure.fallbacks).values
@@ -134,32 +139,30 @@ def check_pairs(
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     cases = targets, donors, rows
-    # A reward model gives one score per row
-    return _compare(
-        measure, cases, score_by_model, score, mask[:, :1] > 0 if rewards else learned & is_last, packs, answers
-    )
+    compared = mask[:, :1] > 0 if rewards else learned & is_last  # a reward model gives one score per row
+    return _compare(measure, cases, score_by_model, score, compared, packs, media_completions)
 
 
-def _media_answers(
-    measure: Measure, pairs: Sequence[PreferencePair], processor_outputs: PlainOutputs
-) -> list[MediaAnswer]:
-    """Returns the answers with media of the first pair that has such answers, and the processor's outputs."""
+def _media_completions(
+    measure: Measure, pairs: Sequence[PreferencePair], processor_outputs: ProcessorOutputs
+) -> list[MediaCompletion]:
+    """Returns the completions with media of the first pair that has such completions, and the processor's outputs."""
     first_with_media = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
     holders = [rank for rank, holds in enumerate(gather_object([first_with_media is not None])) if holds]
     if not holders:
         return []
     is_holder = measure.accelerator.process_index == holders[0]
 
-    def answers_with_outputs() -> list[MediaAnswer]:
+    def completions_with_outputs() -> list[MediaCompletion]:
         if not is_holder or first_with_media is None:
             return []
-        # A copy, as on other ranks. `check_pairs` looks for the pair in its rows by identity, so the original could
-        # match two rows on this rank, and only one on other ranks.
+        # Other ranks receive a copy. So that this rank does the same, it copies the pair, too: `check_pairs` replaces
+        # rows by identity, and the original may already be one of the measured rows.
         index, pair = first_with_media[0], replace(first_with_media[1])
         return [(pair, column, processor_outputs(index, column)) for column in pair.answers]
 
     subject = "its processor, as `AutoProcessor.from_pretrained` loads it,"
-    return broadcast_object_list([measure.require(subject, answers_with_outputs)], from_process=holders[0])[0]
+    return broadcast_object_list([measure.require(subject, completions_with_outputs)], from_process=holders[0])[0]
 
 
 def _compare(
@@ -169,11 +172,11 @@ def _compare(
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
-    answers: Sequence[MediaAnswer] = (),
+    media_completions: Sequence[MediaCompletion] = (),
 ) -> SelfCheck:
     """
     Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
-    scores under other media. Only scores where `mask` is true count. `answers` are one pair's answers with media.
+    scores under other media. Only scores where `mask` is true count. `media_completions` are those of one pair.
     """
     (targets, donors, rows), feature_differences, effects = cases, list[float](), dict[str, float]()
     for ours, processor_outputs in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -186,14 +189,15 @@ def _compare(
         truth = measure.require("the model's forward", score_by_model)
         noise = functools.cache(lambda: measure.noise(score_by_model, mask))
         score_rows = functools.partial(score, rows)
-        scores, padded, packed = measure.settle_fallbacks(
+        scores, padded_difference, packed_difference = measure.settle_fallbacks(
             score_rows, truth, mask, noise, packs_rows=packs, tries_isolation=True
         )
 
-        # Rows and answers with media, each with a function that puts a replacement into the list of rows
+        # Rows and completions with media, and for each a function that puts a replacement into the list of rows
         rows_with_media = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
-        for pair, column, _ in answers:
-            rows_with_media.append((pair.answers[column], functools.partial(_replace_answer, rows, pair, column)))
+        for pair, column, _ in media_completions:
+            put_into_pair = functools.partial(_replace_completion, rows, pair, column)
+            rows_with_media.append((pair.answers[column], put_into_pair))
         for row, put_into_rows in rows_with_media:
 
             def score_other(
@@ -203,12 +207,18 @@ def _compare(
 
             for modality in sorted(row.modalities - effects.keys()):
                 effects[modality] = measure.effect(modality, row, donors.get(modality), score_other, scores, mask)
-    facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": effects}
-    return SelfCheck(features=max(feature_differences, default=None), padded=padded, packed=packed, **facts)
+    return SelfCheck(
+        features=max(feature_differences, default=None),
+        padded=padded_difference,
+        packed=packed_difference,
+        tolerance=measure.tolerance,
+        fallbacks=measure.fallbacks,
+        media=effects,
+    )
 
 
 def _with_outputs(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
-    """Returns a row with the media of a processor's outputs for the whole conversation, if there are outputs."""
+    """Returns a row with the media of a processor's `outputs`, if any, for prompt and completion."""
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
 
@@ -216,24 +226,24 @@ def _replace_row(rows: list[Any], row: EncodedPrompt, other: EncodedPrompt) -> l
     return [other if entry is row else entry for entry in rows]
 
 
-def _replace_answer(rows: list[Any], pair: PreferencePair, name: str, other: SupervisedSequence) -> list[Any]:
-    return _replace_row(rows, pair, replace(pair, answers={**pair.answers, name: other}))
+def _replace_completion(rows: list[Any], pair: PreferencePair, column: str, other: SupervisedSequence) -> list[Any]:
+    return _replace_row(rows, pair, replace(pair, answers={**pair.answers, column: other}))
 
 
-def _cases(measure: Measure, rows: Sequence[EncodedPrompt], processor_outputs: PlainOutputs) -> Cases:
-    """
-    Returns cases for comparing media; by modality, a prompt whose media replace a measured prompt's, to test their
-    effect; and all rows to measure.
-    """
+def _cases(measure: Measure, rows: Sequence[EncodedPrompt], processor_outputs: ProcessorOutputs) -> Cases:
+    """Returns prompts to compare with the processor, donors of other media by modality, and all rows to measure."""
     # Rows of text have no media, or blank ones, which aren't worth another call of the processor
-    selection = measure.cases(rows, lambda i: processor_outputs(i) if rows[i].modalities else rows[i].media)
-    return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
+    targets, donors, partners = measure.cases(
+        rows, lambda i: processor_outputs(i) if rows[i].modalities else rows[i].media
+    )
+    return targets, donors, list(dict.fromkeys([*(case.prompt for case in targets), *partners]))
 
 
 def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
     """
     Returns the mask `(L - 1,)` of compared tokens after the first token of a row. These are the learned tokens among
-    the last `_N_COMPARED` tokens, or all learned tokens if the last ones have none.
+    the `_N_COMPARED` tokens up to the last learned one.
     """
-    learned = row.learned & (torch.arange(len(row)) >= len(row) - _N_COMPARED)
-    return (learned if learned[1:].any() else row.learned)[1:]
+    learned = row.learned[1:]
+    index = torch.arange(len(learned))
+    return learned & (index > (learned * index).max() - _N_COMPARED)

@@ -157,22 +157,22 @@ class Evaluation:
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
 
-    def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
+    def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], dataset_part: Literal["all", "first"]) -> None:
         """
-        Checks the columns of the whole dataset (`extent="all"`) or, if the dataset doesn't list its columns, of the
-        first batch (`"first"`).
+        Checks the columns of the whole dataset (`dataset_part="all"`) or, if the dataset doesn't list its columns, of
+        the first batch (`"first"`).
         """
         if self.toolbox.factories:  # environments may read any column
             return
         model_modalities = input_modalities(self.policy.model)
-        needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
+        needs_prompt = isinstance(self.dataset, Dataset) and dataset_part == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(
             rows,
             "The dataset",
             ignored,
             needs_prompt=needs_prompt,
-            dataset_part=extent,
+            dataset_part=dataset_part,
             model_modalities=model_modalities,
         )
         if warning is not None:

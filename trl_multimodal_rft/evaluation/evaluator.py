@@ -33,7 +33,7 @@ from ..rollout.environments import Environments, template_for_tools
 from ..rollout.stream import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
-from ..trainers.setup import check_takes_tools
+from ..trainers.setup import prepare_for_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
 from .result import EvaluationResult
@@ -148,7 +148,7 @@ def evaluate(
 def _add_tools(policy: Policy, isolate: str | None) -> None:
     """Adds the toolbox's tools to the prompts, and the loop that calls tools to the policy."""
     encoder = policy.encoder
-    check_takes_tools(encoder.processor)
+    prepare_for_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
     policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
     policy.tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=isolate)

@@ -67,7 +67,7 @@ class Usage:
     vocabulary: int  # vocabulary size of the LM head
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
-    parts: int  # number of forwards into which `max_tokens_per_microbatch` splits a micro-batch
+    n_forwards: int  # number of forwards of a micro-batch, which `max_tokens_per_microbatch` may split
     operations: float  # floating-point operations of a micro-batch, the reference's forward included
 
 
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace) -> Usage:
     layers = [layer for layer in base.modules() if type(layer).__name__ in set(base._no_split_modules or [])]
     largest_layer = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     # A set, in which tied weights count once
-    outer_weights = {module.weight for module in (base.get_input_embeddings(), lm_head) if module is not None}
+    embeddings_and_head = {module.weight for module in (base.get_input_embeddings(), lm_head) if module is not None}
     # Adapters and frozen parts
     model = base
     if args.use_peft:
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> Usage:
     group_size = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group_size)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).has_gradient else 1
-    # Packed rows share the common start of prompts. Different positions keep these equal prompts apart.
+    # Packed rows share the common start of prompts. Shifted position ids keep these equal prompts apart.
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
@@ -151,17 +151,19 @@ def measure(args: argparse.Namespace) -> Usage:
     # Batch indices of each forward's completions are in `forwards`; only the largest forward is measured
     largest_index = max(range(len(forwards)), key=lambda i: len(forwards[i]))
     largest = [prompts[i] for i in forwards[largest_index]]
-    prompt_first = (
-        packed and not _is_sharded(args) and keeps_states(base) and largest_index in chunk_ends(prompts, forwards)
-    )
+    # If the token budget splits a group into several forwards (chunks), the prompt is forwarded first, alone, and the
+    # chunks share its keys and values
+    is_chunk = largest_index in chunk_ends(prompts, forwards)
+    prompt_first = is_chunk and packed and not _is_sharded(args) and keeps_states(base)
     held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoder_inputs, prompt_first
     )
-    # `scale`: operations of all forwards, relative to the measured one. They are proportional to the number of
-    # completions. But if a forward of the prompt alone comes first, its operations (`prompt_ops`, else 0) count once
+    # `scale`: operations of all forwards, divided by those of the measured forward. Operations grow with the number of
+    # completions, except those of a prompt's own forward (`prompt_ops`; 0 without `prompt_first`), which count once
     # per unique prompt.
     scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
-    # Forwards without gradients: of all parts before their backward passes if there are several, and of the reference
+    # Forwards without gradients: those before the backward passes if a micro-batch has several forwards, and the
+    # reference's
     n_extra_forwards = (len(forwards) > 1) + (args.beta > 0)
     prompts_of_largest = group_by_prompt(largest) if packed else largest
     return Usage(
@@ -173,7 +175,7 @@ def measure(args: argparse.Namespace) -> Usage:
         critic=_count_weights(critic and critic.model, trained=True),
         frozen_critic=_count_weights(critic and critic.model, trained=False),
         layer=largest_layer,
-        embeddings_and_head=sum(weight.numel() for weight in outer_weights),
+        embeddings_and_head=sum(weight.numel() for weight in embeddings_and_head),
         held=held,
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
@@ -185,7 +187,7 @@ def measure(args: argparse.Namespace) -> Usage:
         vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
         tokens=sum(map(len, prompts_of_largest)) + len(largest) * args.completion_tokens,
-        parts=len(forwards),
+        n_forwards=len(forwards),
         operations=scale * (update_ops + n_extra_forwards * forward_ops),
     )
 
@@ -298,13 +300,13 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
         width = 2 if args.strategy.startswith("zero") else loaded_width
         reference = (trained + frozen) * width / (args.gpus if shards_weights else 1)
-    # Buffers for gradients, and weights that sharded runs gather. DeepSpeed and FSDP2 use 2 bytes per weight; 5e8 and
+    # Buckets of gradients, and weights that sharded runs gather. DeepSpeed and FSDP2 use 2 bytes per weight; 5e8 and
     # 1e9 weights are DeepSpeed's defaults.
-    buffers = gathered = gathered_to_sample = 0.0
+    buckets = gathered = gathered_to_sample = 0.0
     if args.strategy == "ddp":
-        buffers = gradients
+        buckets = gradients
     elif args.strategy.startswith("zero"):
-        buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
+        buckets = 2 * min(trained, 5e8)  # `reduce_bucket_size`
     if args.strategy == "fsdp2":  # two layers, the gradient of one layer, the embeddings and the head
         gathered = gathered_to_sample = 2 * (3 * usage.layer + usage.embeddings_and_head)
     elif args.strategy == "zero3":
@@ -328,11 +330,11 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         cache = decoding_graph = cast_weights = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     # Peaks during update and generation
-    states = weights + gradients + optimizer + critic + reference + buffers
-    vllm_awake = 0.0 if args.vllm_enable_sleep_mode else vllm
-    update = states + gathered + usage.peak + vllm_awake
+    states = weights + gradients + optimizer + critic + reference + buckets
+    vllm_during_update = 0.0 if args.vllm_enable_sleep_mode else vllm
+    update = states + gathered + usage.peak + vllm_during_update
     if reference and args.strategy == "fsdp2":  # the reference is one FSDP unit, gathered as a whole
-        update = max(update, states + 2 * (trained + frozen) + vllm_awake)
+        update = max(update, states + 2 * (trained + frozen) + vllm_during_update)
     if args.trainer == "sft":
         cache = decoding_graph = cast_weights = gathered_to_sample = generation = 0.0
     else:
@@ -346,8 +348,8 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(critic_states[1:])
         if vllm:
-            # vLLM receives the weights before the trainer's copy leaves the GPU. A vLLM that sleeps has woken only its
-            # weights by then. The peak is at this copy, or later, when vLLM samples alone.
+            # vLLM receives the weights while the trainer still holds its own. A vLLM that sleeps has woken only its
+            # weights by then. The peak is during this transfer, or later, when vLLM samples alone.
             vllm_at_sync = (
                 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
             )
@@ -362,7 +364,7 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
         "optimizer": optimizer,
         "reference": reference,
         "critic": critic,
-        "buckets": buffers,
+        "buckets": buckets,
         "gathered weights": gathered,
         "activations": usage.held,
         "logits and backward": usage.peak - usage.held,
@@ -460,7 +462,10 @@ def verdict(args: argparse.Namespace, usage: Usage) -> dict:
 
 
 def measure_with_note(args: argparse.Namespace) -> tuple[Usage, str | None]:
-    """Measures a run. If its media encoders don't run on fake tensors, leaves out media, and adds a note about it."""
+    """
+    Measures a run. If its media encoders don't run on fake tensors, measures the run without media and returns a note,
+    or raises a `ValueError` if `args` ask for images or audio.
+    """
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
@@ -487,7 +492,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{(usage['trained'] + usage['frozen']) / 1e9:.2f} B weights, of which "
         f"{usage['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
-        f"{args.completion_tokens:,} tokens to prompts of {usage['prompt_tokens']:,}; {usage['parts']} "
+        f"{args.completion_tokens:,} tokens to prompts of {usage['prompt_tokens']:,}; {usage['n_forwards']} "
         f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP an update."
     )
     print(*parts_lines(usage["modules"]), sep="\n")

@@ -80,10 +80,10 @@ from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
 from .setup import (
     check_launch,
-    has_unread_rows,
+    has_unchecked_rows,
     modalities,
-    warn_of_truncation,
-    warn_of_unread,
+    warn_of_excluded_tokens,
+    warn_of_unread_media,
     warn_of_unused_recommendations,
 )
 from .signatures import Model, Processor
@@ -108,7 +108,9 @@ class MultimodalTrainer(CheckpointMixin):
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
     _checked_step: int | None = None  # step at which the weights were last checked before sampling
     _trains_on_reference = True  # `False` if only rewards depend on the reference
-    # Attributes that TRL's trainers set without types
+    sampler: Sampler
+    _logit_bias: dict[int, float]
+    # TRL's attributes that are kept in `_live` and `_rewards`
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
     ref_model = attribute_of("_live", "ref_model")
@@ -117,14 +119,13 @@ class MultimodalTrainer(CheckpointMixin):
     reward_funcs = attribute_of("_rewards", "functions")
     reward_func_names = attribute_of("_rewards", "names")
     reward_processing_classes = attribute_of("_rewards", "processors")
+    # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
     lr_scheduler: Any
-    sampler: Sampler
     _buffered_inputs: Any
     vllm_generation: Any
-    _logit_bias: dict[int, float]
 
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
@@ -133,14 +134,14 @@ class MultimodalTrainer(CheckpointMixin):
         # 1. Arguments and datasets are checked before anything is loaded
         check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
         check_launch(args, model)
-        warn_of_truncation(args)
+        warn_of_excluded_tokens(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
         rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
         processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments may read any column
-            warn_of_unread(args, datasets, modalities(model, args))
+            warn_of_unread_media(args, datasets, modalities(model, args))
             for warning in check_reward_columns(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
                 logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
@@ -218,10 +219,10 @@ class MultimodalTrainer(CheckpointMixin):
             if args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(reference, self.accelerator))
         # TRL's constructor has loaded the reward models by their names
-        for i, processor_and_by_name in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            options = self.accelerator, args, self.chat_template_kwargs
-            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *processor_and_by_name, *options)
-        self._run = self._make_run({name for name, dataset in datasets.items() if has_unread_rows(dataset)})
+        options = self.accelerator, args, self.chat_template_kwargs
+        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
+        self._run = self._make_run({name for name, dataset in datasets.items() if has_unchecked_rows(dataset)})
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
@@ -235,7 +236,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._finish_setup()
         self._add_log_callbacks()
 
-    def _make_run(self, unread_datasets: set[str]) -> Run:
+    def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         # Of `stops`, the first item has token ids, and the second has strings
         rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
@@ -255,7 +256,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.card_notes,
             self._live,
             CompletionSettings(end_ids, stops[1], group_sizes, encodes_text=self.rollout_func is None),
-            Notices(unread_datasets),
+            Notices(unchecked_datasets),
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
@@ -289,9 +290,9 @@ class MultimodalTrainer(CheckpointMixin):
             return
         datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
         getters = (lambda: self.host_memory), (lambda: self.is_in_train)  # `is_in_train` changes during the run
-        engine = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
-        self.sampler, self.vllm_generation = engine, engine.engine
-        self.in_flight = requests_in_flight(args, engine.engine)
+        engine_sampler = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
+        self.sampler, self.vllm_generation = engine_sampler, engine_sampler.engine
+        self.in_flight = requests_in_flight(args, engine_sampler.engine)
 
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
@@ -321,14 +322,14 @@ class MultimodalTrainer(CheckpointMixin):
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        ranks = self.accelerator.num_processes, self.accelerator.process_index  # number of ranks, and this rank
-        shape = BatchShape(
-            args.generation_batch_size // ranks[0], args.num_generations, self._steps_per_rollout, *ranks
-        )
+        n_ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        batch_size = args.generation_batch_size // n_ranks  # of this rank
+        shape = BatchShape(batch_size, args.num_generations, self._steps_per_rollout, n_ranks, rank)
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+        """Returns the loader of a dataset for evaluation. `is_argument` tells whether it was passed to `evaluate`."""
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property
@@ -345,9 +346,9 @@ class MultimodalTrainer(CheckpointMixin):
         """Returns the rollout of a batch of rows. Dynamic sampling and replay replace groups without signal."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
-            rollout, is_stale, metrics = self._groups.exchange(rollout, self._roll_out_extra)
+            rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
-            if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
+            if has_old_groups and self._trains_on_reference and rollout.ref_per_token_logps is not None:
                 # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
@@ -439,8 +440,8 @@ class MultimodalTrainer(CheckpointMixin):
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
         """
-        Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping. All
-        arguments except `rollout` are `(N,)`.
+        Returns advantages, and which groups have signal, from the rewards of all ranks' completions before and after
+        shaping. All arguments except `rollout` are `(N,)`.
         """
         raise NotImplementedError
 
@@ -538,8 +539,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
         """
-        Prepares a micro-batch for its update. By default, does nothing. `index` counts the calls for a rollout, over
-        all iterations.
+        Prepares a micro-batch. By default, does nothing. `index` counts the calls for a rollout, over all iterations.
         """
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -589,7 +589,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _corrects_for_engine(self, rollout: Rollout) -> bool:
         """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
-        # Log-probabilities of a `rollout_func` count only if an engine samples, as in TRL
+        # As in TRL, log-probabilities of a `rollout_func` count only if the policy isn't the sampler
         uses_logps = self.rollout_func is None or not self.sampler.samples_policy
         has_logps = rollout.sampling_per_token_logps is not None
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction

@@ -10,7 +10,8 @@ from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
+# error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),

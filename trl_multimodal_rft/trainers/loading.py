@@ -54,8 +54,8 @@ from .setup import (
     check_head_cast,
     check_name,
     check_takes_media,
-    check_takes_tools,
     needs_reference,
+    prepare_for_tools,
 )
 
 
@@ -172,7 +172,7 @@ def load_for_sampling(
     check_adapter(model, peft_config)
     check_head_cast(model, args)
     if uses_tools:
-        check_takes_tools(processing_class)
+        prepare_for_tools(processing_class)
     if args.use_vllm:
         check_engine_format(processing_class)
     if args.disable_dropout is None:

@@ -47,7 +47,7 @@ from .grpo_trainer import MultimodalGRPOTrainer
 from .loading import compile_models
 from .optimizer import freeze_parts, mark_group_parts, two_schedules
 from .ppo_config import MultimodalPPOConfig
-from .setup import resolve_config, warn_of_unread
+from .setup import resolve_config, warn_of_unread_media
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
@@ -175,7 +175,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
-        warn_of_unread(args, {"ptx_dataset": ptx_dataset}, supervised=True)
+        warn_of_unread_media(args, {"ptx_dataset": ptx_dataset}, supervised=True)
         super().__init__(**arguments)
         checkpointing_kwargs: Any = args.gradient_checkpointing_kwargs or {}
         is_reentrant = checkpointing_kwargs.get("use_reentrant") and args.gradient_checkpointing

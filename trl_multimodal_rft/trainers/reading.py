@@ -34,7 +34,7 @@ from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
-from .setup import check_launch, has_unread_rows, modalities, warn_of_unread
+from .setup import check_launch, has_unchecked_rows, modalities, warn_of_unread_media
 from .signatures import EvalRows, Processor
 
 
@@ -53,7 +53,7 @@ class CompletionTrainer(CheckpointMixin):
     data_collator: Any
     # Returns loss and scores from the model, a micro-batch, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
-    _unread_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
+    _unchecked_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
     _warned_of_positions = False
     _needs_plain_rows = False  # whether TRL's own forward computes the loss, from unpacked rows
     _keeps_outputs = False  # whether `_outputs` returns predictions for `compute_metrics`
@@ -91,7 +91,7 @@ class CompletionTrainer(CheckpointMixin):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self._unread_datasets = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._unchecked_datasets = {name for name, dataset in datasets.items() if has_unchecked_rows(dataset)}
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
@@ -169,10 +169,12 @@ class CompletionTrainer(CheckpointMixin):
         """Returns a micro-batch, and notes its columns and media for the model card."""
         batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
         stored, sequences = [encoded.stored for encoded in rows], batch["sequences"]
-        if name in self._unread_datasets:
-            self._unread_datasets.remove(name)
+        if name in self._unchecked_datasets:
+            self._unchecked_datasets.remove(name)
             first_rows = {name: [dict(row) for row in stored]}
-            warn_of_unread(self.args, first_rows, modalities(model, self.args), extent="first", supervised=True)
+            warn_of_unread_media(
+                self.args, first_rows, modalities(model, self.args), dataset_part="first", supervised=True
+            )
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
@@ -208,7 +210,7 @@ def load_for_scoring(
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]
     check_launch(args, model)
-    warn_of_unread(args, datasets, modalities(model, args), supervised=True)
+    warn_of_unread_media(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
     loaded = load_parts(model, args, arguments["processing_class"], arguments["quantization_config"], 0, load)
     check_adapter(loaded.model, arguments["peft_config"])

@@ -41,7 +41,7 @@ from ..rollout.rollout import Rollout
 from ..rollout.stages import add_completions, collect, packing_metrics, score_in_batches
 from ..rollout.stream import CardNotes, EncodedRow, PromptEncoder, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
-from .setup import warn_of_unread
+from .setup import warn_of_unread_media
 
 
 logger = get_logger(__name__)
@@ -104,7 +104,7 @@ class CompletionSettings:
 class Notices:
     """Record of checks and messages that a run doesn't repeat."""
 
-    unread_datasets: set[str]  # names of datasets whose first batch is still to be checked
+    unchecked_datasets: set[str]  # names of datasets whose first batch is still to be checked
     warned_of_positions: bool = False  # whether a warning of positions beyond the model's range was logged
     mode_after_tools: str | None = None  # last logged message about generation after tools
 
@@ -161,10 +161,10 @@ class Run:
         for row in rows:
             check_has_prompt(row)
         name = "train_dataset" if self.is_training else "eval_dataset"
-        if name in self.notices.unread_datasets:
-            self.notices.unread_datasets.remove(name)
+        if name in self.notices.unchecked_datasets:
+            self.notices.unchecked_datasets.remove(name)
             modalities = input_modalities(self.prompts.model)
-            warn_of_unread(self.args, {name: [dict(row) for row in rows]}, modalities, extent="first")
+            warn_of_unread_media(self.args, {name: [dict(row) for row in rows]}, modalities, dataset_part="first")
 
     def complete(
         self,

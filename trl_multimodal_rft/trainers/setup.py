@@ -4,7 +4,6 @@
 import os
 import reprlib
 from collections.abc import Collection
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accelerate.logging import get_logger
@@ -76,8 +75,8 @@ def resolve_config(
         algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
         args = config_class(f"{name.split('/')[-1]}-{algorithm}")
     # PPO's config is an instance of GRPO's, whose trainer would ignore the critic
-    has_critic = getattr(args, "_has_critic", False) and not getattr(config_class, "_has_critic", False)
-    if not isinstance(args, config_class) or has_critic:
+    ignores_critic = getattr(args, "_has_critic", False) and not getattr(config_class, "_has_critic", False)
+    if not isinstance(args, config_class) or ignores_critic:
         raise TypeError(
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
@@ -114,6 +113,7 @@ def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrain
 
 def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` for models that vLLM supports only in their makers' format of tokens and weights."""
+    # The family that takes audio in base64 is Mistral's
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
             f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
@@ -134,27 +134,28 @@ def check_takes_media(
         rows = undecoded(dataset).__getitems__(list(range(min(_N_ROWS_TO_SEARCH, len(dataset)))))
         for i, row in enumerate(rows):
             prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
-            with suppress(MediaError):  # training raises it when it reads the row
-                (row,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
-            check_encodes(list(iter_refs(row)), processing_class)
+            try:
+                (row_with_messages,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
+            except MediaError:  # training raises it when it reads the row
+                continue
+            check_encodes(list(iter_refs(row_with_messages)), processing_class)
 
 
-def warn_of_unread(
+def warn_of_unread_media(
     args,
     datasets: dict[str, Any],
-    takes: Collection[str] = (),
+    model_modalities: Collection[str] = (),
     *,
-    extent: Literal["all", "first"] = "all",
+    dataset_part: Literal["all", "first"] = "all",
     supervised: bool = False,
 ) -> None:
     """
     Warns of media that no prompt contains, or raises an error, see [`check_columns`]. The keys of `datasets` are the
-    names of the trainer's arguments. `takes` are the model's modalities. With `extent="first"`, datasets hold only
-    their first rows.
+    names of the trainer's arguments. With `dataset_part="first"`, datasets hold only their first rows.
     """
     for argument, value in datasets.items():
-        # Columns besides `prompt` whose messages may hold media
-        reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
+        columns = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
+        message_columns = "prompt", *columns
         ignored, modalities_by_option = (
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},
@@ -166,11 +167,11 @@ def warn_of_unread(
             if dataset is not None:
                 options: Any = {
                     "needs_prompt": not supervised,
-                    "dataset_part": extent,
-                    "model_modalities": takes,
+                    "dataset_part": dataset_part,
+                    "model_modalities": model_modalities,
                     "option_modalities": modalities_by_option,
                 }
-                warning = check_columns(dataset, name, ignored, message_columns=("prompt", *reads), **options)
+                warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
                 if warning is not None:
                     logger.warning(warning)
                 if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
@@ -189,14 +190,17 @@ def modalities(model: Any, args) -> Collection[str]:
     return input_modalities(model)
 
 
-def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
+def has_unchecked_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
     """Returns whether rows are streamed or transformed, so that they can't be checked before training reads them."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
-    """Returns the largest number of media per prompt by modality, for an engine's memory. Empty if it isn't known."""
+    """
+    Returns the largest number of media in a prompt by modality, for which an engine reserves memory. Empty without
+    datasets, or if the rows of one can't be counted.
+    """
     all_datasets = [
         dataset for entry in datasets for dataset in (entry.values() if isinstance(entry, dict) else [entry])
     ]
@@ -220,18 +224,18 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     """
     check_one_run(
         args.world_size,
-        ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
+        ": {launched} separate runs would write into the same folder. To train on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # `accelerate launch` leaves `WORLD_SIZE` unset if it starts one process, but sets `MASTER_ADDR` if several were
-    # asked for
-    is_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
-    if is_alone and "MASTER_ADDR" in os.environ:
+    # If `accelerate launch` starts one process, it sets `ACCELERATE_USE_CPU`, to `True` or `False`, and leaves
+    # `WORLD_SIZE` unset. It also sets `MASTER_ADDR` if several processes were asked for.
+    is_launched_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
+    if is_launched_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
-            "`accelerate launch` was to start several processes, of which a config with `distributed_type: 'NO'`, "
-            "such as `cpu.yaml` and `single_gpu.yaml`, starts one. Launch several with `multi_gpu.yaml`, on the CPU "
-            "with `ACCELERATE_USE_CPU=true` in the environment, or one with `--num_processes 1` and without "
+            "`accelerate launch` was to start several processes, but a config with `distributed_type: 'NO'`, such as "
+            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, on the CPU with "
+            "`ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
             "`MASTER_ADDR`."
         )
     if args.n_gpu > 1:
@@ -251,7 +255,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             )
 
 
-def truncation_options(args: SamplingConfig) -> dict[str, Any]:
+def options_that_exclude_tokens(args: SamplingConfig) -> dict[str, Any]:
     """Returns the options that exclude tokens from sampling, with their values."""
     neutral_values = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     neutral_values |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
@@ -264,7 +268,7 @@ def sampling_changes(args: SamplingConfig) -> list[str]:
     Returns the names of options that change the distribution of sampled tokens from the softmax of the logits at the
     temperature.
     """
-    names = [*truncation_options(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
+    names = [*options_that_exclude_tokens(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
     if args.repetition_penalty not in (None, 1.0):
         names.append("repetition_penalty")
     return sorted({*names})
@@ -289,12 +293,12 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
         )
 
 
-def warn_of_truncation(args: SamplingConfig) -> None:
+def warn_of_excluded_tokens(args: SamplingConfig) -> None:
     """Warns if options that exclude tokens from sampling bias the correction for vLLM (huggingface/trl#6789)."""
-    truncations = [f"`{name}={value}`" for name, value in truncation_options(args).items()]
-    if truncations and args.use_vllm and args.vllm_importance_sampling_correction:
+    options = [f"`{name}={value}`" for name, value in options_that_exclude_tokens(args).items()]
+    if options and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
-            f"With {' and '.join(truncations)}, vLLM says how likely a token is among those that are left, and the "
+            f"With {' and '.join(options)}, vLLM says how likely a token is among those that are left, and the "
             "trainer among all, so the importance ratios that correct for vLLM are too small, and the self-check "
             "can't compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
         )
@@ -315,8 +319,11 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
         )
 
 
-def check_takes_tools(processing_class) -> None:
-    """Sets TRL's schema of tool calls. Raises `ValueError` if the chat template takes no tools or has no schema."""
+def prepare_for_tools(processing_class) -> None:
+    """
+    Adds TRL's schema of tool calls to a tokenizer without one. Raises `ValueError` if the chat template takes no tools
+    or TRL has no schema for it.
+    """
     name = type(processing_class).__name__
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):

@@ -10,7 +10,8 @@ from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why others raise an error
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
+# error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "dataset_kwargs": (
@@ -66,6 +67,6 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
         self.dataset_kwargs = {"skip_prepare_dataset": True}  # since the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(
-                "The noise of `neftune_noise_alpha` depends on the length of a row, which packed rows don't have; set "
-                "`packing=False`."
+                "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "
+                "set `packing=False`."
             )

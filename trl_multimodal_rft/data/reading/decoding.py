@@ -315,8 +315,8 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
         # Shortened after secrets are removed, because half a secret wouldn't be recognized
-        name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
-        reason = ref.shown(str(error))[:500]
+        name = f" '{ref.message_text(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        reason = ref.message_text(str(error))[:500]
         raise ref.error(
             f"cannot read this {ref.modality}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
         ) from error

@@ -93,7 +93,8 @@ class MediaRef:
 
     def checksum(self, start: int = 0) -> int:
         """
-        Computes a checksum of the raw value: of bytes, samples or pixels, or of the name and size of a file.
+        Computes a checksum of the raw value: of bytes, samples or pixels, of the name and size of a local file, or of
+        another text, such as a URL.
 
         Args:
             start (`int`, *optional*, defaults to 0):
@@ -135,22 +136,23 @@ class MediaRef:
             [`MediaError`]: The error to raise.
         """
         return MediaError(
-            f"row {self.row}, column '{self.column}'{self._file_in_parentheses()}: {self.shown(message)}"
+            f"row {self.row}, column '{self.column}'{self._file_in_parentheses()}: {self.message_text(message)}"
         )
 
-    def shown(self, text: str) -> str:
+    def message_text(self, text: str) -> str:
         """
-        Removes credentials from a text, such as an error about this medium, and shortens long words.
+        Masks credentials in a text, such as an error about this medium, and shortens long words.
 
         Args:
             text (`str`):
                 The text.
 
         Returns:
-            `str`: The text to show.
+            `str`: The text for a message.
         """
         for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
-            if isinstance(source, str):  # the source is one URL, even if it has spaces or quotes
+            # The source is one path or URL, also with spaces, at which a search for URLs in the text would stop
+            if isinstance(source, str):
                 text = text.replace(source, masked_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
@@ -159,7 +161,7 @@ class MediaRef:
         value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
-        return f" ({self.shown(str(value['path']))})"
+        return f" ({self.message_text(str(value['path']))})"
 
     def __repr__(self) -> str:
         return f"<{self.modality}>"

@@ -34,7 +34,7 @@ _AMBIGUOUS_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK_BYTES = 2**20
-_MOST_READ_BYTES = 2**26  # bytes of an archive in one read, such as its list of files
+_MOST_READ_BYTES = 2**26  # maximum bytes of one read in an archive, such as of its list of files
 _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
@@ -44,40 +44,38 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
     `zip://a.png::https://example.com/b.zip` is the file `a.png` in an archive that is downloaded.
     """
-    # From here, `path` is bytes, a `data:` URI, a path or a URL
-    path = source if isinstance(source, (bytes, bytearray, memoryview)) else os.fspath(source)
-    if not isinstance(path, str) or path[:5].lower() == "data:":
-        data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
-        if len(data) > ref.rules.max_media_bytes:
-            raise _too_large_error(ref)
-        return data
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _check_size(ref, bytes(source))
+    path = os.fspath(source)  # a `data:` URI, a path or a URL
+    if path[:5].lower() == "data:":
+        return _check_size(ref, _from_data_uri(ref, path))
     if "://" not in path and "::" not in path:
         return _local_path(ref, path)
-    member, link = None, path  # name of a file in an archive, if any, and the path or the URL of the outer file
+    member, location = None, path  # name of a file in an archive, if any, and the path or URL of the outer file
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
-        member, _, link = path.removeprefix("zip://").partition("::")
+        member, _, location = path.removeprefix("zip://").partition("::")
     # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
-    protocol = link.partition("::")[0].partition("://")[0]
-    if member is not None and "://" not in link:
-        protocol, file = "file", _local_path(ref, link)
+    protocol = location.partition("::")[0].partition("://")[0]
+    if member is not None and "://" not in location:
+        protocol, file = "file", _local_path(ref, location)
     elif protocol == "file":
-        file = _local_path(ref, url2pathname(urlsplit(link).path))
+        file = _local_path(ref, url2pathname(urlsplit(location).path))
     elif protocol in ("http", "https"):
-        file = _download(ref, link)
+        file = _download(ref, location)
     else:
         _check_protocol(ref, protocol)
-        if "::" in link:
+        if "::" in location:
             raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
         if protocol in _HOST_PROTOCOLS:
-            _check_domain(ref, link)
+            _check_domain(ref, location)
         file = None
     if file is not None and member is None:
         return file
     deadline = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened_file = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
+        opened_file = fsspec.open(location, "rb").open() if file is None else open_file(ref, file)
         with closing(opened_file):
             stream = cast("IO[bytes]", opened_file)
             if member is not None:
@@ -104,7 +102,10 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
 
 class Bounded:
-    """Stream that raises an error after a deadline, after `max_bytes`, and for one read of over `max_read_bytes`."""
+    """
+    Stream with limits: a deadline; `max_bytes` in total, for the metadata of an image; and `max_read_bytes` in one
+    read, for the headers of an archive.
+    """
 
     def __init__(
         self,
@@ -144,12 +145,13 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     # Opened by a descriptor, so that the stream has no name that decoders would interpret. `O_NONBLOCK` prevents an
     # endless wait for a pipe without a writer.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
+    stream, status, proc_link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it isn't a regular file")
         # Another file may have taken the name since the name was checked
-        _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), status.st_size)
+        open_path = os.readlink(proc_link) if os.path.islink(proc_link) else os.path.realpath(file)
+        _check_file(ref, open_path, status.st_size)
     except BaseException:
         stream.close()
         raise
@@ -157,7 +159,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
 
 
 def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
-    """Opens a file in a zip archive. Raises a [`MediaError`] if it is too large, or can't be read in chunks."""
+    """Opens a member of a zip archive. Raises a [`MediaError`] if it is too large, or can't be read in chunks."""
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
@@ -165,6 +167,13 @@ def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     if member.file_size > ref.rules.max_media_bytes:
         raise _too_large_error(ref)
     return archive.open(member)
+
+
+def _check_size(ref: MediaRef, data: bytes) -> bytes:
+    """Returns the bytes of a medium. Raises a [`MediaError`] if there are too many."""
+    if len(data) > ref.rules.max_media_bytes:
+        raise _too_large_error(ref)
+    return data
 
 
 def _too_large_error(ref: MediaRef) -> MediaError:

@@ -36,13 +36,14 @@ class RewardSources:
     ):
         self.models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
         urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
-        self.remotes = [
+        # Of `remote_rm_url`: requests to servers, and functions of local files
+        self.url_funcs = [
             _load_reward_func(url) if url.endswith(".py") else RemoteReward(url, label_column=label_column)
             for url in urls
         ]
         self.reward_fn, self.label_map, self.recipe = reward_fn, label_map or {}, recipe
         self.media_rules = media_rules
-        if not (self.models or self.remotes or reward_fn):
+        if not (self.models or self.url_funcs or reward_fn):
             raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
 
     def __call__(
@@ -56,16 +57,16 @@ class RewardSources:
                 reward = model(samples.sequences, samples.attention_mask, **media)
             rewards.append(reward.float().view(n).cpu())
         rewards += [
-            reward_tensor(_call_reward_func(remote, arguments), n, get_callable_name(remote))
-            for remote in self.remotes
+            reward_tensor(_call_reward_func(function, arguments), n, get_callable_name(function))
+            for function in self.url_funcs
         ]
         if self.reward_fn is not None:
-            # A function whose only parameter has none of the arguments' names gets the rewards of models and servers
             rewards_name = "model_reward_list" if rewards else None
-            result = _call_reward_func(
-                self.reward_fn, arguments | ({} if rewards_name is None else {rewards_name: rewards}), rewards_name
-            )
-            # Without other sources, a tuple is a sequence of rewards, as in TRL
+            if rewards_name is not None:
+                arguments[rewards_name] = rewards
+            # If the only parameter of `reward_fn` has none of the arguments' names, it gets the other sources' rewards
+            result = _call_reward_func(self.reward_fn, arguments, rewards_name)
+            # With other sources, a tuple is `(rewards, metrics)`. Without them, it is rewards, as in TRL
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:

@@ -31,11 +31,11 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Scales and clips the rewards of a whole rollout, and returns them as shaped rewards. If the estimator compares
-        the completions of a group, its advantages are the shaped rewards instead.
+        Scales and clips the rewards of a whole rollout.
 
-        Returns the experiences, and the shaped rewards of each experience, `(B,)`. Raises a `ValueError` if samples
-        don't form whole groups, or if ranks have different numbers of samples.
+        Returns the experiences, and the shaped rewards of each experience, `(B,)`. These are the scaled and clipped
+        rewards, or, if the estimator compares the completions of a group, its advantages. Raises a `ValueError` if
+        samples don't form whole groups, or if ranks have different numbers of samples.
         """
         args, infos = self.strategy, [info_of(experience) for experience in experiences]
         sizes = [len(experience.sequences) for experience in experiences]
@@ -48,7 +48,9 @@ class RolloutAdvantages:
         if (accelerator := args.accelerator) is not None:
             counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
             if (counts != counts[0]).any():
-                raise ValueError(f"Ranks have {counts.tolist()} samples; pass as many prompts on each.")
+                raise ValueError(
+                    f"Ranks have {counts.tolist()} samples; pass the same number of prompts on each rank."
+                )
         rewards = self._gather_rows(torch.cat([info["reward"] for info in infos]).float())
         if args.reward_running_scale:
             self.reward_scale.update(rewards)
@@ -59,10 +61,11 @@ class RolloutAdvantages:
             if args.reward_running_scale or args.reward_clip_range is not None:
                 info["raw_reward"] = info["reward"]
             info["reward"] = part
+        shaped = rewards
         if in_groups:
             logps, kl_coef = self._kl_inputs(experiences)
             old_logps, ref_logps = map(self._gather_rows, logps) if logps else (None, None)
-            rewards = estimate_advantages(
+            shaped = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],  # as if a single function had returned them
@@ -72,7 +75,7 @@ class RolloutAdvantages:
                 old_logps=old_logps,
                 ref_logps=ref_logps,
             )
-        return experiences, list(self._local_rows(rewards, sum(sizes)).split(sizes))
+        return experiences, list(self._local_rows(shaped, sum(sizes)).split(sizes))
 
     def _set_advantages(
         self, experiences: list[Experience], shaped_rewards: list[torch.Tensor], gamma: float, lambd: float
@@ -80,8 +83,8 @@ class RolloutAdvantages:
         """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
         infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
         rewards = torch.cat(shaped_rewards)
-        # Of the `N` samples of all experiences, `advantages` and `returns` have the shape `(N, A)`. `sums`,
-        # `(N,)`, hold the returns of whole completions, for logs.
+        # For the `N` samples of all experiences, with at most `A` actions, `advantages` and `returns` have the shape
+        # `(N, A)`. `sums`, `(N,)`, hold the returns of whole completions, for logs.
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
@@ -193,14 +196,14 @@ def _join(experiences: list[Experience], field: str) -> torch.Tensor:
     return cat_padded([getattr(experience, field) for experience in experiences], 0)
 
 
-def _apply_padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
+def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
     """
     Applies a function to tensors `(B, A)` and their mask, by default all ones. Lists of rows are padded before the
     call, and the results lose this padding.
     """
-    first = columns[0]
+    first = inputs[0]
     if isinstance(first, torch.Tensor):
-        return function(*columns, torch.ones_like(first) if mask is None else mask)
-    lists = (*columns, [torch.ones_like(row) for row in first] if mask is None else mask)
+        return function(*inputs, torch.ones_like(first) if mask is None else mask)
+    lists = (*inputs, [torch.ones_like(row) for row in first] if mask is None else mask)
     results = function(*(pad_sequence(list(rows), batch_first=True) for rows in lists))
     return tuple([row[: len(original)] for row, original in zip(result, first, strict=True)] for result in results)

@@ -53,17 +53,17 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(paths, key=step_of)
 
 
-def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path]) -> list[Path]:
+def surplus_checkpoints(current: Path, limit: int | None, needed: Collection[Path]) -> list[Path]:
     """
     Returns the checkpoints to delete so that `limit` checkpoints stay. Never returns `needed` checkpoints.
 
-    Checkpoints after `newest` are of an earlier run, and go first. Then the oldest ones go. With a limit of 2, saving
-    step 30 beside the steps 10, 20 and 40 deletes 40 and 10.
+    Checkpoints of later steps than `current`, the one that is saved now, are of an earlier run, and go first. Then the
+    earliest steps go. With a limit of 2, saving step 30 beside the steps 10, 20 and 40 deletes 40 and 10.
     """
     if limit is None or limit <= 0:
         return []
     # `checkpoints` sorts by step, because copying changes a folder's time. This stable sort puts later steps first
-    paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
+    paths = sorted(checkpoints(current.parent), key=lambda path: step_of(path) <= step_of(current))
     surplus = max(0, len(paths) - max(limit, len(needed)))
     return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]
 
@@ -176,7 +176,10 @@ def whole_state_dict(
 
 
 def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, writes: bool) -> None:
-    """Saves a model with whole weights for `from_pretrained`, if this process `writes`. All ranks must call this."""
+    """
+    Saves a model, which may be sharded, to a folder with whole weights for `from_pretrained`, if this process
+    `writes`. All ranks must call this.
+    """
     model = accelerator.unwrap_model(model)
     state = whole_state_dict(accelerator, model, writes)
     if writes:
@@ -211,8 +214,8 @@ def save_without_weights(
 @require_all_weights()
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
     """
-    Loads the weights in a folder into a model, which may be sharded. Raises `FileNotFoundError` if the folder has no
-    model. All ranks must call this.
+    Loads the whole weights in a folder into a model, which may be sharded. Raises `FileNotFoundError` if the folder
+    has no model. All ranks must call this.
     """
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
@@ -220,7 +223,8 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
     # FSDP2 gives a model a class that inherits from `FSDPModule` and from the model's own class
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
-        # With `fsdp_cpu_ram_efficient_loading`, only the main process loads weights, and so has to broadcast them
+        # Only the main process loads weights, and broadcasts them; with `fsdp_cpu_ram_efficient_loading`, other
+        # processes couldn't load them
         is_main = accelerator.is_main_process
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if is_main else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
