@@ -122,6 +122,7 @@ os.dup2(2, 1)  # imports print
 for name in {[name for name in IMPORTED if not name.startswith(PACKAGE)]}:
     importlib.import_module(name)
 gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 for line in sys.stdin:
     pid = os.fork()
     if not pid:
