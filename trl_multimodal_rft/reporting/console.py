@@ -133,7 +133,7 @@ class CompactLogCallback(TrainerCallback):
         processor: ProcessorMixin | PreTrainedTokenizerBase,
         input_ids: Sequence[int],
         messages: str | list[dict[str, Any]] | None,
-        answer_ids: Sequence[int],
+        completion_ids: Sequence[int],
         solution: str | float | list | None = None,
         rewards: Mapping[str, float] | None = None,
         rejected_ids: Sequence[int] | None = None,
@@ -150,14 +150,14 @@ class CompactLogCallback(TrainerCallback):
                 Token ids of the prompt, with expanded placeholders.
             messages (`str` or `list[dict]`, *optional*):
                 The messages of the prompt, with its media.
-            answer_ids (`Sequence[int]`):
-                Token ids of a completion, of the target, or of the preferred answer of a pair.
+            completion_ids (`Sequence[int]`):
+                Token ids of a sampled completion, of a target, or of the chosen completion of a pair.
             solution (`str`, `float` or `list`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
             rejected_ids (`Sequence[int]`, *optional*):
-                Token ids of the rejected answer of a pair.
+                Token ids of the rejected completion of a pair.
         """
         if not self.needs_example:
             return
@@ -166,9 +166,9 @@ class CompactLogCallback(TrainerCallback):
         placeholders = placeholder_token_ids(model, processor)
         descriptions = media_descriptions(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, descriptions)
-        answers = {"target" if rewards is None else "completion": answer_ids}
+        completions = {"target" if rewards is None else "completion": completion_ids}
         if rejected_ids is not None:
-            answers = {"chosen": answer_ids, "rejected": rejected_ids}
+            completions = {"chosen": completion_ids, "rejected": rejected_ids}
         lines = []
         if len(input_ids):
             lines.append(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
@@ -176,7 +176,7 @@ class CompactLogCallback(TrainerCallback):
         if solution is not None:
             lines.append(f"reference: {_shortened(str(solution))}")
         # If all tokens of a row are learned, there is no prompt, and the target holds the media
-        for label, ids in answers.items():
+        for label, ids in completions.items():
             text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else descriptions)
             lines.append(f"{label} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:

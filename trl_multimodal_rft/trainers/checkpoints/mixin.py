@@ -396,7 +396,8 @@ class CheckpointMixin(Trainer):
         # `from_pretrained` can't read shards, so a checkpoint of the model alone, or one that is published, has whole
         # weights. For other checkpoints, `Trainer` later writes the shards of model and optimizer
         needs_whole_weights = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not needs_whole_weights:
+        is_checkpoint = folder.parent.name == PARTIAL  # other internal calls save models outside of checkpoints
+        if is_checkpoint and writes_shards(self.accelerator) and not needs_whole_weights:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with saving_whole_weights(self.accelerator):
