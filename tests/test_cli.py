@@ -156,8 +156,8 @@ FILES = {
 }
 # Expected words of the message, for each command line
 MISTAKES = [
-    (["gpro"], 2, "no command 'gpro'; `--help` lists them. Did you mean `grpo`?"),
-    (["gpro", "--config", "digits.yaml"], 2, "no command 'gpro'; `--help` lists them. Did you mean `grpo`?"),
+    (["gpro"], 2, "no command 'gpro'; `--help` lists the commands. Did you mean `grpo`?"),
+    (["gpro", "--config", "digits.yaml"], 2, "no command 'gpro'; `--help` lists the commands. Did you mean `grpo`?"),
     (["grpo", *ROWS], 1, "set `--model_name_or_path`"),
     (["rloo", *MODEL], 1, "set `--dataset_name`"),
     (["filter", *MODEL, *ROWS], 1, "set `--ablate`"),

@@ -198,7 +198,7 @@ def test_too_many_media():
     model, prompts = encoded("llava")
     rows = ids_of(prompts[:1]) * 2
     three = {"pixel_values": prompts[0].media["pixel_values"].repeat(3, 1, 1, 1)}
-    with pytest.raises(MediaError, match="2 runs of placeholders for image, but there are 3 of it"):
+    with pytest.raises(MediaError, match="2 runs of placeholders for image, but there are 3 images"):
         split_media(model, rows, three)
 
 

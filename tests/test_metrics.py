@@ -64,11 +64,11 @@ def test_nothing_valid_is_not_a_number():
 
 def test_window_sums_micro_batches_and_ranks():
     window = MicroBatchSums()
-    assert window.close(None) == []
+    assert window.pop(None) == []
     for total, count in ((torch.tensor(1.5), 2), (torch.tensor(3.0), 1)):
         window.add(total, count)
-    assert window.close(lambda sums, reduction: 2 * sums) == [9, 6]
-    assert window.close(None) == []
+    assert window.pop(lambda sums, reduction: 2 * sums) == [9, 6]
+    assert window.pop(None) == []
 
 
 def supervised():

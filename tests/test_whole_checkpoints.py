@@ -179,7 +179,7 @@ def test_nothing_whole_is_an_error(output, tmp_path):
         make(output).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="There is no whole checkpoint in"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"no such folder\. Resume from another one \([^()]*\)\.$"):
+    with pytest.raises(ValueError, match=r"no such folder\. Resume from another checkpoint \([^()]*\)\.$"):
         make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "gone"))
 
 

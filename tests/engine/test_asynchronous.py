@@ -44,7 +44,7 @@ class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
 
         def asked(place, batch, numbers, requests, **more):
             for request in requests.values():
-                self.hashes[tuple(request.ids)] = request.media and request.media["mm_hashes"]
+                self.hashes[tuple(request.ids)] = request.rendered and request.rendered["mm_hashes"]
             ask(place, batch, numbers, requests, **more)
 
         self.in_flight.ask = asked

@@ -35,7 +35,7 @@ from trl_multimodal_rft.engines.vllm_requests import at_once
 from trl_multimodal_rft.engines.vllm_server import (
     ServerClient,
     ServerGroup,
-    check_server,
+    check_server_settings,
     server_completions,
     server_features,
     server_renderer,
@@ -219,16 +219,16 @@ def changed(info, **settings):
 
 def test_refused_servers(client, omni, tmp_path):
     info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
-    check_server(client, info, config.thinker_config, "float32")
+    check_server_settings(client, info, config.thinker_config, "float32")
     with pytest.raises(ValueError, match="computes in float32 and the trainer in bfloat16.*`--dtype bfloat16`"):
-        check_server(client, info, config, "bfloat16")
+        check_server_settings(client, info, config, "bfloat16")
     with pytest.raises(ValueError, match="returns raw_logprobs.*`--logprobs-mode processed_logprobs`"):
-        check_server(client, changed(info, logprobs_mode="raw_logprobs"), config, "float32")
+        check_server_settings(client, changed(info, logprobs_mode="raw_logprobs"), config, "float32")
     config.thinker_config.text_config.num_hidden_layers += 1
     with pytest.raises(ValueError, match="another model than the trainer's: `num_hidden_layers` is 2, not 3"):
-        check_server(client, info, config, "float32")
+        check_server_settings(client, info, config, "float32")
     # A path on another machine
-    check_server(client, changed(info, model="/not/here"), config, "float32")
+    check_server_settings(client, changed(info, model="/not/here"), config, "float32")
 
 
 class Answers:
@@ -251,7 +251,7 @@ class Answers:
 def test_refused_answers(answers, message):
     info = {"model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}}
     with pytest.raises(ValueError, match=message):
-        check_server(answers, info, hf.Qwen2Config(), "float32")
+        check_server_settings(answers, info, hf.Qwen2Config(), "float32")
 
 
 def test_trls_command_starts_a_server_as_it_must_be():

@@ -46,7 +46,10 @@ def value_loss(
 
 
 def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:
-    """Computes the mean negative log-likelihood of tokens of supervised completions. Shapes: both `(B, T)`."""
+    """
+    Computes the supervised loss of PPO-ptx, see [InstructGPT](https://huggingface.co/papers/2203.02155): the mean
+    negative log-likelihood of the completions' tokens. Shapes: both `(B, T)`.
+    """
     loss = -(logps * mask).sum() / mask.sum()
     return LossOutput(loss, {"ptx_loss": rank_mean(loss)})
 
@@ -60,7 +63,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
             Values, returns, and 1 on the tokens that count, shape `(B, T)`.
 
     Returns:
-        `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
+        `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or fewer than two tokens count.
     """
     returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
     if len(returns) < 2:

@@ -20,7 +20,10 @@ class Metric:
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns the mean of values `(B, T)` over the mask's tokens, or of values `(B,)` or `(B, 1)` over completions."""
+    """
+    Returns the metric of a mean: of values `(B, T)` over the mask's tokens, or of values `(B,)` or `(B, 1)` over
+    completions.
+    """
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
@@ -28,28 +31,30 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
 
 
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """Returns the mean of values `(B, T)` over the mask's tokens. With an empty mask, it is NaN and isn't logged."""
+    """Returns the metric of [`token_mean`], but with an empty mask it is NaN, and isn't logged."""
     metric = token_mean(values, mask)
     return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], skips_nan=True)
 
 
 def rank_mean(value: torch.Tensor) -> Metric:
-    """Returns the mean of a scalar over the ranks where it isn't NaN."""
+    """Returns the metric of the mean of a scalar over the ranks where it isn't NaN."""
     return Metric(value.detach().reshape(1), torch.nanmean)
 
 
 def largest(values: torch.Tensor, merge: Callable[[list[float]], float] | None = None) -> Metric:
-    """Returns the largest value that isn't NaN, or NaN if all values are."""
+    """Returns the metric of the largest value that isn't NaN, or NaN if all values are."""
     return Metric(_nanmax(values.detach()).reshape(1), _nanmax, merge)
 
 
 def smallest(values: torch.Tensor) -> Metric:
-    """Returns the smallest value that isn't NaN, or NaN if all values are."""
+    """Returns the metric of the smallest value that isn't NaN, or NaN if all values are."""
     return Metric(_nanmax(-values.detach()).reshape(1), lambda numbers: -_nanmax(numbers))
 
 
 def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mean over each completion's tokens, `(B,)`, NaN if no token counts. `(B, 1)` holds means already."""
+    """
+    Returns the mean of each completion's tokens, `(B,)`, NaN if no token counts. Values `(B, 1)` are means already.
+    """
     if values.shape != mask.shape:
         return values.squeeze(1).float()
     return (values * mask).sum(1) / mask.sum(1)
@@ -112,7 +117,7 @@ class MicroBatchSums:
         )
         self._sums = values if self._sums is None else self._sums + values
 
-    def close(self, reduce: Callable) -> list[float]:
+    def pop(self, reduce: Callable) -> list[float]:
         """Returns the sums over all ranks (an empty list if nothing was added), and resets them."""
         sums, self._sums = self._sums, None
         return [] if sums is None else reduce(sums, reduction="sum").tolist()

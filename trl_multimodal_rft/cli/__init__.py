@@ -87,4 +87,4 @@ def _exit_without_command(argv: list[str]) -> None:
     parser.add_argument("--version", action="version", version=f"{_PROG} {version}")
     parser.add_argument("command", metavar="command", help="its own `--help` lists its options")
     name = parser.parse_args(argv[:1]).command  # the other words are options of a command
-    parser.error(f"there is no command {name!r}; `--help` lists them.{did_you_mean(name, COMMANDS)}")
+    parser.error(f"there is no command {name!r}; `--help` lists the commands.{did_you_mean(name, COMMANDS)}")

@@ -228,7 +228,7 @@ class InFlight:
         return answer.digest == self._digest(request) and key[0] - answer.first_version <= self.max_staleness
 
     def _digest(self, request: EngineRequest) -> str:
-        hashes = request.media and request.media["mm_hashes"]
+        hashes = request.rendered and request.rendered["mm_hashes"]
         request_fields = [request.ids, hashes, request.count, request.max_tokens, self._settings]
         return hashlib.sha256(json.dumps(request_fields, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -29,7 +29,7 @@ from .vllm_server import (
     EngineRequest,
     ServerClient,
     ServerGroup,
-    check_server,
+    check_server_settings,
     clock_of,
     on_all_ranks,
     server_completions,
@@ -157,7 +157,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             rank_url = urls[rank % len(urls)]
             client = ServerClient(rank_url, timeout) if rank else ServerGroup(urls, self.group_port, timeout)
             info = client.get_server_info()
-            check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
+            check_server_settings(client, info, self.model.config, self._engine_kwargs["dtype"])
             used_urls = urls if rank == 0 or self._max_staleness > 0 else [rank_url]
             self._connection_times = {url: clock_of(url, timeout)[1] for url in used_urls}
             return client, info
@@ -414,7 +414,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for i, request in enumerate(requests):
             sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(i), request.media, params, lora_request=self._adapter_request)
+            engine.add_request(str(i), request.rendered, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
@@ -561,7 +561,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 def _server_counters(client: ServerClient) -> dict[str, float]:
     """Returns the counters of a server, summed over its engines."""
     counters: dict[str, float] = defaultdict(float)
-    answer = client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
+    answer = client.answer("/metrics", method="GET", attempt_timeout=_METRICS_SECONDS, patience=0.0)
     for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
         counters[name] += float(value)
     return counters

@@ -3,7 +3,7 @@
 Clients of vLLM's servers: checks of the servers' settings, requests with media, and resets of caches.
 
 Servers get token ids and processed media. The trainer processes media with vLLM's renderer and the server's settings.
-Raw media are never sent, since HTTP requests would encode them again, and have no field for processor options.
+Raw media are never sent, since HTTP requests would need them as encoded files, and lack a field for processor options.
 """
 
 import math
@@ -72,14 +72,15 @@ class EngineRequest(NamedTuple):
     """Request for completions of a prompt."""
 
     ids: list[int]
-    media: dict[str, Any] | None  # features for a server; for an engine, the whole prompt with processed media
+    # The rendered prompt; after `for_server`, its features in the servers' format, or `None` without media
+    rendered: dict[str, Any] | None
     count: int  # number of completions
     max_tokens: int  # maximum length of a completion
     seed: int | None
 
     def for_server(self) -> "EngineRequest":
         """Returns the request with media in the format of servers. Large media take time to convert."""
-        return self._replace(media=server_features(self.media or {}))
+        return self._replace(rendered=server_features(self.rendered or {}))
 
 
 class ServerClient(VLLMClient):
@@ -94,14 +95,14 @@ class ServerClient(VLLMClient):
         path: str,
         body: dict[str, Any] | None = None,
         patience: float | None = None,
-        seconds: float | None = None,
+        attempt_timeout: float | None = None,
         **request_options: Unpack[RequestOptions],
     ) -> Answer:
         """
-        Returns the server's answer. `seconds` limits each attempt, and `patience` all waits between attempts. Both are
-        `timeout` by default.
+        Returns the server's answer. `attempt_timeout` limits each attempt, and `patience` all waits between attempts,
+        in seconds. Both are `timeout` by default.
         """
-        seconds = self.timeout if seconds is None else seconds
+        seconds = self.timeout if attempt_timeout is None else attempt_timeout
         patience = self.timeout if patience is None else patience
         return until_answered(
             lambda _: answer_of(self.base_url, path, body, seconds=seconds, **request_options), patience, self.warn
@@ -137,7 +138,8 @@ class ServerClient(VLLMClient):
 
 class ServerGroup(ServerClient):
     """
-    Client of several servers, which get the weights by one broadcast. The client samples with the first server.
+    Client of several servers, which get the weights by one broadcast. Rank 0 has this client,
+    and samples with the first server. Other ranks have a [`ServerClient`].
 
     Args:
         urls (`Sequence[str]`):
@@ -237,7 +239,7 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
+def check_server_settings(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
     """
     Raises a `ValueError` if a server can't take processed media, or if its version, log-probabilities, dtype or model
     don't fit the trainer's.
@@ -248,7 +250,7 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
     problem = None
     if settings["logprobs_mode"] != "processed_logprobs":
         problem = (
-            f"returns {settings['logprobs_mode']}, not those it samples from; start it with "
+            f"returns {settings['logprobs_mode']} instead of the log-probabilities by which it samples; start it with "
             "`--logprobs-mode processed_logprobs`"
         )
     elif server_dtype != dtype:
@@ -257,7 +259,10 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
             f"`--dtype {dtype}`"
         )
     elif differences := _shape_differences(settings, config):
-        problem = f"serves '{settings['model']}', another model than the trainer's: {differences}; start it with that"
+        problem = (
+            f"serves '{settings['model']}', another model than the trainer's: {differences}; start it with the "
+            "trainer's model"
+        )
     if problem is not None:
         raise ValueError(f"The vLLM server at {without_credentials(client.base_url)} {problem}.")
 
@@ -297,10 +302,10 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
     Returns a server's start time and current time, in seconds of its clock. Raises a [`RequestLost`] if the server
     doesn't answer.
     """
-    # If the start or the current time is unknown, the server never counts as restarted
     answer = answer_of(url, _INFO_PATH, seconds=timeout, method="GET")
     start = str(content_of(answer, url, _INFO_PATH)["vllm_config"].get("instance_id"))  # a time in nanoseconds
     now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
+    # By these values for an unknown start or current time, a server never counts as restarted
     return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
 
@@ -322,13 +327,16 @@ def server_renderer(info: dict[str, Any], model: str, revision: str | None, trus
 
 
 def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns a prompt's processed media and the positions of their embeddings, or `None` without media."""
+    """
+    Returns a prompt's processed media and the positions of their embeddings, or `None` without media. If the process
+    that read the row has computed them, `rendered` has them as `"features"`.
+    """
     if "mm_kwargs" not in rendered:
         return rendered.get("features")
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
-            modality: [_embedding_range(placeholders, modality) for placeholders in ranges]
+            modality: [_embedding_range(placeholder_range, modality) for placeholder_range in ranges]
             for modality, ranges in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
@@ -338,12 +346,12 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _embedding_range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
-    """Returns the offset and length of the embeddings of an image, sound or video, without surrounding tokens."""
-    offset, length = placeholders.offset, placeholders.length
-    if placeholders.is_embed is not None:
-        first, last = placeholders.is_embed.nonzero().flatten()[[0, -1]].tolist()
-        if not placeholders.is_embed[first : last + 1].all():
+def _embedding_range(placeholder_range: "PlaceholderRange", modality: str) -> dict[str, int]:
+    """Returns the offset and length of the embeddings of one image, sound or video, without surrounding tokens."""
+    offset, length, is_embed = placeholder_range.offset, placeholder_range.length, placeholder_range.is_embed
+    if is_embed is not None:
+        first, last = is_embed.nonzero().flatten()[[0, -1]].tolist()
+        if not is_embed[first : last + 1].all():
             raise MediaError(
                 f"This model has text between the parts of {modality}, which vLLM's server doesn't support; set "
                 "`vllm_mode='colocate'`."
@@ -399,7 +407,7 @@ def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -
         answer = client.call(_GENERATE_PATH, _request_body(client.model, request, sampling), max_bytes=max_bytes)
         positions = answer["prompt_logprobs"][1:]
         scores = [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]
-        # Cuts the prompt's token, which vLLM adds if it isn't among the `k` most likely ones
+        # If the prompt's token isn't among the `k` most likely ones, vLLM adds it, and the cut leaves it out
         return [dict(sorted(logps.items(), key=lambda item: -item[1])[:k]) for logps in scores]
 
     return at_once(score, requests)
@@ -409,7 +417,7 @@ def _request_body(model: str | None, request: EngineRequest, sampling: dict[str,
     return {
         "model": model,
         "token_ids": request.ids,
-        "features": request.media,
+        "features": request.rendered,
         # 2 is FINAL_ONLY. Otherwise, completions that end before the last one may be missing (vllm-project/vllm#52399)
         "sampling_params": {**sampling, "output_kind": 2},
     }

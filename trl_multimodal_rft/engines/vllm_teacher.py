@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..encoding.prompts import EncodedPrompt
 from .vllm_prompts import EnginePrompts
-from .vllm_server import EngineRequest, ServerClient, check_protocol, prompt_scores, server_features, server_renderer
+from .vllm_server import EngineRequest, ServerClient, check_protocol, prompt_scores, server_renderer
 from .vllm_versions import engine_obstacle
 
 
@@ -50,9 +50,8 @@ class ServerTeacher:
         for i, prompt in enumerate(prompts):
             if id(prompt) not in requests:
                 rendered = self.prompts.engine_input(prompt, None, i)
-                requests[id(prompt)] = EngineRequest(
-                    rendered["prompt_token_ids"], server_features(rendered), 1, 1, None
-                )
+                request = EngineRequest(rendered["prompt_token_ids"], rendered, count=1, max_tokens=1, seed=None)
+                requests[id(prompt)] = request.for_server()
         return [requests[id(prompt)] for prompt in prompts]
 
     def top_k(

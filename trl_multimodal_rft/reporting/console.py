@@ -72,7 +72,8 @@ class CompactLogCallback(TrainerCallback):
 
     def __init__(self):
         self.needs_example = True  # whether the run has shown no example yet
-        self._trainer_name: str | None = None  # `None` once the parts of the model are shown
+        self._needs_model = False  # whether a run has begun that hasn't shown its model yet
+        self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
         self._bars: dict[str, tqdm] = {}  # open bars by name, `"train"` and `"eval"`
@@ -86,7 +87,7 @@ class CompactLogCallback(TrainerCallback):
             trainer_name (`str`):
                 Name of the trainer's class.
         """
-        self._trainer_name, self.needs_example = trainer_name, True
+        self._trainer_name, self._needs_model, self.needs_example = trainer_name, True, True
 
     def end(self) -> None:
         """Closes the bars of a run. Trainers call this method at the end of training, also after an error."""
@@ -103,7 +104,7 @@ class CompactLogCallback(TrainerCallback):
         optimizer: Optimizer,
         **_: EventPart,
     ):
-        self._show_parts(args, state, model, optimizer)
+        self._show_model_once(args, state, model, optimizer)
         self._timed_until, self._seconds, self._steps = time.perf_counter(), 0.0, 0
         if in_notebook() and state.is_world_process_zero and not args.disable_tqdm:
             self._table = import_module("transformers.utils.notebook").NotebookTrainingTracker(state.max_steps)
@@ -112,14 +113,15 @@ class CompactLogCallback(TrainerCallback):
             options = {"disable": args.disable_tqdm, "initial": state.global_step}
             self._bars["train"] = progress_bar(state.max_steps, "train", "step", **options)
 
-    def _show_parts(
+    def _show_model_once(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        if self._trainer_name is not None and state.is_world_process_zero:
+        """Shows the class of the trained model and its parts, once per run."""
+        if self._needs_model and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
             model_name = type(unwrapped(None, model)).__name__
             print_above_bars(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
-            self._trainer_name = None
+            self._needs_model = False
             rates = rates_of_parts(model, args)
             # An optimizer that the user passed may have other rates than `args`; then no rates are shown
             optimizer_rates = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
@@ -131,8 +133,8 @@ class CompactLogCallback(TrainerCallback):
         processor: ProcessorMixin | PreTrainedTokenizerBase,
         input_ids: Sequence[int],
         messages: str | list[dict[str, Any]] | None,
-        answer_ids: Sequence[int],
-        reference: str | float | list | None = None,
+        completion_ids: Sequence[int],
+        solution: str | float | list | None = None,
         rewards: Mapping[str, float] | None = None,
         rejected_ids: Sequence[int] | None = None,
     ) -> None:
@@ -148,14 +150,14 @@ class CompactLogCallback(TrainerCallback):
                 Token ids of the prompt, with expanded placeholders.
             messages (`str` or `list[dict]`, *optional*):
                 The messages of the prompt, with its media.
-            answer_ids (`Sequence[int]`):
-                Token ids of a completion, of the target, or of the preferred answer of a pair.
-            reference (`str`, `float` or `list`, *optional*):
+            completion_ids (`Sequence[int]`):
+                Token ids of a sampled completion, of a target, or of the chosen completion of a pair.
+            solution (`str`, `float` or `list`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
             rejected_ids (`Sequence[int]`, *optional*):
-                Token ids of the rejected answer of a pair.
+                Token ids of the rejected completion of a pair.
         """
         if not self.needs_example:
             return
@@ -164,16 +166,17 @@ class CompactLogCallback(TrainerCallback):
         placeholders = placeholder_token_ids(model, processor)
         descriptions = media_descriptions(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, descriptions)
-        answers = {"target" if rewards is None else "completion": answer_ids}
+        completions = {"target" if rewards is None else "completion": completion_ids}
         if rejected_ids is not None:
-            answers = {"chosen": answer_ids, "rejected": rejected_ids}
+            completions = {"chosen": completion_ids, "rejected": rejected_ids}
         lines = []
         if len(input_ids):
             lines.append(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
             lines.append(textwrap.indent(_shortened(prompt), "  "))
-        if reference is not None:
-            lines.append(f"reference: {_shortened(str(reference))}")
-        for label, ids in answers.items():  # without a prompt, the media are in the answer
+        if solution is not None:
+            lines.append(f"reference: {_shortened(str(solution))}")
+        # If all tokens of a row are learned, there is no prompt, and the target holds the media
+        for label, ids in completions.items():
             text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else descriptions)
             lines.append(f"{label} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:
@@ -184,7 +187,7 @@ class CompactLogCallback(TrainerCallback):
         print_above_bars(*lines)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
-        now = time.perf_counter()  # before other callbacks evaluate
+        now = time.perf_counter()  # not at `on_step_end`, where other callbacks may evaluate
         self._seconds, self._steps, self._timed_until = self._seconds + now - self._timed_until, self._steps + 1, now
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
@@ -224,7 +227,7 @@ class CompactLogCallback(TrainerCallback):
     ):
         if not state.is_world_process_zero or not logs:
             return
-        self._show_parts(args, state, model, optimizer)  # other callbacks may log before this one begins
+        self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
@@ -294,7 +297,7 @@ def _count(number: int) -> str:
 
 
 def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
-    """Returns texts by modality: each medium's duration or size, such as `"0.62 s"`, or `None` if unreadable."""
+    """Returns texts on images, sounds and videos by modality, such as `"0.62 s"`, or `None` for unreadable media."""
     descriptions: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         text = None
@@ -305,7 +308,7 @@ def media_descriptions(messages: str | list[dict[str, Any]] | None) -> dict[str,
 
 
 def _description(ref: MediaRef) -> str | None:
-    """Returns the duration of a sound, or the width and height of an image or a video, as text."""
+    """Returns a text: a sound's duration, an image's size, or a video's number of frames and size."""
     if ref.modality == "audio":
         samples, rate = read_audio(ref)
         return f"{len(samples) / rate:.2f} s" if rate else None
@@ -341,10 +344,10 @@ def prompt_text(
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
     """
-    Returns the (start, stop) spans of placeholders, one per image, sound or video if there are enough gaps between
-    placeholders. The largest gaps separate media. Smaller gaps are inside of an image or a video, such as the ends of
-    an image's rows or the times of a video's frames. For two images with placeholders at 0, 1, 3, 4 and 9, the spans
-    are (0, 5) and (9, 10).
+    Returns the (start, stop) spans of placeholders: one per image, sound or video if there are enough gaps between
+    placeholders, otherwise one per run of placeholders. The largest gaps separate media. Smaller gaps are inside of an
+    image or a video, such as the ends of an image's rows or the times of a video's frames. For two images with
+    placeholders at 0, 1, 3, 4 and 9, the spans are (0, 5) and (9, 10).
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
     # The gap `i` is between the placeholders `i` and `i + 1`; its size is 1 if no other token is between them
@@ -394,7 +397,8 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     for name in logs:
         if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
             values[name] = _number(logs[name])
-    if "mean_token_accuracy" in logs and margin is None:  # preference losses don't aim at token accuracy
+    # Logs of preferences have a margin; their losses don't aim at token accuracy
+    if "mean_token_accuracy" in logs and margin is None:
         values["token accuracy"] = _number(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")

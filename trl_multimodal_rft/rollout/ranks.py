@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Exchange among ranks. Ranks gather rows and sums. Before the update, they swap groups to balance their tokens."""
+"""Exchange among ranks. Ranks gather tensors and sums. Before the update, they swap groups to balance their tokens."""
 
 import io
 import pickle
@@ -22,17 +22,17 @@ _TOLERANCE = 0.02  # share by which the longest rank may exceed the mean; a smal
 
 
 def arrange_rollout(
-    rollout: Rollout, args: Any, accelerator: Accelerator, can_move: bool = True
+    rollout: Rollout, args: Any, accelerator: Accelerator, may_exchange: bool = True
 ) -> tuple[Rollout, dict[str, float]]:
     """
-    Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`,
-    ranks first exchange groups, if `can_move` allows it. All ranks have to call this.
+    Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`
+    and `may_exchange`, ranks first exchange groups. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
-        # The same order on all ranks, so that their longest micro-batches coincide
+        # Equal generators on all ranks, so that all run their longest micro-batch at the same position
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
-        if can_move:
+        if may_exchange:
             rollout, metrics["packing/moved_mb"] = _exchange(rollout, args.num_generations, accelerator)
     if steps > 1:
         # Tokens of later contexts, which are forwarded in addition to prompt and completion
@@ -45,10 +45,10 @@ def arrange_rollout(
 def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
     """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
     groups, rank = rollout.groups(group_size), accelerator.process_index
-    # Loads of groups, and whether they are free, `(2, groups)`, are gathered as two lists `(ranks, groups)`
-    loads = torch.tensor([[forwarded_length(group) for group in groups], _is_free(groups)], device=accelerator.device)
-    loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
-    assignment = balanced_assignment(loads, free)
+    # Forwarded tokens of groups, and whether a group may move: `(2, groups)`, gathered as two lists `(ranks, groups)`
+    loads = torch.tensor([[forwarded_length(group) for group in groups], _movable(groups)], device=accelerator.device)
+    loads, movable = accelerator.gather(loads[None]).transpose(0, 1).tolist()
+    assignment = balanced_assignment(loads, movable)
     local_groups = dict(enumerate(groups, start=rank * len(groups)))
     received, n_bytes = _move(local_groups, assignment, accelerator)
     if n_bytes > 0:
@@ -67,8 +67,8 @@ def forwarded_length(rollout: Rollout) -> int:
 
 def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, float]:
     """
-    Returns the ratio of two sums over micro-batches: the largest number of tokens on a rank, and the mean number over
-    ranks. All ranks must call this.
+    Returns the imbalance of ranks: the sum of each micro-batch's largest number of tokens on a rank, divided by the
+    sum of its mean numbers over ranks. All ranks must call this.
     """
     if accelerator.num_processes == 1:
         return {}
@@ -79,9 +79,9 @@ def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> 
     return {"packing/rank_imbalance": float(rank_lengths.amax(0).sum() / rank_lengths.mean(0).sum().clamp(min=1))}
 
 
-def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> list[list[int]]:
+def balanced_assignment(loads: Sequence[Sequence[int]], movable: Sequence[Sequence[int]]) -> list[list[int]]:
     """
-    Returns the indices of each rank's groups, among the groups of all ranks, after swaps of groups that are `free`.
+    Returns the indices of each rank's groups, among the groups of all ranks, after swaps of `movable` groups.
 
     The rank with the most tokens and the rank with the fewest swap two groups, as long as a swap brings their totals
     closer and the largest total exceeds the mean by more than the tolerance. Swaps keep the number of groups per rank,
@@ -92,7 +92,7 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
     """
     n_groups = len(loads[0])  # per rank
     assignment = [list(range(rank * n_groups, rank * n_groups + n_groups)) for rank in range(len(loads))]
-    group_loads, is_free = sum(map(list, loads), []), sum(map(list, free), [])
+    group_loads, is_movable = sum(map(list, loads), []), sum(map(list, movable), [])
     totals = [sum(rank_loads) for rank_loads in loads]
     while max(totals) > (1 + _TOLERANCE) * sum(totals) / len(totals):
         longest, shortest = totals.index(max(totals)), totals.index(min(totals))
@@ -102,7 +102,7 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
             (abs(gap - 2 * (group_loads[a] - group_loads[b])), i, j)
             for i, a in enumerate(assignment[longest])
             for j, b in enumerate(assignment[shortest])
-            if is_free[a] and is_free[b]
+            if is_movable[a] and is_movable[b]
         )
         new_gap, i, j = min(swaps, default=(gap, 0, 0))
         if new_gap >= gap:
@@ -114,8 +114,8 @@ def balanced_assignment(loads: Sequence[Sequence[int]], free: Sequence[Sequence[
     return assignment
 
 
-def _is_free(groups: Sequence[Rollout]) -> list[int]:
-    """Returns 1 for a group that may move, and 0 for one that shares the media of its prompt with another group."""
+def _movable(groups: Sequence[Rollout]) -> list[int]:
+    """Returns for each group 1 if it may move, or 0 if it shares the media of its prompt with another group."""
     media_ids = [{id(prompt.shared.on_device) for prompt in group.prompts} for group in groups]
     n_holders = Counter(sum(map(list, media_ids), []))
     return [int(all(n_holders[media_id] == 1 for media_id in group_media_ids)) for group_media_ids in media_ids]
@@ -124,7 +124,7 @@ def _is_free(groups: Sequence[Rollout]) -> list[int]:
 def _move(
     local_groups: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
-    """Returns the groups that this rank receives from others, and the bytes that all ranks send."""
+    """Returns the groups that this rank receives from others, and the number of bytes that all ranks send."""
     rank, device, n_groups = accelerator.process_index, accelerator.device, len(local_groups)
     # (index of a group among all ranks' groups, source rank, target rank)
     moves = [
@@ -134,7 +134,7 @@ def _move(
         if group // n_groups != target
     ]
     payloads = {group: pickled_group(local_groups[group]) for group, source, _ in moves if source == rank}
-    # Bytes of groups that this rank sends, 0 for others. The sum over ranks gives every rank all sizes.
+    # Sizes in bytes of groups that this rank sends, 0 for others. The sum over ranks gives every rank all sizes.
     sizes = torch.tensor([len(payloads.get(group, ())) for group in range(n_groups * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # Gloo can't send memory of a GPU
@@ -161,22 +161,22 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled_group(group: Rollout) -> torch.Tensor:
-    """Returns a group as bytes, without tensors on devices, cached masks and decoded media."""
+    """Returns a pickled group as a tensor of bytes, on the CPU, without caches of its prompts and decoded media."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(group.with_copied_prompts(on_device=False).to("cpu"))
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-# Rows of all ranks, and of this rank
+# Tensors of all ranks
 
 
 def gather_rows(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of all ranks, `(ranks * N, C)`, padded on the right to the longest rank's `C`."""
+    """Joins tensors of all ranks, each `(N, C)`, to `(ranks * N, C)`, padded on the right to the largest `C`."""
     return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
 
 
 def local_rows(accelerator: Accelerator, values: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns this rank's `n` rows, from the rows of all ranks."""
+    """Returns this rank's part, `(n, ...)`, of a joined tensor of all ranks, `(ranks * n, ...)`."""
     start = accelerator.process_index * n
     return values[start : start + n]
 

@@ -103,7 +103,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media included, and may return
             media as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference of the KL divergence. Needed if the policy has no name, or if its name loads another model.
+            Reference of the KL divergence, by default the model that the policy's name loads. Needed if the policy has
+            no name, or isn't this model.
         sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, in place of transformers and vLLM.
 
@@ -137,7 +138,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     ):
         args = resolve_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
-            raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
+            raise ValueError(
+                "`cast_lm_head_to_fp32` casts only the head of a reference that the trainer loads itself; drop "
+                "`ref_model`."
+            )
         super().__init__(**arguments_of(locals()))
 
         if args.soft_overlong_cache is not None:
@@ -149,15 +153,17 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
-        # Sums over an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
+        # Sums over the micro-batches of an optimizer step, by which the coefficients of the KL divergence and of the
+        # entropy bonus adapt after the step
         self._kl_sums = MicroBatchSums()
         self._entropy_sums = MicroBatchSums()
         gather = functools.partial(gather_rows, self.accelerator)
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
+        # Scale and soft cap of the LM head, to compute divergences; else `None`
         self._head_rule = (
             dependency_head_rule(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
         )
-        self._extra_scoring_time = 0.0  # seconds since the last optimizer step
+        self._extra_scoring_time = 0.0  # seconds of scores that TRL doesn't compute, since the last optimizer step
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # raises if there is no such name
 
     @property
@@ -169,6 +175,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = super()._roll_out(inputs)
+        # The dependency of a token on media is how much its distribution changes under the view
         if rollout.view.dependency is not None:
             weigh_by_dependency(self._run, rollout)
         return rollout
@@ -184,17 +191,20 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
-        """Scores parts of a rollout under the sampling policy, and keeps entropies that select tokens."""
-        args, needs_dependency = self.args, self._measures_dependency
-        # TRL scores, too, if updates are off-policy or corrected for an engine. Otherwise, this scoring is extra time
-        trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
+        """
+        Scores parts of a rollout under the sampling policy. Also measures the dependency on media, and keeps the
+        entropies that choose tokens, if the config asks for them.
+        """
+        # TRL scores a rollout, too, if updates are off-policy or corrected for an engine. Otherwise, these scores take
+        # extra time
+        trl_scores_too = self.args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects_for_engine, parts)
         )
         score = functools.partial(self._run.score, self.model)
         for part in parts:
-            measures_dependency = needs_dependency and part.view.prompts and part.view.dependency is None
+            lacks_dependency = self._measures_dependency and part.view.prompts and part.view.dependency is None
             with nullcontext() if trl_scores_too else self._timing_extra_scoring():
-                if measures_dependency:
+                if lacks_dependency:
                     old_scores = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
                 else:
                     old_scores = score(part)
@@ -239,6 +249,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
+        """Returns the advantages of all ranks' completions, and which groups have signal."""
         args, size = self.args, self._run.group_size
         if args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
@@ -274,7 +285,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return advantages
 
     def _gather_steps(self, rollout: Rollout) -> Steps | None:
-        """Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them."""
+        """
+        Returns the parts of all ranks' completions with a reward of their own (steps), or `None` if the estimator
+        doesn't read them.
+        """
         step_input, rewards = self._estimator.step_input, rollout.rewards
         if step_input is None:
             return None
@@ -285,7 +299,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         ]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
         has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
-        # GiGPO discounts a completion's reward to its turns, so with tools it needs no rewards of turns
+        # GiGPO also discounts a completion's reward to each of its turns, so with tools it needs no rewards of turns
         has_steps = has_steps or (step_input == "states" and bool(self.tools))
         if rollout.step == 0 and self.model.training and not has_steps:
             raise ValueError(
@@ -307,7 +321,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         """
-        Weighs tokens, if entropies under the sampling policy choose them, and scores off-policy micro-batches.
+        Sets token weights if entropies under the sampling policy choose tokens, and scores off-policy micro-batches.
 
         Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
         with each other, and so do tokens of the micro-batches 2 and 3.
@@ -327,13 +341,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """Weighs the tokens of an optimizer step by the current policy's entropies, if all tokens compete."""
+        """
+        Before an optimizer step, sets the weights of its tokens if the current policy's entropies choose among all
+        tokens of the step.
+        """
         if self.args.top_entropy_quantile == 1:
             return
         args, window = self.args, self._token_filter.window
         settings = args.entropy_settings
         needs_window_entropies = (settings.policy, settings.scope) == ("current", "batch")
-        if needs_window_entropies and self._step % window == 0:
+        if needs_window_entropies and self._step % window == 0:  # the first micro-batch of the step
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._timing_extra_scoring():
@@ -344,7 +361,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Returns the weights of the tokens in the policy loss, `(B, C)`, or 1."""
         if rollout.tokens.weights is not None or not self._token_filter.is_on:
             return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
-        if self._token_filter.is_as_in_trl:
+        if self._token_filter.is_as_in_trl:  # TRL's method takes the share of tokens to leave out
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
         if self._filters_by_rollout_entropy:
@@ -389,8 +406,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @property
     def _uses_every_score(self) -> bool:
+        """Whether completions with an advantage of 0 must be forwarded, too."""
         args = self.args
-        # Tokens of skipped completions would drop out of the choice
+        # Tokens of completions that aren't forwarded couldn't compete for the highest entropies
         tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
         has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
         has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
@@ -420,7 +438,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.use_adaptive_entropy:
             self._entropy_sums.add(*entropy_sums(tensors))
             if ends_step:
-                total, count = self._entropy_sums.close(self.accelerator.reduce)
+                total, count = self._entropy_sums.pop(self.accelerator.reduce)
                 self._last_world_entropy = total / max(count, 1.0)
                 self.entropy_coef = adapted_entropy_coef(
                     self.entropy_coef,
@@ -434,15 +452,18 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
-        """Adds a micro-batch to the estimate of the KL divergence, and adapts its coefficient after the last one."""
+        """
+        Adds a micro-batch to the estimate of the KL divergence. After the last micro-batch of an optimizer step,
+        adapts the coefficient.
+        """
         if self.args.kl_target is None:
             return
         if self._counts_for_kl():
             kl = approx_kl(logps.detach(), require(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
             self._kl_sums.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
-            sums = self._kl_sums.close(self.accelerator.reduce)
-            if sums:  # empty after the first iteration of a rollout
+            sums = self._kl_sums.pop(self.accelerator.reduce)
+            if sums:  # empty in later iterations on the same rollout
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
@@ -450,18 +471,20 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether the KL controller counts this micro-batch: `True` in the first iteration of a rollout."""
+        """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints
 
     def _batch_settings(self) -> dict[str, Any]:
-        args, view = self.args, self.args.loss_view_settings
+        args, settings = self.args, self.args.loss_view_settings
+        # The view, and whether the dependency on media is measured by entropies
+        view = {} if settings.view is None else {"view": [settings.view.spelling, settings.temperature is not None]}
         return {
             **super()._batch_settings(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
             "entropies": args.entropy_settings.policy if args.top_entropy_quantile < 1 else None,
-            **({} if view.view is None else {"view": [view.view.spelling, view.temperature is not None]}),
+            **view,
         }
 
     def _rollout_state(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: Train
         )
 
 
-def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
+def save_options_of_parts(checkpoint: Path, args: TrainerConfig) -> None:
     """Writes `freeze` and `learning_rates` into a checkpoint, for [`parts_mismatch`]. Writes no file without them."""
     if args.freeze or args.learning_rates:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))

@@ -393,11 +393,13 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Optimizer
 
-    def _group_parameters(self, is_new: bool) -> None:
+    def _group_parameters(self, is_new_optimizer: bool) -> None:
         if self.critic is None:
-            super()._group_parameters(is_new)
+            super()._group_parameters(is_new_optimizer)
         elif not self._critic_groups:
-            self._critic_groups = mark_group_parts(self.model, self.optimizer, self.critic, self.args, is_new)
+            self._critic_groups = mark_group_parts(
+                self.model, self.optimizer, self.critic, self.args, is_new_optimizer
+            )
             freeze_parts(self.optimizer, lambda: self._trainable_parts, self._is_updated)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

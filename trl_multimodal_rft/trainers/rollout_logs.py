@@ -91,7 +91,7 @@ class RolloutLog:
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.source.messages[0],
                 ids[mask].tolist(),
-                reference=rollout.source.rows[0].get("solution"),
+                solution=rollout.source.rows[0].get("solution"),
                 rewards=dict(zip(self.run.rewards.names, rewards, strict=True)),
             )
 

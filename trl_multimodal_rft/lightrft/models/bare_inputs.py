@@ -43,7 +43,8 @@ _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 @dataclass
 class BareCompletions:
     """
-    Prompts and completions, of at most `C` tokens, of `B` sequences, and the `A` action columns of the caller's batch.
+    The prompts and completions of `B` sequences. Completions have at most `C` tokens. The caller's batch has `A`
+    action columns: its last columns, which hold the completions.
 
     Example: with `num_actions=2`, the padded rows `[p, q, a, b]` and `[0, 0, r, c]` have the completions `[a, b]` and
     `[c]`. So `ids` are `[[a, b], [c, 0]]`, and `is_action` is `[[True, True], [False, True]]`.
@@ -73,14 +74,15 @@ def padded_completions(
     """
     Splits padded sequences `(B, S)` into prompts and completions. Completions are the tokens in the last `num_actions`
     columns. Two kinds of tokens in these columns still belong to the prompt: a sequence's first token, since no token
-    predicts it, and all tokens up to the first text token after media.
+    predicts it, and all tokens up to and including the first text token after media.
     """
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     # Columns up to a row's last placeholder
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
-    # The first text token after media stays in the prompt: packed rows repeat a prompt's last token, but no media
+    # The first text token after media stays in the prompt: packed rows repeat a prompt's last token, and can repeat
+    # only text
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     # Without their padding, the rows are packed samples
@@ -122,7 +124,7 @@ def packed_completions(
         if start < len(row) and _isin(row[start - 1 :], all_placeholder_ids(model, model)).any():
             raise MediaError(
                 f"the actions of sample {index} hold media, or follow them directly; pack prompts with all of their "
-                "media, and text behind."
+                "media, and at least one text token after them."
             )
     fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
     media_by_row = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
@@ -141,8 +143,8 @@ def bare_prompts(
     inputs: Iterable[tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor] | None]],
 ) -> list[EncodedPrompt]:
     """
-    Returns a prompt per tuple of ids, media and token fields. Prompts with equal ids and media are one object, so that
-    forwards share them.
+    Returns one prompt per tuple of ids, media and token fields. Tuples with equal ids and media get the same object,
+    so that forwards share the prompt.
     """
     prompts: list[EncodedPrompt] = []
     prompts_by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
@@ -193,7 +195,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     if family_of(model).token_fields_mark_media:
         for modality, ids in placeholder_token_ids(model, model).items():
             types[_isin(input_ids, ids)] = _TOKEN_TYPES[modality]
-    # Types that also mark the tokens before and after media. -1, for a model without such tokens, is no token's id.
+    # Types that also mark the tokens before and after media. For a model without such tokens, -1 matches no token.
     with_ends = types.clone()
     for modality in MODALITIES:
         for end in ("start", "end"):
@@ -211,7 +213,7 @@ def media_names(model: PreTrainedModel) -> dict[str, str]:
 def audio_inputs(
     model: PreTrainedModel, values: torch.Tensor | None, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Returns features of clips and the mask of their frames, by the argument names of the model's forward."""
+    """Returns features and frame masks of audio clips, by the argument names of the model's forward."""
     names = media_names(model)
     if values is not None and "audio_values" not in names:
         raise TypeError(f"{type(model).__name__} takes no audio.")
@@ -262,7 +264,8 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         counts = _count_media(model, modality, masks[modality], features)
         grid = features.get(f"{modality}_grid_thw")
         patch_counts = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
-        # A tensor has one entry per image, video or clip, per patch, or per row with media, whichever fits its length
+        # A tensor has one entry per image, video or clip, one per patch, or one per row with media. Its length tells
+        # which of them
         for name, value in features.items():
             candidates = (counts, patch_counts, [min(count, 1) for count in counts])
             sizes = next((row_sizes for row_sizes in candidates if sum(row_sizes) == len(value)), None)
@@ -321,7 +324,10 @@ def _check_modalities(
 
 
 def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Raises a [`MediaError`] if clips of different lengths are padded, and the encoder doesn't mask the padding."""
+    """
+    Raises a [`MediaError`] if the longest clips of rows differ in length, and the family's prompts are encoded in
+    isolation, as its encoder may mix clips with their padding.
+    """
     names = {name for row in rows for name in row if modality_of(name) == "audio" and name.endswith("mask")}
     for name in names if family_of(model).isolate is not None else ():
         if len({int(row[name].flatten(1).sum(1).max()) for row in rows if name in row}) > 1:
@@ -335,8 +341,8 @@ def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
     """Raises a `ValueError` unless a token precedes the first action, because that token predicts the action."""
     if not 0 <= num_actions < length:
         raise ValueError(
-            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
-            "one."
+            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: the first token of a "
+            "sequence can't be an action, because no token predicts it."
         )
 
 
@@ -381,30 +387,30 @@ def _count_media(
             if remaining != 0:
                 hint = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
                 raise MediaError(
-                    f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
-                    f"up to ({token_counts[n_used : n_used + count]} tokens); make ids and {modality}s with the same "
-                    f"processor call{hint}."
+                    f"row {row} holds {int(mask.sum())} placeholders for {modality}, and its {modality}s have "
+                    f"{token_counts[n_used : n_used + count]} tokens, which don't add up to this number; make ids and "
+                    f"{modality}s with the same processor call{hint}."
                 )
             counts.append(count)
             n_used += count
         if n_used < len(token_counts):
             raise MediaError(f"{len(token_counts) - n_used} {modality}s have no placeholder in any row.")
         return counts
-    # Token counts are unknown. Of three guesses, the first that adds up to `n_media` is taken: one image, video or
-    # clip per span of adjacent placeholders, one per row with placeholders, or equally many placeholders for each.
+    # Token counts are unknown. The result is the first of three guesses that adds up to `n_media`: one image, video or
+    # clip per run of placeholders, one per row with placeholders, or one per equal number of placeholders
     n_media = max(len(value) for value in tensors.values())
-    n_spans = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
+    n_runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     one_per_row = [int(mask.any()) for mask in masks]
     n_placeholders = [int(mask.sum()) for mask in masks]
     tokens_per_item = max(sum(n_placeholders) // n_media, 1)
     for counts in (
-        n_spans,
+        n_runs,
         one_per_row,
         [n // tokens_per_item for n in n_placeholders] if not any(n % tokens_per_item for n in n_placeholders) else [],
     ):
         if sum(counts) == n_media:
             return counts
     raise MediaError(
-        f"the rows hold {sum(n_spans)} runs of placeholders for {modality}, but there are {n_media} of it, so that it "
-        "isn't clear which belong to which row; pass the rows one by one."
+        f"the rows hold {sum(n_runs)} runs of placeholders for {modality}, but there are {n_media} {modality}s, so "
+        "that it isn't clear which belong to which row; pass the rows one by one."
     )

@@ -35,12 +35,11 @@ from ...reporting.curves import TrainingCurvesCallback
 from ...reporting.events import EventPart
 from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
-from ...rollout.groups import SAVED_CLASSES
 from ...rollout.ranks import any_rank
 from ...rollout.stream import CardNotes, RowStream, named_dataset
 from ..arguments import check_keywords
 from ..finite import check_weights, skip_broken_update
-from ..optimizer import check_rates, parts_mismatch, save_parts, split_groups_by_rate
+from ..optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
 from ..signals import EndOnSignal, end_with_launcher
 from .files import (
     PARTIAL,
@@ -96,7 +95,7 @@ class CheckpointMixin(Trainer):
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
-    _name: Any  # method in the model card, set by TRL's trainers
+    _name: Any  # training method in the model card, set by TRL's trainers
     _paper: Any  # paper in the model card, set by TRL's trainers
     _tag_names: list[str]  # the second tag is the algorithm
     max_completion_length: Any
@@ -107,7 +106,6 @@ class CheckpointMixin(Trainer):
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _resumed_from: str | None = None  # folder of the checkpoint from which the run resumes
     _pushed_checkpoint: Path | None = None  # the checkpoint that was pushed last
-    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # classes of objects in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders in a checkpoint that are published with the policy
     _signal_callback: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
@@ -148,10 +146,12 @@ class CheckpointMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Trains the model. Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A
-        second Ctrl-C raises the error at once. In an interactive session, or with `save_strategy="no"`, the first
-        Ctrl-C raises it at once. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a
-        checkpoint after the current step, without an error. Meanwhile no other run can train in the same `output_dir`.
+        Trains the model. During training, no other run can train in the same `output_dir`.
+
+        Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A second Ctrl-C raises
+        the error at once. In an interactive session, or with `save_strategy="no"`, the first Ctrl-C raises it at once.
+        With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
+        current step, without an error.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -165,12 +165,13 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If no checkpoint is whole, or if the run that saved it had another trainer, other sharding
-                (FSDP, DeepSpeed), other `freeze` or `learning_rates`, or if only one of both runs has an adapter.
+            `ValueError`: If no checkpoint is whole, or if the run that saved the checkpoint had another trainer, other
+                sharding (FSDP, DeepSpeed), other `freeze` or `learning_rates`, or if only one of both runs has an
+                adapter.
             `RuntimeError`: If another run trains in `output_dir`.
             `KeyboardInterrupt`: At Ctrl-C, after a checkpoint.
         """
-        end_with_launcher()
+        end_with_launcher()  # from now on, this process receives SIGTERM when the launcher ends
         with ExitStack() as stack:
             holder = stack.enter_context(holding_lock(self.args.output_dir)) if self.is_world_process_zero() else None
             (holder,) = broadcast_object_list([holder])
@@ -238,10 +239,10 @@ class CheckpointMixin(Trainer):
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
         has_manifest = Path(folders[0], "manifest.json").is_file()
-        remedy = ", or delete its manifest.json to resume from what is left" if has_manifest else ""
+        remedy = ", or delete the manifest.json of this one to resume from what is left" if has_manifest else ""
         raise ValueError(
-            f"{reasons[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
-            f"`output_dir`){remedy}."
+            f"{reasons[0]} Resume from another checkpoint (`resume_from_checkpoint=True` finds the newest whole one "
+            f"in `output_dir`){remedy}."
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
@@ -256,19 +257,19 @@ class CheckpointMixin(Trainer):
         return self._eval_loader(dataset, is_argument=dataset is eval_dataset)
 
     def create_optimizer(self, model=None):
-        is_new = self.optimizer is None
+        is_new_optimizer = self.optimizer is None
         freeze(self.model, self.args.freeze)  # loading or enabling an adapter makes all its weights trainable
         optimizer = super().create_optimizer(model)
         check_rates(optimizer, self.lr_scheduler, self.args)
-        self._group_parameters(is_new)
-        if is_new and (self.args.freeze or self.args.learning_rates):
+        self._group_parameters(is_new_optimizer)
+        if is_new_optimizer and (self.args.freeze or self.args.learning_rates):
             if self.is_world_process_zero() and console_of(self.callback_handler.callbacks) is None:
                 show_parts(self.model, rates_of_parts(self.model, self.args))
         return optimizer
 
-    def _group_parameters(self, is_new: bool) -> None:
+    def _group_parameters(self, is_new_optimizer: bool) -> None:
         """Splits an optimizer's parameter groups by `learning_rates`, if the trainer made the optimizer."""
-        if is_new and self.args.learning_rates:
+        if is_new_optimizer and self.args.learning_rates:
             split_groups_by_rate(self.model, self.optimizer, self.args)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
@@ -316,17 +317,17 @@ class CheckpointMixin(Trainer):
             if not (folder / _REFERENCE).is_dir():
                 raise ValueError(
                     f"{folder} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
-                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
-                    "with it and without `save_only_model`, or set `sync_ref_model=False`."
+                    "`sync_ref_model` would start again from the initial reference. Resume from a checkpoint that was "
+                    "saved with `sync_ref_model` and without `save_only_model`, or set `sync_ref_model=False`."
                 )
             load_module(self.accelerator, self.ref_model, folder / _REFERENCE)
         if self.ema is not None:
             self.ema.follow(self.model)
             self.ema.load(folder, self.accelerator)
-        # If this run has more ranks than the previous run, ranks without a file read rank 0's, which also has the
-        # state that all ranks share
-        indices, classes = (self.accelerator.process_index, 0), self._saved_classes
-        state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
+        # Each rank has its file. If this run has more ranks than the previous run, further ranks read the file of rank
+        # 0, for the state that all ranks share
+        indices = (self.accelerator.process_index, 0)
+        state = next(filter(None, (load_rollout_state(folder, index) for index in indices)), None)
         if state is None:
             logger.warning(f"{folder} has no state of the rollouts; the run continues with new completions.")
         else:
@@ -343,17 +344,17 @@ class CheckpointMixin(Trainer):
         return {
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
-            "checked": self._checked_settings(),
+            "checked": self._checked_settings(),  # settings of the self-check's measurements
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
-            # For each model, the ways to join the cached outputs of its frozen modules. The first forward of several
-            # prompts tries the ways, and keeps one whose results match
+            # For each model, how outputs of frozen modules, cached per prompt, are joined to a batch. The first
+            # forward of several prompts tries each way, and keeps one with the result of encoding them together
             "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metrics["train"].update(state["metrics"])
-        if state["checked"] == self._checked_settings():  # else the self-check runs anew
+        if state["checked"] == self._checked_settings():  # with other settings, the self-check runs anew
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
         self._stream.load_state_dict(state["rows"])
@@ -392,10 +393,11 @@ class CheckpointMixin(Trainer):
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        # `from_pretrained` can't read shards, so a checkpoint that holds the model alone, or is published, has whole
-        # weights. Other checkpoints get their shards from `Trainer`, with those of the optimizer
-        saves_unsharded = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not saves_unsharded:
+        # `from_pretrained` can't read shards, so a checkpoint of the model alone, or one that is published, has whole
+        # weights. For other checkpoints, `Trainer` later writes the shards of model and optimizer
+        needs_whole_weights = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        is_checkpoint = folder.parent.name == PARTIAL  # other internal calls save models outside of checkpoints
+        if is_checkpoint and writes_shards(self.accelerator) and not needs_whole_weights:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with saving_whole_weights(self.accelerator):
@@ -437,7 +439,8 @@ class CheckpointMixin(Trainer):
                     # A checkpoint that is being pushed stays until a later save
                     if checkpoint != self._pushed_checkpoint or not is_running(self.push_in_progress):
                         checkpoint.rename(temporary_folder / checkpoint.name)
-                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes the rest
+                # The next save removes files that can't be removed now
+                shutil.rmtree(temporary_folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             self._publish_checkpoint(target)
@@ -454,7 +457,7 @@ class CheckpointMixin(Trainer):
             self._save_rng_state(str(folder))
             self._save_state(folder)
             if args.should_save:
-                save_parts(folder, args)
+                save_options_of_parts(folder, args)
         self.accelerator.wait_for_everyone()
         if args.should_save:
             export_state(state.stateful_callbacks, [*self.callback_handler.callbacks, self.control])
@@ -553,8 +556,9 @@ class CheckpointMixin(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Returns the gradient's norm. Skips the update if the gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        counts = self.state.global_step, self._n_skipped, self._max_skipped
-        is_skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *counts)
+        is_skipped, self._n_skipped = skip_broken_update(
+            norm, self.optimizer, self.accelerator, self.state.global_step, self._n_skipped, limit=self._max_skipped
+        )
         self._metrics["train"]["skipped_updates"].append(float(is_skipped))
         return norm
 
