@@ -347,6 +347,23 @@ def test_interrupted_run_ends_with_a_checkpoint_without_traceback(tmp_path):
     assert line.startswith(f"Interrupted after step {checkpoint.name.partition('-')[2]}. Resume with: ")
 
 
+# Runs a command, or a launched script that fails on its options, and prints whether its imports are collected
+COLLECTED = """
+import atexit, gc, runpy, sys
+from trl_multimodal_rft.cli import main
+gc.unfreeze()  # the process that was forked
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000))
+name = sys.argv[1]
+main() if name == "families" else runpy.run_module("trl_multimodal_rft.cli.launched", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("words", [["families"], ["grpo", "--dataset_name", "none", "--no_such_option"]])
+def test_imports_of_commands_are_not_searched_for_garbage(words):
+    run = forked.run([sys.executable, "-c", COLLECTED, *words], capture_output=True)
+    assert run.stdout.splitlines()[-1] == "True True", run.stderr
+
+
 def test_only_a_lost_pipe_of_the_output_ends_a_command_quietly(monkeypatch):
     words = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "families"]
     read, write = os.pipe()

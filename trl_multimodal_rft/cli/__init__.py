@@ -7,7 +7,9 @@ import signal
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+from ..lazy import uncollected_imports
 from ..spelling import did_you_mean
 from ..versions import check_versions
 from . import parsers
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv (`Sequence[str]`, *optional*):
             Name of the command and its arguments. Defaults to the arguments of the process.
     """
+    imports = uncollected_imports() if argv is None else nullcontext()
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else None
     if name not in COMMANDS:
@@ -47,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_names(args)
             module = "suggest" if getattr(args, "suggest", False) else name  # `--suggest` is an option of `estimate`
             folder = "..extras" if name in EXTRAS else ""
+            with imports:
+                command = importlib.import_module(f"{folder}.{module}", __name__)
             try:
-                importlib.import_module(f"{folder}.{module}", __name__).run(args)
+                command.run(args)
             finally:
                 sys.stdout.flush()
     except KeyboardInterrupt:

@@ -4,13 +4,16 @@
 import importlib
 import sys
 
+from ..lazy import uncollected_imports
 from .errors import write_input_error
 
 
 if __name__ == "__main__":
     try:
-        script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
-        script.main(*importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:]))
+        with uncollected_imports():
+            script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
+            arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
+        script.main(*arguments)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

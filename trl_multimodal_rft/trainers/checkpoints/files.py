@@ -4,7 +4,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,7 @@ def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[s
     torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
 
 
-def load_rollout_state(
-    checkpoint: str | Path, process_index: int, classes: Sequence[type] = SAVED_CLASSES
-) -> dict[str, Any] | None:
+def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, Any] | None:
     """
     Loads onto the CPU the state that [`save_rollout_state`] saved, without running code in the file.
 
@@ -141,7 +139,7 @@ def load_rollout_state(
     path = Path(checkpoint, f"rollout_state_{process_index}.pt")
     if not path.exists():
         return None
-    with torch.serialization.safe_globals([*classes]):
+    with torch.serialization.safe_globals([*SAVED_CLASSES]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
