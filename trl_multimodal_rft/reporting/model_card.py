@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Model cards: training, versions, and code to run the model."""
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import yaml
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState, TrainingArguments, is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
@@ -173,11 +174,21 @@ def quick_start(
     """Returns code that prompts a model, or scores completions with a reward model. Users add media files."""
     # The parameters of this function are the variables of the templates
     values = {**locals(), "template_kwargs": template_kwargs or {}}
-    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    template_name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
+    return _template(template_name, strips_blocks=True).render(values)
+
+
+# Each checkpoint has a card, so templates are compiled, and versions read, only once
+_version = functools.cache(version)
+
+
+@functools.cache
+def _template(name: str, strips_blocks: bool = False) -> Template:
+    """Returns a template of this package. With `strips_blocks`, lines of blocks alone leave no empty lines."""
+    environment = Environment(trim_blocks=strips_blocks, lstrip_blocks=strips_blocks)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
-    template_name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
-    return environment.from_string(_TEMPLATES.joinpath(template_name).read_text(encoding="utf-8")).render(values)
+    return environment.from_string(_TEMPLATES.joinpath(name).read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -225,9 +236,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     # The card shows the prompt if it is the same in all rows. Different prompts are data, which a card must not show.
     conversations = run.notes.conversations
     shared = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
-    card = ModelCard.from_template(
-        data,
-        template_path=str(_TEMPLATES / "model_card.md"),
+    text = _template("model_card.md").render(
+        card_data=data.to_yaml(),
         model_name=in_text(name),
         base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
@@ -254,13 +264,13 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
         curves=CURVES if (folder / CURVES).exists() else None,
         folders=run.folders,
-        versions=[(name, version(package)) for name, package in packages.items()],
+        versions=[(name, _version(package)) for name, package in packages.items()],
         trainer_name=run.trainer_name,
         paper=Paper(run.paper["title"], run.paper["id"]).link,
         citation=run.paper["citation"],
         self_check=run.self_check,
     )
-    card.save(path)
+    ModelCard(text).save(path)
 
 
 def _dashboards() -> list[tuple[str, str]]:
