@@ -21,10 +21,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def python_command(script: Sequence[str | Path], processes: int = 1) -> list[str]:
-    """Returns a command for a script with arguments."""
+def python_command(script: Sequence[str | Path], processes: int = 1, is_group: bool = False) -> list[str]:
+    """Returns a command for a script with arguments. `is_group` starts a process group even of one process."""
     launcher = []
-    if processes > 1:
+    if processes > 1 or is_group:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     return [sys.executable, *launcher, *map(str, script)]
