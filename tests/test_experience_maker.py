@@ -454,7 +454,7 @@ def test_group_shares_one_encoded_prompt():
     [
         *[(TEXT, {name: 2}, f"`{name}` is no option") for name in ("max_new_token", "num_return_sequences", "gama")],
         ([TEXT[0], "What is in <|image_pad|>?"], {}, "Prompt 1 is text with placeholders"),
-        ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*placeholder without image"),
+        ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*the placeholder has no image"),
         ([{"prompt": question("Is there?"), "image": "nowhere.png"}], {}, "row 0, column 'image': no such file"),
         ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], {}, "row 0, column 'images"),
     ],
@@ -601,8 +601,8 @@ def test_errors_of_reward_recipes():
     for labels, label_map, error in (
         (["both", "neither", "one"], both_known, r"Sample 3 has the label 'neither'.*\['both', 'one'\]"),
         ([None] * 3, both_known, "Sample 0 has the label None"),
-        (["one"] * 3, {"helpful": 0}, "asks for 'harmless', which `reward_fn_label_map` doesn't know"),
-        (["both"] * 3, None, "`reward_recipe` asks for 'helpful'"),
+        (["one"] * 3, {"helpful": 0}, "uses 'harmless', but `reward_fn_label_map` has only"),
+        (["both"] * 3, None, "`reward_recipe` uses 'helpful'"),
     ):
         rows = [{"prompt": prompt, "kind": label} for prompt, label in zip(TEXT, labels, strict=True)]
         arguments = {"reward_fn": None, "reward_recipe": recipe, "reward_fn_label_map": label_map}

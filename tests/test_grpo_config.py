@@ -61,9 +61,9 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
         ({"loss_type": "x"}, "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo'"),
         ({"loss_type": "DR-GRPO"}, "got 'DR-GRPO'. Did you mean `dr_grpo`?"),
-        ({"loss_type": "GSPO"}, "is spelled otherwise here: set `importance_sampling_level='sequence'`"),
-        ({"loss_type": "ppo"}, "is spelled otherwise here: set `loss_type='grpo'`"),
-        ({"loss_type": "rloo"}, "is spelled otherwise here: set `advantage_estimator='rloo'`."),
+        ({"loss_type": "GSPO"}, "There is no `loss_type='GSPO'`. Instead, set `importance_sampling_level='sequence'`"),
+        ({"loss_type": "ppo"}, "Instead, set `loss_type='grpo'`"),
+        ({"loss_type": "rloo"}, "Instead, set `advantage_estimator='rloo'`."),
         ({"advantage_estimator": "group-norm"}, "got 'group-norm'. Did you mean `group_norm`?"),
         ({"importance_sampling_level": "group"}, "`importance_sampling_level` must be one of 'token', 'sequence'"),
         *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
@@ -152,13 +152,13 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         *(
             (
                 {"loss_type": "gmpo", "use_vllm": True, "vllm_importance_sampling_mode": f"token_{kind}"},
-                "`loss_type='gmpo'` weighs whole completions",
+                "`loss_type='gmpo'` needs the importance ratios of completions",
             )
             for kind in ("mask", "truncate")
         ),
         (
             {"loss_type": "vespo", "use_vllm": True},
-            "`loss_type='vespo'` weighs whole completions",
+            "`loss_type='vespo'` needs the importance ratios of tokens",
         ),
         ({"dynamic_sampling": True}, "`dynamic_sampling` must be a number, got True"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
@@ -171,7 +171,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"dynamic_sampling_range": [0.1, 0.9]}, "no effect without `dynamic_sampling` or `replay_buffer_size`"),
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
-        ({"difficulty_sampling": True, "shuffle_dataset": False}, "which `shuffle_dataset=False` asks to keep"),
+        ({"difficulty_sampling": True, "shuffle_dataset": False}, "`shuffle_dataset=False` keeps the dataset's"),
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
         ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups, which"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
@@ -344,8 +344,8 @@ def rollout(prompts, trainer):
 @pytest.mark.parametrize(
     "options, arguments, message",
     [
-        ({"dynamic_sampling": 4}, {"rollout_func": rollout}, "use one or the other"),
-        ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "use one or the other"),
+        ({"dynamic_sampling": 4}, {"rollout_func": rollout}, "set both options to 0, or leave these arguments out"),
+        ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "`replay_buffer_size` exchange groups of the dataset"),
         (
             {"dynamic_sampling": 4},
             {"train_dataset": STREAM},

@@ -603,7 +603,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         folder.mkdir()
         output = launch("processes", folder, processes)
         assert (
-            output.count("Of 3 prompts with media in the table of completions, the first 2 are logged with them") == 1
+            output.count("Of 3 prompts with media in the table of completions, only the first 2 are logged with") == 1
         )
         names = sorted(path.name for path in (folder / "all" / "_private" / "completions").iterdir())
         assert names == [f"completions_{step:05d}.parquet" for step in (1, 2, 3)]

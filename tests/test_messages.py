@@ -233,8 +233,8 @@ def test_arguments_of_another_type(kind, refused, rows):
     splits = DatasetDict(train=rows, test=rows)
     for name, value, message in [
         ("model", hf.Qwen2_5_VLForConditionalGeneration, "ForConditionalGeneration.from_pretrained(...)`."),
-        ("model", Path("models"), "`model` is a PosixPath; pass a name or folder as a text, or a model."),
-        ("model", None, "`model` is a NoneType; pass a name or folder"),
+        ("model", Path("models"), "`model` is a PosixPath; pass a name or a folder as a string, or a model."),
+        ("model", None, "`model` is a NoneType; pass a name or a folder"),
         ("processing_class", hf.AutoProcessor, "`processing_class` is the class AutoProcessor; pass an instance"),
         ("args", CONFIGS[kind], f"`args` is the class {CONFIGS[kind].__name__}; pass an instance, such as `Multi"),
         ("train_dataset", splits, "DatasetDict with the splits 'train', 'test'; pass one of them, such as `dataset["),
@@ -331,7 +331,9 @@ def test_model_without_its_processor(tmp_path, rows):
     with pytest.raises(OSError, match=message):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
     load("qwen2_5_vl")[1].tokenizer.save_pretrained(folder)
-    with pytest.raises(OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save that of"):
+    with pytest.raises(
+        OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save the base model's"
+    ):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
 
 
@@ -377,7 +379,9 @@ def test_videos_of_different_lengths():
 
 def test_adapter_without_a_base(tmp_path):
     LoraConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="The adapter .* names no base; set `base_model_name_or_path` in its config."):
+    with pytest.raises(
+        ValueError, match="The adapter .* names no base model; set `base_model_name_or_path` in its config."
+    ):
         load_trained(str(tmp_path))
 
 
@@ -398,7 +402,7 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
     trainer = TRAINERS[kind](model, args=args, train_dataset=rows, processing_class=processor, **arguments)
     trainer.train()
     (warning,) = [each.message for each in caplog.records if "max_position_embeddings" in each.message]
-    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 of the model", warning).groups()
+    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 that", warning).groups()
     assert number in "12" and int(taken) > 100
 
 

@@ -609,7 +609,7 @@ def test_reward_recipe(serve, tmp_path):
     (request,) = server.requests
     assert request["labels"] == ["even"] * 4 + ["odd"] * 4
     assert [len(images) for images in request["images"]] == [1] * 8
-    with pytest.raises(ValueError, match="label 'unknown', which `reward_recipe` doesn't know"):
+    with pytest.raises(ValueError, match="label 'unknown', but `reward_recipe` has only"):
         rewarded(ppo, [{**answered(image_rows(1), "image")[0], "labels": "unknown"}])
 
 
