@@ -385,9 +385,9 @@ def test_placeholders_and_media_that_do_not_agree(name):
         lambda ids, **media: actor.generate(ids, **media, max_new_tokens=2),
     ):
         call(batch.sequences, **batch.media)
-        with pytest.raises(MediaError, match=f"row 0 holds placeholders for {modality} but there is no {modality}"):
+        with pytest.raises(MediaError, match=f"row 0 holds placeholders for {modality}, but there is no {modality}"):
             call(batch.sequences)
-        with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder"):
+        with pytest.raises(MediaError, match=f"there is {modality}, but the sequences hold no placeholder"):
             call(torch.tensor([[60, 61, 62, 63]]), **batch.media)
 
 

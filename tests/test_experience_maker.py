@@ -750,7 +750,7 @@ def test_errors_of_makers():
     words = load("qwen2_5_vl")[1]
     words.tokenizer.pad_token = None
     for options, error in (
-        ({"critic": Critic(), "advantage_estimator": "rloo"}, "'rloo'`: one was passed, which would not be used as"),
+        ({"critic": Critic(), "advantage_estimator": "rloo"}, "'rloo'` doesn't use the `critic`; pass `None`"),
         ({"arguments": {"remote_rm_url": []}}, "There is no source of reward"),
         ({"words": words}, "no token for padding; set its `pad_token`"),
         ({"soft_overlong_cache": 0}, "`soft_overlong_cache` must be at least 1"),
@@ -760,7 +760,7 @@ def test_errors_of_makers():
     with pytest.raises(ValueError, match="`soft_overlong_cache` counts from `max_new_tokens`"):
         make(policy=fresh(), soft_overlong_cache=2).make_experience_list(TEXT)
     arguments = actor(), None, None, None, processor().tokenizer, 8, None
-    with pytest.raises(ValueError, match="'gae'`: none was passed as `critic`"):
+    with pytest.raises(ValueError, match="'gae'` needs a `critic`; pass one"):
         NaiveExperienceMaker(*arguments, ExperienceConfig("gae"), reward_fn=by_length)
 
 

@@ -403,15 +403,15 @@ def test_patterns_win_over_parts_and_the_first_over_others(tmp_path):
         ({"learning_rates": {"audio_tower": 1e-5}}, "`learning_rates` names the part 'audio_tower', which .* lacks"),
         (
             {"learning_rates": {"projector": 1e-5}, "freeze": "projector"},
-            "has a rate for 'projector', in which nothing is trained",
+            "has a rate for 'projector', but no weight is trained",
         ),
-        ({"learning_rates": {"model.visual": 1e-5, "vision_tower": 1e-6}}, "has a rate for 'vision_tower', in which"),
+        ({"learning_rates": {"model.visual": 1e-5, "vision_tower": 1e-6}}, "has a rate for 'vision_tower', but no"),
         (
             {
                 "learning_rates": {"vision_tower": 1e-6},
                 "objects": {"peft_config": LoraConfig(target_modules=["q_proj"])},
             },
-            "has a rate for 'vision_tower', in which nothing is trained",
+            "has a rate for 'vision_tower', but no weight is trained",
         ),
     ],
 )

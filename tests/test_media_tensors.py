@@ -158,12 +158,12 @@ def test_placeholders_without_media_and_media_without_placeholders(name):
     for index, prompt in enumerate(prompts):
         for modality in modalities(prompt):
             own = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
-            with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
+            with pytest.raises(MediaError, match=f"there is {modality}, but the sequences hold no placeholder for it"):
                 split_media(model, [torch.tensor([60, 61, 62])], own)
             media = {key: value for key, value in prompt.media.items() if modality_of(key) != modality}
             rows = [ids_of(prompts)[-1][-3:], prompt.input_ids]  # text comes first
             kinds = "image|video" if name == "glm4v" else modality
-            with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}) but there is no ({kinds})"):
+            with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}), but there is no ({kinds})"):
                 split_media(model, rows, media)
             with pytest.raises(MediaError, match="row 1 holds"):
                 split_media(model, rows, media)

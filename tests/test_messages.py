@@ -77,7 +77,7 @@ WRONG = [
     ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
 ]
 WRONG_WHERE_SAMPLED = [
-    ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
+    ({"temperature": 0}, "`temperature` must be above 0, got 0; set a low temperature such as 0.1, since compl"),
     ({"temperature": None}, "`temperature` must be above 0, got None; "),
     ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
     ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
@@ -247,7 +247,7 @@ def test_arguments_of_another_type(kind, refused, rows):
             "got a dict of columns; pass `Dataset.from_dict(columns)`.",
         ),
         ("train_dataset", {"train": [{"prompt": "A cat?"}]}, "got a dict with the splits 'train'; pass one of them"),
-        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
+        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)` with a f"),
         ("train_dataset", (row for row in rows), "got a generator; pass `Dataset.from_generator(rows)`"),
         ("train_dataset", map(dict, rows), "got a map; pass `Dataset.from_list(list(rows))`."),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
@@ -264,7 +264,7 @@ def test_arguments_of_another_type(kind, refused, rows):
 
 
 def test_references_that_are_no_models(refused):
-    for value, remedy in (("models/a", "pass a model, as `from_pretrained` "), (config("dpo"), "pass it as `args`.")):
+    for value, remedy in (("models/a", "pass a loaded model, or leave "), (config("dpo"), "pass it as `args`.")):
         message = f"`ref_model` is of type {type(value).__name__}; {remedy}"
         assert all(message in refused(kind, TypeError, ref_model=value) for kind in ("dpo", "grpo", "ppo"))
 
@@ -358,7 +358,7 @@ def test_errors_of_a_tokenizer_stay(tmp_path):
 
 def test_model_without_its_head(refused):
     models = hf.AutoModel.from_pretrained(saved("qwen2_5_vl")), load_reward_model(saved("qwen2_5_vl"))
-    message = " has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGeneration."
+    message = " has no LM head; pass the model's name or folder, or load it as Qwen2_5_VLForConditionalGeneration."
     for kind, model in itertools.product(("grpo", "sft", "dpo"), models):
         assert type(model).__name__ + message in refused(kind, ValueError, model=model)
 

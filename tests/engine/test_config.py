@@ -50,10 +50,10 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 4
 
     four = [{"prompt": "a"}, {"prompt": "b", "images": [image(56, 56, seed=i)["image"] for i in range(4)]}]
-    with pytest.raises(MediaError, match=r"row 1: .*'image', 4 of them.*started for 3.*limit_mm_per_prompt.*: 4"):
+    with pytest.raises(MediaError, match=r"row 1: .* 4 media .*'image'.*started for 3.*limit_mm_per_prompt.*: 4"):
         answers(trainer, four)
     shown = with_media(text_rows(1), "video", [video(4, 56, 56)["video"]])
-    with pytest.raises(MediaError, match=r"row 0: .*'video', 1 of them.*started for 0"):
+    with pytest.raises(MediaError, match=r"row 0: .* 1 media .*'video'.*started for 0"):
         answers(trainer, shown)
     long = [{"prompt": " ".join(["bird"] * 90), **image_rows(1).select_columns("image")[0]}]
     with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens.* in the 96 .*vllm_max_model_length"):
