@@ -49,7 +49,7 @@ _TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
 MAX_PROMPTS = 8  # maximum number of prompts in a table whose media are shown: the first prompts that have media
-MAX_BYTES = 32e6  # maximum size of the media of a prompt, or the prompt's media aren't shown
+MAX_BYTES = 32e6  # maximum size of a prompt's media in bytes; the media of a prompt with more aren't shown
 
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]

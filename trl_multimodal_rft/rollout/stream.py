@@ -445,7 +445,7 @@ class RowStream:
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
-        """Returns the time limit in seconds for a row's media: equal times to download, unpack and decode one."""
+        """Returns a row's time limit in seconds: `media_timeout` to download, to unpack and to decode each medium."""
         chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have neither column
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})

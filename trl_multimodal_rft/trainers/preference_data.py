@@ -103,7 +103,7 @@ class PreferenceCollator(SupervisedCollator):
         }
 
     def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
-        """Returns a row as a pair that isn't cut, with checked token ids. `whole` is as for `encode_preference`."""
+        """Returns a row as a pair that isn't cut, with checked ids. With `whole`, texts are tokenized as a whole."""
         pair = self._encoder_of(row).encode_preference(row, whole=whole)
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
@@ -167,8 +167,8 @@ class PreferenceCollator(SupervisedCollator):
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
         """
-        Adds the prompt under the view to the pair of row `i`, if the view applies to its media. `rows` and their
-        `messages` are those of the micro-batch, if the view takes media of another row.
+        Adds the prompt under the view to the pair of row `i`, if the view applies to its media. `rows` is the whole
+        micro-batch if the view takes media of another row, and then needs the rows' `messages`; else the row alone.
         """
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
