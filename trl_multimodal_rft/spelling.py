@@ -237,7 +237,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     try:
         target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
-        # Names in the module, or those of the error, of which there are none, if the module can't be imported
+        # Names in the module. If it can't be imported, the names of the error stand in, and are none.
         suggestion = did_you_mean(function, vars(sys.modules.get(module, error)))
         # The module itself is missing, and not a module that it imports
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
