@@ -523,7 +523,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (Dataset.from_list([]), {}, "train dataset has no rows"),
         (None, {}, "`train_dataset` is required"),
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no effect in DPO here"),
-        (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
+        (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` updates"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
         (text_pairs(2), {"rejected_view": "mask_patch"}, "Did you mean `mask_patches`"),
         (text_pairs(2), {"rejected_view": "blank(anchor_coeff=2.0)"}, "Did you mean `anchor_coef`"),
@@ -532,7 +532,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (
             text_pairs(2),
             {"rejected_view": "other_row", "precompute_ref_log_probs": True},
-            "'other_row' takes its media from the rows of a micro-batch",
+            "'other_row' takes media from other rows of the micro-batch",
         ),
     ],
 )

@@ -105,7 +105,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"scale_rewards": "none", "advantage_estimator": function}, "`scale_rewards='none'` applies to"),
         *(
-            ({**SUM, **options}, "`multi_objective_aggregation='normalize_then_sum'` normalizes each")
+            ({**SUM, **options}, "`multi_objective_aggregation='normalize_then_sum'` normalizes the")
             for options in (
                 {"advantage_estimator": "rloo"},
                 {"reward_running_scale": True},
@@ -141,7 +141,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
         *(
-            ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips tokens")
+            ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips the ratios of")
             for name in ("cpgd", "gmpo", "dual_clip")
         ),
         *(
@@ -173,10 +173,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
         ({"difficulty_sampling": True, "shuffle_dataset": False}, "`shuffle_dataset=False` keeps the dataset's"),
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
-        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups, which"),
+        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups between"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
-        ({**STEPS, "reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_cl"),
-        ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps, which"),
+        ({**STEPS, "reward_running_scale": True}, "reads rewards of steps. `reward_running_scale`, `reward_cl"),
+        ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps. "),
         *(
             ({**STEPS, **option}, "gives one per token. Use another estimator")
             for option in ({"importance_sampling_level": "sequence"}, {"loss_type": "gmpo"})
@@ -226,11 +226,11 @@ def test_truncated_sampling_is_logged_where_vllm_is_corrected_for(config_class, 
     ):
         assert not warned
         setup.warn_of_excluded_tokens(config_class("out", use_cpu=True, bf16=False, **options))
-    assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in warned[0]
+    assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM's log-prob" in warned[0]
 
 
 def test_config_of_rloo_refuses_estimators():
-    with pytest.raises(ValueError, match="`advantage_estimator` can't be chosen. Use `MultimodalGRPOTrainer`"):
+    with pytest.raises(ValueError, match="remove `advantage_estimator`, or use `MultimodalGRPOTrainer`"):
         MultimodalRLOOConfig("out", use_cpu=True, bf16=False, advantage_estimator="rloo")
 
 
@@ -304,7 +304,7 @@ def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
     assert not config_class("out").bf16
-    assert "`bf16` is `False` and the run in float32" in caplog.text
+    assert "`bf16` is set to `False`: the run uses float32" in caplog.text
     caplog.clear()
     with pytest.raises(ValueError, match="none is here; leave `bf16` out to train in float32"):
         config_class("out", bf16=True)

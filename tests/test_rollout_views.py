@@ -364,7 +364,7 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
         ({"rollout_view": "mask_patches(schedule='cosine')"}, "There is no schedule 'cosine'"),
         (
             {"contrast_view": "blank", "multi_objective_aggregation": "normalize_then_sum"},
-            "which change their sum",
+            "which change the sum",
         ),
     ],
 )

@@ -362,7 +362,7 @@ def test_environments_reward_turns_and_rloo_their_sum():
 @pytest.mark.parametrize("estimator", ["turn_norm", "gigpo", "ps_grpo"])
 def test_estimators_of_steps_need_rewards_along_completions(estimator, tmp_path):
     options = {"reward": outcome, "advantage_estimator": estimator}
-    with pytest.raises(ValueError, match="reads rewards along completions, and the first batch has none; let a"):
+    with pytest.raises(ValueError, match="reads rewards of steps, and the first batch has none; let a"):
         make_trainer(Recorded, "qwen2_5_vl", image_rows(), tmp_path, **options).train()
     if estimator == "gigpo":  # whose second term compares discounted outcomes of turns
         assert len(train(**options).trainer.draws) == 1
