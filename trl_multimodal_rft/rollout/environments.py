@@ -209,7 +209,7 @@ def _make_environment(factory: Callable[[], Any]) -> Any:
     except TypeError as error:
         name = getattr(factory, "__name__", type(factory).__name__)
         raise TypeError(
-            f"`environment_factory` {name!r} is called without arguments, which fails ({error}); pass "
+            f"`environment_factory` {name!r} is called without arguments and fails ({error}); pass "
             f"`functools.partial({name}, ...)`."
         ) from None
     except ValueError:  # some builtins have no signature
