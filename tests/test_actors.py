@@ -439,7 +439,7 @@ def test_the_mask_of_audio_travels():
         call(actor, **options)
         with pytest.raises(MediaError, match="^row 0 .* don't add up .* mask of frames as `audio_attention_mask`"):
             call(actor, audio_attention_mask=None, **options)
-        with pytest.raises(MediaError, match="^there is audio but no `feature_attention_mask`; pass what"):
+        with pytest.raises(MediaError, match="^there is audio but no `feature_attention_mask`; pass the processor's"):
             call(actor, audio_values=None, audio_attention_mask=None, input_features=features, **options)
     with pytest.raises(MediaError, match="there is no audio; pass it"):
         short.score(actor, audio_values=None)
@@ -1032,7 +1032,7 @@ def test_trainers_refuse_actors_of_another_objective(tmp_path):
 
     with pytest.raises(ValueError, match="made for temperature 0.5, but `temperature` is 1.0; make them equal"):
         trainer({"temperature": 0.5})
-    with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2`; set `top_entropy_quantile`"):
+    with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2`; set `top_entropy_quantile=0.2`"):
         trainer({"high_entropy_token_ratio": 0.2})
     options = {"temperature": 0.5, "top_entropy_quantile": 0.2}
     assert trainer({"temperature": 0.5, "high_entropy_token_ratio": 0.2}, **options).temperature == 0.5

@@ -1011,7 +1011,7 @@ def test_errors_of_the_constructor(tmp_path):
             {"config": {"shared_trunk": True}},
             "`shared_trunk` of `strategy` has no effect in .*; remove it, or use `Multi",
         ),
-        ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*; pass `top_p` to the trainer itself"),
+        ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*, or pass it to `PPOTrainerVL` itself"),
         ({"config": {"top_entropy_quantile": 0.2}}, "make the actor with `high_entropy_token_ratio=0.2`"),
         ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
         ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),

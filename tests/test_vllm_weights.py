@@ -292,7 +292,7 @@ def adapted(family, **settings):
 def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
     """Covers the layers of the same names, with any scales and ranks."""
     if family in NO_ADAPTER:
-        with pytest.raises(ValueError, match="it has `target_parameters="):
+        with pytest.raises(ValueError, match="its config has `target_parameters="):
             EngineAdapter(adapted(family), Accelerator(cpu=True))
         return
     model = adapted(family, r=4, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 16})

@@ -220,7 +220,7 @@ def changed(info, **settings):
 def test_refused_servers(client, omni, tmp_path):
     info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
     check_server_settings(client, info, config.thinker_config, "float32")
-    with pytest.raises(ValueError, match="computes in float32 and the trainer in bfloat16.*`--dtype bfloat16`"):
+    with pytest.raises(ValueError, match="computes in float32, and the trainer in bfloat16.*`--dtype bfloat16`"):
         check_server_settings(client, info, config, "bfloat16")
     with pytest.raises(ValueError, match="returns raw_logprobs.*`--logprobs-mode processed_logprobs`"):
         check_server_settings(client, changed(info, logprobs_mode="raw_logprobs"), config, "float32")

@@ -538,8 +538,7 @@ class _Check(Measure):
                     self.fall_back(problem, "padded rows", packing=packed)
                 return difference
         raise self.inexact_error(
-            f"scores of several prompts differ by {difference:.0e} from scores of single prompts, even with one "
-            "prompt per forward"
+            f"batching prompts changes log-probabilities by {difference:.0e}, even with one prompt per forward"
         )
 
 
