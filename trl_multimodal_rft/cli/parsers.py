@@ -125,7 +125,8 @@ def estimate(parser: Parser) -> None:
     add("--strategy", choices=[*SHARDS], default="single", help="sharding of weights, gradients and optimizer state")
     add("--gpus", type=int, default=1, help="number of GPUs")
     add("--gpu_memory", type=float, default=80, help="memory of each GPU in GiB")
-    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO needs as much memory as GRPO")
+    trainer_help = "trainer of the run; RLOO needs as much memory as GRPO"
+    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help=trainer_help)
     add("--prompt_tokens", type=int, default=1152, help="minimum tokens of a prompt, media included")
     add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
     add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
@@ -141,11 +142,11 @@ def estimate(parser: Parser) -> None:
         "--vllm_mode",
         choices=("colocate", "server"),
         default="colocate",
-        help="vLLM shares the GPUs of training, or has others",
+        help="whether vLLM shares the GPUs of training, or has others",
     )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="find a run that fits, and print its config for `--config` of the run")
+    add("--suggest", action="store_true", help="find a run that fits, and print a file for its `--config`")
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
