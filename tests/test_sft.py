@@ -429,7 +429,7 @@ WRONG = {
     "media of the assistant": (
         {"messages": [say("user", "Is it?"), say("assistant", "<image>")], "image": image(56, 56)["image"]},
         {},
-        "row 0, column 'image': assistant messages are text",
+        "row 0, column 'image': assistant messages must be text",
     ),
     "too long": (
         {"prompt": "What is it?", "completion": "A cat.", "image": image(112, 112)["image"]},

@@ -248,7 +248,7 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ),
         (
             {"prompt": "?", "completion": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-            "row 1, .*: assistant messages are text",
+            "row 1, .*: assistant messages must be text",
         ),
     ],
 )
