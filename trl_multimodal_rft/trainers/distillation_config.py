@@ -50,7 +50,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         student_view (`str`, *optional*):
             View under which the student samples and is trained; the teacher sees the media as they are.
         self_teacher (`str`, *optional*, defaults to `"current"`):
-            Weights of the student with which it is its own teacher, if there is no other teacher. `"current"` takes
+            Weights with which the student is its own teacher, if there is no other teacher. `"current"` takes
             the weights at each update, without a gradient. `"base"` takes the weights without the adapter, which don't
             change. `"ema"` takes an exponential moving average of the weights. Its setting `rate`, as in
             `"ema(rate=0.05)"`, is the share of the student's weights in the average after each update, as in TRL's

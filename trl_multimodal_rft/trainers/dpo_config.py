@@ -18,7 +18,7 @@ _UNUSED_OPTIONS = {
     "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
     "truncation_mode": (("keep_start",), "prompts have media, which aren't cut"),
     "precompute_ref_batch_size": ((None,), "the reference scores batches of `per_device_eval_batch_size`"),
-    "label_smoothing_factor": ((0.0,), "DPO's is `label_smoothing`"),
+    "label_smoothing_factor": ((0.0,), "DPO's own option is `label_smoothing`"),
 }
 
 

@@ -234,8 +234,8 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     if is_launched_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
             "`accelerate launch` was to start several processes, but a config with `distributed_type: 'NO'`, such as "
-            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, on the CPU with "
-            "`ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
+            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, and on the CPU "
+            "also set `ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
             "`MASTER_ADDR`."
         )
     if args.n_gpu > 1:

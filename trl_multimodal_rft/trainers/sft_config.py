@@ -18,7 +18,10 @@ _UNUSED_OPTIONS = {
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "only its entry `skip_prepare_dataset` is known",
     ),
-    "shuffle_dataset": ((False,), "each epoch has another random order; `dataset.shuffle()` does it beforehand"),
+    "shuffle_dataset": (
+        (False,),
+        "each epoch has another random order anyway; to shuffle before, call `dataset.shuffle()`",
+    ),
     "packing_strategy": (("bfd",), "rows are packed whole, and never cut"),
     "padding_free": ((False,), "`packing=True` lays rows out without padding"),
     "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
