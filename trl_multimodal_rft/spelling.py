@@ -252,5 +252,5 @@ def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> N
     """Raises a `ValueError` if one of `names` is among `used`, so that no function silently replaces another."""
     if duplicates := sorted({*names} & {*used}):
         raise ValueError(
-            f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."
+            f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another name."
         )

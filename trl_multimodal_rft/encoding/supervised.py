@@ -190,8 +190,8 @@ class SupervisedEncoder:
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
-        Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last
-        message, which must be the assistant's.
+        Encodes rows of `ptx_dataset`: prompts with their media, and the completions to learn. The completion of
+        `messages` is the last message, which must be the assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
