@@ -446,9 +446,9 @@ class _Check(Measure):
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
         """
-        Returns completions with their true log-probabilities, see [`SelfCheck`]. These are the forward's if sampled
-        log-probabilities confirm them, or if the prompt has an engine's positions, which `generate` doesn't take.
-        Otherwise, they are those of `generate`, if it returns logits.
+        Returns completions with their true log-probabilities, see [`SelfCheck`]. The model's own forward computes them
+        if sampled log-probabilities agree with it, or if the prompt has an engine's positions, which `generate` can't
+        take. Otherwise, `generate` computes them, unless it returns no logits.
         """
         inputs = self.model_inputs(target.plain, target.prompt)
         forward = functools.partial(self.model_logps, inputs, target.prompt, ids)

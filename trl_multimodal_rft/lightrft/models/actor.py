@@ -165,7 +165,7 @@ class Actor(nn.Module):
             lora_settings = {"r": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
             model = _add_lora(base, lora_settings, target_modules, frozen_towers)
         elif target_modules is not None:
-            raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0, or remove them.")
+            raise ValueError("`target_modules` have no effect without LoRA; set `lora_rank` above 0, or remove them.")
         self.model = model
         self.training = base.training
 
