@@ -140,8 +140,8 @@ def _on_labelled_rows(
             if label not in labels:
                 raise RowError(
                     position,
-                    f"column '{label_column}': the recipe has only the labels {sorted(labels)}, not {label!r}; add "
-                    "or correct it.",
+                    f"column '{label_column}': the recipe has no label {label!r}, only {sorted(labels)}; add or "
+                    "correct the label.",
                 )
         positions = [position for position, label in enumerate(row_labels) if label in weights]
         arguments = {
