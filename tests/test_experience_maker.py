@@ -599,7 +599,7 @@ def test_errors_of_reward_recipes():
     recipe = {"both": [("model", "helpful", 1.0), ("rule", "harmless", 0.5)], "one": [("model", "harmless", 2.0)]}
     both_known = {"helpful": 0, "harmless": 1}
     for labels, label_map, error in (
-        (["both", "neither", "one"], both_known, r"Sample 3 has the label 'neither'.*\['both', 'one'\]"),
+        (["both", "neither", "one"], both_known, r"Completion 3 has the label 'neither'.*\['both', 'one'\]"),
         ([None] * 3, both_known, "Sample 0 has the label None"),
         (["one"] * 3, {"helpful": 0}, "uses 'harmless', but `reward_fn_label_map` has only"),
         (["both"] * 3, None, "`reward_recipe` uses 'helpful'"),
