@@ -174,12 +174,12 @@ def test_what_comes_with_media_is_no_media():
     """With grid or mask alone, models process text without an error."""
     model, prompts = encoded("qwen2_5_vl")
     grid = {"image_grid_thw": prompts[0].media["image_grid_thw"]}
-    with pytest.raises(MediaError, match="no image; pass it"):
+    with pytest.raises(MediaError, match="no image; pass the image"):
         split_media(model, ids_of(prompts[:1]), grid)
     with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
         split_media(model, [torch.tensor([60])], grid)
     model, prompts = encoded("qwen2_audio")
-    with pytest.raises(MediaError, match="no audio; pass it"):
+    with pytest.raises(MediaError, match="no audio; pass the audio"):
         split_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
     # Pixels without the grid of a family that needs one
     model, prompts = encoded("qwen2_5_vl")
