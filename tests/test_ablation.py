@@ -138,7 +138,7 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
     result = evaluate(model, processor, pair, accuracy_reward, config)
     assert [row["completions_without"] for row in result.rows] == [[HIGH] * 2, [LOW] * 2, None]
     assert (result.metrics["audio_contribution"], result.metrics["audio_rows"]) == (1, 2)
-    with pytest.raises(MediaError, match="no other row has another audio"):
+    with pytest.raises(MediaError, match="no other row has a different audio"):
         evaluate(model, processor, [tones[1], tones[1]], accuracy_reward, config)
     with pytest.raises(ValueError, match="No row has media of the modality 'audio'"):
         evaluate(

@@ -391,7 +391,7 @@ def test_a_missing_file_names_row_and_column(make, columns, tmp_path):
 
 def test_what_reads_no_media_of_answers_says_so(tmp_path):
     rows = files(tmp_path)
-    message = "assistant messages are text here, as only DPO and reward models read media of answers"
+    message = "assistant messages must be text, as only DPO and reward models read media of answers"
     completions = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in rows]
     for trainer, config in ((MultimodalSFTTrainer, MultimodalSFTConfig), (MultimodalKTOTrainer, MultimodalKTOConfig)):
         with pytest.raises(MediaError, match=rf"row 0, column 'completion\[0\].content\[1\]': {message}"):
@@ -404,7 +404,9 @@ def test_what_reads_no_media_of_answers_says_so(tmp_path):
     ):
         dpo([alone], tmp_path).data_collator([alone])
     fewer = {**in_columns(rows)[0], "images": [str(tmp_path / "0.png")]}
-    with pytest.raises(MediaError, match="row 0, column 'images': 1 for 2 image placeholders in the messages"):
+    with pytest.raises(
+        MediaError, match="row 0, column 'images': has 1 images for 2 image placeholders in the messages"
+    ):
         dpo([fewer], tmp_path).data_collator([fewer])
     model, processor = ALL_FAMILIES["paligemma"].build()
     encoder = supervised.SupervisedEncoder(processor, model)

@@ -369,7 +369,9 @@ def test_attempts_fit_into_the_patience(monkeypatch):
         numbers.append(n)
         raise RequestLost("The server is gone.")
 
-    with pytest.raises(RuntimeError, match="is gone. It was asked 6 times; `vllm_server_timeout` bounds it"):
+    with pytest.raises(
+        RuntimeError, match="is gone. It was asked 6 times; check the server, or raise the limit `vllm_server_timeout`"
+    ):
         until_answered(attempt, 5.0, warnings.append)
     assert waits == [0.25, 0.5, 1.0, 2.0, 1.25] and numbers == [*range(6)] and len(warnings) == 5
     with pytest.raises(RuntimeError, match="asked 12 times"):

@@ -329,7 +329,7 @@ def test_geo3k(geo3k):
 def test_images_without_their_marks(geo3k):
     rows = Dataset.from_parquet(str(geo3k / "data" / "test-00000-of-00001.parquet"), cache_dir=str(geo3k / "cache"))
     rows.map(lambda row: {"problem": "<image>"}, load_from_cache_file=False).to_parquet(geo3k / "wrong.parquet")
-    with pytest.raises(ValueError, match="row 1, column 'images': 2 for 1 '<image>' in the text"):
+    with pytest.raises(ValueError, match="row 1, column 'images': has 2 images for 1 '<image>' in the text"):
         load_geo3k(geo3k / "wrong.parquet")
     rows.remove_columns("images").to_parquet(geo3k / "wrong.parquet")
     with pytest.raises(ValueError, match="row 0, column 'images': has no image for '<image>'"):

@@ -460,7 +460,7 @@ def frozen_models(folder, family: str = "granite_speech") -> dict:
         shutil.copy(path, files)
     model = ALL_FAMILIES[family].build()[0]
     models = {
-        "'.*both'; move `adapter_.*is_trainable=True": load_model(name, dtype=torch.float32),
+        "'.*both'; move the files `adapter_.*is_trainable=True": load_model(name, dtype=torch.float32),
         "load its adapter .* is_trainable=True": PeftModel.from_pretrained(copy.deepcopy(model), files),
         "call `model.requires_grad_": model.requires_grad_(False),
     }

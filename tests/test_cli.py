@@ -206,7 +206,7 @@ MISTAKES = [
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["grpo", *REWARD, "acuracy_reward"], 1, "no reward function 'acuracy_reward'"),
     (["sft", *MODEL, *ROWS, "--media_dir", "pictures"], 1, "pictures', which isn't a folder; correct it."),
-    (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no limit 'max_image'. Did you mean `max_im"),
+    (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
     ([*BATCH, "--num_processes", "3"], 1, "`per_device_train_batch_size=2` x `gradient_accumulation_steps=1` x 3 pr"),
     ([*BATCH, "--accelerate_config", "cpu"], 1, "Set `per_device_train_batch_size=4` or `gradient_accumulation_st"),
     ([*BATCH, "--generation_batch_size", "6", "--num_processes", "1"], 1, "Set `generation_batch_size=8`."),

@@ -323,7 +323,7 @@ def test_files_silence_and_repeated_rows(tmp_path, said):
 def test_prompts_that_open_thoughts(tmp_path, said):
     (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "Is there a cat?"}]}\n' * 2)
     shutil.copytree(saved("qwen3_5"), tmp_path / "model")
-    words = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs: 2 of 2 rows"
+    words = "Prompts that end with an open `<think>`, which rewards and logs put before completions: 2 of 2 rows"
     assert words not in said("qwen3_5", tmp_path / "rows.jsonl")
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))

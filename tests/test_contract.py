@@ -279,7 +279,7 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     assert f"trl 1.99.0 lacks {lost}" in error
     assert f"transformers {number} lacks `transformers.Trainer._init_training_state`; " in error
     pins = f'"transformers{bounds()["transformers"]}" "trl{bounds()["trl"]}"'
-    assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update it.")
+    assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update {PACKAGE}.")
 
 
 @pytest.mark.parametrize("name", [*CACHE_NAMES, "mems"])

@@ -241,7 +241,7 @@ ARGUMENTS = {
 def test_supervised_rows_have_no_arguments_of_the_call(name, media, tmp_path):
     """A row's template would replace the model's, and run for as long as it likes."""
     column = {"chat_template_kwargs": {"hint": "Look.", name: ARGUMENTS[name]}}
-    with pytest.raises(ValueError, match=rf"row 0, column 'chat_template_kwargs': \['{name}'\] are no variables of a"):
+    with pytest.raises(ValueError, match=rf"row 0, column 'chat_template_kwargs': \['{name}'\] can't be set per row"):
         supervised(column, tmp_path, media).train()
 
 

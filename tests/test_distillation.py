@@ -386,14 +386,18 @@ SERVER = {"teacher_model_server_url": "http://localhost:1", "loss_top_k": 4}
 REFUSED = {
     "whole vocabulary of a server": ({}, {**SERVER, "loss_top_k": 0}, "set `loss_top_k`"),
     "temperature of a server": ({}, {**SERVER, "temperature": 0.5}, "so set it to 1"),
-    "server and name": ({}, {**SERVER, "teacher_model_name_or_path": "a/b"}, "of two teachers"),
+    "server and name": ({}, {**SERVER, "teacher_model_name_or_path": "a/b"}, "name two teachers"),
     "server and model": ({}, SERVER, "are two teachers"),
     "server and tools": ({"teacher_model": None, "tools": [look_up]}, SERVER, "remove `tools`"),
     "itself": ({"teacher_model": None}, {}, "would learn nothing"),
-    "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
-    "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
-    "average of a teacher": ({}, {"self_teacher": "ema"}, "but there is a teacher"),
-    "average of a server": ({"teacher_model": None}, {**SERVER, "self_teacher": "ema"}, "but there is a teacher"),
+    "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "has no adapter"),
+    "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is another teacher"),
+    "average of a teacher": ({}, {"self_teacher": "ema"}, "but there is another teacher"),
+    "average of a server": (
+        {"teacher_model": None},
+        {**SERVER, "self_teacher": "ema"},
+        "but there is another teacher",
+    ),
     "rate": ({"teacher_model": None}, {"self_teacher": "ema(rate=0.0)"}, "above 0 and at most 1"),
     "rate of no average": (
         {"teacher_model": None},
@@ -406,7 +410,7 @@ REFUSED = {
     "tail of all": ({}, {"loss_add_tail": False}, "no effect without `loss_top_k`"),
     "beta": ({}, {"beta": 1.5}, "beta must be in"),
     "batches": ({}, {"num_generations": 3}, "multiple of `num_generations=3`"),
-    "both sizes": ({}, {"generation_batch_size": 16, "steps_per_generation": 4}, "set one of both"),
+    "both sizes": ({}, {"generation_batch_size": 16, "steps_per_generation": 4}, "set only one of both"),
 }
 
 

@@ -425,7 +425,7 @@ def test_the_model_is_the_reference_until_it_is_trained(tmp_path):
     trainer.train()
     other = run_ours(image_pairs(4), tmp_path, objects={"ref_model": shifted(load_model("qwen2_5_vl")[0])}, **options)
     for each in (trainer, other):
-        with pytest.raises(ValueError, match="keeps no reference for a dataset that is passed to `evaluate` after"):
+        with pytest.raises(ValueError, match="keeps no reference for a dataset that is passed to `evaluate`; pass"):
             each.evaluate(image_pairs(3))
 
 
@@ -435,7 +435,7 @@ def test_a_reference_of_some_rows_is_an_error(tmp_path):
         run_ours(image_pairs(4), tmp_path, **options)
     columns = {name: image_pairs(4)[:][name] for name in ("prompt", "chosen", "rejected")}
     narrow = image_pairs(4).with_transform(lambda batch: {k: v[: len(batch["prompt"])] for k, v in columns.items()})
-    with pytest.raises(ValueError, match="the dataset's transform leaves out; let it keep the columns"):
+    with pytest.raises(ValueError, match="the dataset's transform leaves out; let the transform keep"):
         run_ours(narrow, tmp_path, precompute_ref_log_probs=True)
 
 
@@ -522,8 +522,8 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "train dataset has no rows"),
         (None, {}, "`train_dataset` is required"),
-        (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no use in DPO here"),
-        (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
+        (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no effect in DPO here"),
+        (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` updates"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
         (text_pairs(2), {"rejected_view": "mask_patch"}, "Did you mean `mask_patches`"),
         (text_pairs(2), {"rejected_view": "blank(anchor_coeff=2.0)"}, "Did you mean `anchor_coef`"),
@@ -532,7 +532,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (
             text_pairs(2),
             {"rejected_view": "other_row", "precompute_ref_log_probs": True},
-            "'other_row' takes its media from the rows of a micro-batch",
+            "'other_row' takes media from other rows of the micro-batch",
         ),
     ],
 )
@@ -595,7 +595,7 @@ def test_columns_of_answers_are_refused_at_construction(trainer, column, tmp_pat
 
 # Cells
 
-MISSING = "row 1 has no `ref_rejected_logps`, as other rows have; add it, or remove the column"
+MISSING = "row 1 has no `ref_rejected_logps`, but other rows have it; add it, or remove the column"
 CELLS = [
     ({"ref_chosen_logps": [-9.0, -8.0], "ref_rejected_logps": [-7.0, math.nan]}, MISSING),
     ({"ref_chosen_logps": [-9.0, -8.0], "ref_rejected_logps": [-7.0, None]}, MISSING),

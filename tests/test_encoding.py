@@ -163,7 +163,8 @@ def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
     assert not said
     encode_row("llava", {"prompt": user(block, text("Describe"))})
     names = "resized_height, resized_width"
-    assert said == [f"LlavaProcessor ignores {names} of blocks; set them in the configuration of its processor."]
+    remedy = "remove them, or set max_frames, max_pixels, min_pixels instead"
+    assert said == [f"LlavaProcessor ignores the block options {names}; {remedy}."]
 
 
 def read_by(processor, path, **options):

@@ -429,7 +429,7 @@ def test_groups_and_thresholds():
         ({"test": [{"prompt": "?"}]}, format_reward, r"\(dict\) has no rows"),
         ([{"text": "?"}], format_reward, "row 0 has no column 'prompt'"),
         ([{"prompt": "?"}], [], "no reward function"),
-        ([{"prompt": "?"}], [format_reward, format_reward], "must have different names"),
+        ([{"prompt": "?"}], [format_reward, format_reward], "one is passed twice"),
         ([{"prompt": "?"}], "path/to/model", "reward model"),
         ([{"prompt": i} for i in "0123"], lambda prompts, **_: [float(p) - 3 or math.nan for p in prompts], "row 3"),
         ([{"prompt": "?"}], lambda completions, **_: [], "0 rewards for 1 completions"),
@@ -680,7 +680,9 @@ def test_rows_of_one_split_are_read_and_said_to_be_those_of_training_by_their_na
 
 def test_a_server_is_asked_by_one_process(monkeypatch):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ValueError, match="`--benchmark lmms:mmstar` asks a server from one process; launch a single"):
+    with pytest.raises(
+        ValueError, match="`--benchmark lmms:mmstar` runs in one process, which asks a server; launch one"
+    ):
         run_script(["--benchmark", "lmms:mmstar", "--model_name_or_path", "m"])
 
 

@@ -454,7 +454,7 @@ def test_group_shares_one_encoded_prompt():
     [
         *[(TEXT, {name: 2}, f"`{name}` is no option") for name in ("max_new_token", "num_return_sequences", "gama")],
         ([TEXT[0], "What is in <|image_pad|>?"], {}, "Prompt 1 is text with placeholders"),
-        ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*placeholder without image"),
+        ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*the placeholder has no image"),
         ([{"prompt": question("Is there?"), "image": "nowhere.png"}], {}, "row 0, column 'image': no such file"),
         ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], {}, "row 0, column 'images"),
     ],
@@ -476,7 +476,7 @@ def test_long_prompts():
     assert len(ids) > 4 and samples.sequences[0, :4].tolist() == ids[-4:]
     rows = [{"prompt": question("What do you hear?"), "audio": sound(1.4, seed=1)}]
     family = {"family": "qwen2_audio", "policy": actor("qwen2_audio", ActorAL)}
-    with pytest.raises(MediaError, match="row 0, column 'audio': 1.40 s"):
+    with pytest.raises(MediaError, match="row 0, column 'audio': .*1.40 s"):
         make(Injected, **family).generate_samples(rows, max_new_tokens=2)
     (cut,) = make(Injected, **family, audio_overlong="truncate").generate_samples(rows, max_new_tokens=2)
     assert cut.encoded_prompts[0].media["feature_attention_mask"].sum() == 100
@@ -599,10 +599,10 @@ def test_errors_of_reward_recipes():
     recipe = {"both": [("model", "helpful", 1.0), ("rule", "harmless", 0.5)], "one": [("model", "harmless", 2.0)]}
     both_known = {"helpful": 0, "harmless": 1}
     for labels, label_map, error in (
-        (["both", "neither", "one"], both_known, r"Sample 3 has the label 'neither'.*\['both', 'one'\]"),
-        ([None] * 3, both_known, "Sample 0 has the label None"),
-        (["one"] * 3, {"helpful": 0}, "asks for 'harmless', which `reward_fn_label_map` doesn't know"),
-        (["both"] * 3, None, "`reward_recipe` asks for 'helpful'"),
+        (["both", "neither", "one"], both_known, r"Completion 3 has the label 'neither'.*\['both', 'one'\]"),
+        ([None] * 3, both_known, "Completion 0 has the label None"),
+        (["one"] * 3, {"helpful": 0}, "uses 'harmless', but `reward_fn_label_map` has only"),
+        (["both"] * 3, None, "`reward_recipe` uses 'helpful'"),
     ):
         rows = [{"prompt": prompt, "kind": label} for prompt, label in zip(TEXT, labels, strict=True)]
         arguments = {"reward_fn": None, "reward_recipe": recipe, "reward_fn_label_map": label_map}
@@ -750,7 +750,7 @@ def test_errors_of_makers():
     words = load("qwen2_5_vl")[1]
     words.tokenizer.pad_token = None
     for options, error in (
-        ({"critic": Critic(), "advantage_estimator": "rloo"}, "'rloo'`: one was passed, which would not be used as"),
+        ({"critic": Critic(), "advantage_estimator": "rloo"}, "'rloo'` doesn't use the `critic`; pass `None`"),
         ({"arguments": {"remote_rm_url": []}}, "There is no source of reward"),
         ({"words": words}, "no token for padding; set its `pad_token`"),
         ({"soft_overlong_cache": 0}, "`soft_overlong_cache` must be at least 1"),
@@ -760,7 +760,7 @@ def test_errors_of_makers():
     with pytest.raises(ValueError, match="`soft_overlong_cache` counts from `max_new_tokens`"):
         make(policy=fresh(), soft_overlong_cache=2).make_experience_list(TEXT)
     arguments = actor(), None, None, None, processor().tokenizer, 8, None
-    with pytest.raises(ValueError, match="'gae'`: none was passed as `critic`"):
+    with pytest.raises(ValueError, match="'gae'` needs a `critic`; pass one"):
         NaiveExperienceMaker(*arguments, ExperienceConfig("gae"), reward_fn=by_length)
 
 

@@ -198,7 +198,7 @@ def test_tied_embeddings_are_of_the_language_model_once():
             [*PARTS[:1], *PARTS[2:]],
             r"`freeze` \(vision_tower, projector, language_model\) leaves nothing of the model",
         ),
-        (["*"], r"leaves nothing of the model to train; name less"),
+        (["*"], r"leaves nothing of the model to train; name fewer"),
     ],
 )
 def test_what_cannot_be_frozen(keys, message):
@@ -403,15 +403,15 @@ def test_patterns_win_over_parts_and_the_first_over_others(tmp_path):
         ({"learning_rates": {"audio_tower": 1e-5}}, "`learning_rates` names the part 'audio_tower', which .* lacks"),
         (
             {"learning_rates": {"projector": 1e-5}, "freeze": "projector"},
-            "has a rate for 'projector', in which nothing is trained",
+            "has a rate for 'projector', but no weight is trained",
         ),
-        ({"learning_rates": {"model.visual": 1e-5, "vision_tower": 1e-6}}, "has a rate for 'vision_tower', in which"),
+        ({"learning_rates": {"model.visual": 1e-5, "vision_tower": 1e-6}}, "has a rate for 'vision_tower', but no"),
         (
             {
                 "learning_rates": {"vision_tower": 1e-6},
                 "objects": {"peft_config": LoraConfig(target_modules=["q_proj"])},
             },
-            "has a rate for 'vision_tower', in which nothing is trained",
+            "has a rate for 'vision_tower', but no weight is trained",
         ),
     ],
 )
@@ -424,7 +424,7 @@ def test_rates_need_an_optimizer_that_the_trainer_makes(tmp_path):
     model, processor = load(FAMILY)
     own = (torch.optim.SGD(model.parameters(), lr=0.1), None)
     objects = {"model": model, "processing_class": processor, "optimizers": own}
-    with pytest.raises(ValueError, match="`learning_rates` are for the trainer's own optimizer; give the groups"):
+    with pytest.raises(ValueError, match="`learning_rates` are for the trainer's own optimizer; drop them"):
         make_trainer(MultimodalGRPOTrainer, FAMILY, text_rows(), tmp_path, objects=objects, learning_rates=RATES)
     frozen = run(InjectedOurs, FAMILY, image_rows(), objects=objects, freeze="vision_tower")
     assert moves(frozen) == {"projector", "language_model"}

@@ -149,7 +149,7 @@ OBSTACLES = {
     "qwen2_audio": None,
     "qwen2_vl": None,
     "qwen3_vl_moe": None,
-    "paligemma": "see others than those before them",
+    "paligemma": "attend to later ones",
 }
 
 

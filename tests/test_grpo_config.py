@@ -61,9 +61,9 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
         ({"loss_type": "x"}, "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo'"),
         ({"loss_type": "DR-GRPO"}, "got 'DR-GRPO'. Did you mean `dr_grpo`?"),
-        ({"loss_type": "GSPO"}, "is spelled otherwise here: set `importance_sampling_level='sequence'`"),
-        ({"loss_type": "ppo"}, "is spelled otherwise here: set `loss_type='grpo'`"),
-        ({"loss_type": "rloo"}, "is spelled otherwise here: set `advantage_estimator='rloo'`."),
+        ({"loss_type": "GSPO"}, "There is no `loss_type='GSPO'`. Instead, set `importance_sampling_level='sequence'`"),
+        ({"loss_type": "ppo"}, "Instead, set `loss_type='grpo'`"),
+        ({"loss_type": "rloo"}, "Instead, set `advantage_estimator='rloo'`."),
         ({"advantage_estimator": "group-norm"}, "got 'group-norm'. Did you mean `group_norm`?"),
         ({"importance_sampling_level": "group"}, "`importance_sampling_level` must be one of 'token', 'sequence'"),
         *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
@@ -105,7 +105,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"scale_rewards": "none", "advantage_estimator": function}, "`scale_rewards='none'` applies to"),
         *(
-            ({**SUM, **options}, "`multi_objective_aggregation='normalize_then_sum'` normalizes each")
+            ({**SUM, **options}, "`multi_objective_aggregation='normalize_then_sum'` normalizes the")
             for options in (
                 {"advantage_estimator": "rloo"},
                 {"reward_running_scale": True},
@@ -141,7 +141,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
         *(
-            ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips tokens")
+            ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips the ratios of")
             for name in ("cpgd", "gmpo", "dual_clip")
         ),
         *(
@@ -152,13 +152,13 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         *(
             (
                 {"loss_type": "gmpo", "use_vllm": True, "vllm_importance_sampling_mode": f"token_{kind}"},
-                "`loss_type='gmpo'` weighs whole completions",
+                "`loss_type='gmpo'` needs the importance ratios of completions",
             )
             for kind in ("mask", "truncate")
         ),
         (
             {"loss_type": "vespo", "use_vllm": True},
-            "`loss_type='vespo'` weighs whole completions",
+            "`loss_type='vespo'` needs the importance ratios of tokens",
         ),
         ({"dynamic_sampling": True}, "`dynamic_sampling` must be a number, got True"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
@@ -171,12 +171,12 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"dynamic_sampling_range": [0.1, 0.9]}, "no effect without `dynamic_sampling` or `replay_buffer_size`"),
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
-        ({"difficulty_sampling": True, "shuffle_dataset": False}, "which `shuffle_dataset=False` asks to keep"),
+        ({"difficulty_sampling": True, "shuffle_dataset": False}, "`shuffle_dataset=False` keeps the dataset's"),
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
-        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups, which"),
+        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups between"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
-        ({**STEPS, "reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_cl"),
-        ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps, which"),
+        ({**STEPS, "reward_running_scale": True}, "reads rewards of steps. `reward_running_scale`, `reward_cl"),
+        ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps. "),
         *(
             ({**STEPS, **option}, "gives one per token. Use another estimator")
             for option in ({"importance_sampling_level": "sequence"}, {"loss_type": "gmpo"})
@@ -226,11 +226,11 @@ def test_truncated_sampling_is_logged_where_vllm_is_corrected_for(config_class, 
     ):
         assert not warned
         setup.warn_of_excluded_tokens(config_class("out", use_cpu=True, bf16=False, **options))
-    assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in warned[0]
+    assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM's log-prob" in warned[0]
 
 
 def test_config_of_rloo_refuses_estimators():
-    with pytest.raises(ValueError, match="`advantage_estimator` can't be chosen. Use `MultimodalGRPOTrainer`"):
+    with pytest.raises(ValueError, match="remove `advantage_estimator`, or use `MultimodalGRPOTrainer`"):
         MultimodalRLOOConfig("out", use_cpu=True, bf16=False, advantage_estimator="rloo")
 
 
@@ -304,7 +304,7 @@ def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
     assert not config_class("out").bf16
-    assert "`bf16` is `False` and the run in float32" in caplog.text
+    assert "`bf16` is set to `False`: the run uses float32" in caplog.text
     caplog.clear()
     with pytest.raises(ValueError, match="none is here; leave `bf16` out to train in float32"):
         config_class("out", bf16=True)
@@ -344,8 +344,8 @@ def rollout(prompts, trainer):
 @pytest.mark.parametrize(
     "options, arguments, message",
     [
-        ({"dynamic_sampling": 4}, {"rollout_func": rollout}, "use one or the other"),
-        ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "use one or the other"),
+        ({"dynamic_sampling": 4}, {"rollout_func": rollout}, "set both options to 0, or leave these arguments out"),
+        ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "`replay_buffer_size` exchange groups of the dataset"),
         (
             {"dynamic_sampling": 4},
             {"train_dataset": STREAM},

@@ -149,7 +149,7 @@ def test_pairs_of_other_forms():
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        ([{"chosen": "a", "rejected": "b"}], "", r"add \['prompt'\], or, where both completions contain the prompt"),
+        ([{"chosen": "a", "rejected": "b"}], "", r"add \['prompt'\], or, if both completions contain the prompt"),
         ([{"prompt": "a", "chosen": "a", "rejected": "b"}], "{question}", "must contain {question}, {answer_a} and"),
         ([{"prompt": "a", "chosen": "a", "rejected": "b"}], "{answer_a}{answer_b}", "must contain {question}"),
     ],

@@ -228,8 +228,8 @@ def with_label(value):
         (lambda rows: with_label(None), {}, "row 2, column 'label': is empty; fill it, or leave the row out."),
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
-        (lambda rows: rows, {"loss_type": "bco"}, "KTO has 'kto' and 'apo_zero_unpaired'."),
-        (lambda rows: rows, {"pad_to_multiple_of": 8}, "`pad_to_multiple_of=8` has no use in KTO here"),
+        (lambda rows: rows, {"loss_type": "bco"}, "`loss_type` must be 'kto' or 'apo_zero_unpaired', got 'bco'."),
+        (lambda rows: rows, {"pad_to_multiple_of": 8}, "`pad_to_multiple_of=8` has no effect in KTO here"),
         (lambda rows: rows, {"max_length": 5}, "leaves none of `max_length` (5) to the completions"),
     ],
 )
@@ -273,5 +273,5 @@ def test_a_stored_reference_is_that_of_the_micro_batch(tmp_path):
     trainer = ours(tmp_path, image_rows(), precompute_ref_log_probs=True)
     stored = trainer.train_dataset
     assert stored["KL_row"] == [3, 0, 1, 2, 7, 4, 5, 6] and trainer.ref_model is None
-    with pytest.raises(ValueError, match="of the completion of row 3, and is in a micro-batch with"):
+    with pytest.raises(ValueError, match="the completion of row 3, but this micro-batch has the completion of"):
         ours(tmp_path, stored, per_device_train_batch_size=2).train()

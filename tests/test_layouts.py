@@ -261,7 +261,9 @@ def test_video_r1_with_an_image_and_its_sound(files, tmp_path):
     image, audio = iter_refs(rows_to_messages([dataset[0]]))
     assert image.options == {"max_pixels": 784} and audio.options == {}
     for wrong in ({"path": {"image": "media/0.png"}}, {"data_type": "image"}, {"data_type": "text"}):
-        with pytest.raises(ValueError, match="row 0, column 'data_type'.* with a path for each; correct it"):
+        with pytest.raises(
+            ValueError, match="row 0, column 'data_type'.* doesn't fit the path .* a path for each modality"
+        ):
             load_video_r1(files([{**row, **wrong}]))
 
 
@@ -318,7 +320,7 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
     path.write_text("\n".join(lines) + "\n")
     dataset = load_charades_sta(path, media_dir=folder, total_pixels=2809856)
     assert dataset["solution"][:] == [[24.3, 30.4], [0.0, 6.9], [5.0, 12.0]]
-    assert caplog.messages == ["1 of 4 rows are skipped, whose spans end before they start."]
+    assert caplog.messages == ["1 of 4 rows are skipped, as their spans don't end after their start."]
     asked = 'When does "person turns a light on" happen in the video? Output'
     assert blocks(dataset[0]["prompt"][0])[0] == "video" and blocks(dataset[0]["prompt"][0])[1].startswith(asked)
     (video,) = iter_refs(rows_to_messages([{"prompt": dataset[1]["prompt"], "videos": dataset[1]["videos"]}]))
@@ -417,7 +419,7 @@ def omni_preference(folder, changes=()):
 def test_omni_preference(files, tmp_path, caplog):
     folder = omni_preference(tmp_path)
     dataset = load_omni_preference(folder)
-    assert caplog.messages == ["3 of 9 pairs are skipped, which are equally good."]
+    assert caplog.messages == ["3 of 9 pairs are skipped, as both answers are equally good."]
     assert sorted(dataset.column_names) == sorted(
         ["prompt", "audios", "images", "videos", "chosen", "rejected", "score_chosen", "score_rejected"]
     )
@@ -474,7 +476,10 @@ def test_pairs_of_other_tools(form, files, tmp_path):
         with pytest.raises(ValueError, match=rf"with `trl-multimodal-rft prepare {layout} --task dpo`"):
             make_trainer(TRAINERS[kind], "qwen2_5_vl", Dataset.from_list([row] * 2), tmp_path, reward=reward)
     nothing = {name: None for name in row if name.startswith("rejected")}
-    wrong = {"row 1 has no 'rejected' or": nothing, "row 1: its rejected answer isn't": {"rejected": MESSAGES[0]}}
+    wrong = {
+        "row 1 has no 'rejected' or": nothing,
+        "row 1: its rejected answer must be one message": {"rejected": MESSAGES[0]},
+    }
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
             load_conversations(files([row, {**row, **changes}]), task="dpo")
@@ -519,7 +524,9 @@ def test_labelled_answers_of_other_tools(form, files, tmp_path):
     for value, message in (("yes", f"row 1, column '{name}': is 'yes'"), (None, "row 1 has no 'label' or 'kto_tag'")):
         with pytest.raises(ValueError, match=message):
             load_conversations(files([good, {**good, name: value}]), task="kto")
-    with pytest.raises(ValueError, match=f"row 0 has one answer and its '{name}', no pair; convert with 'kto' as"):
+    with pytest.raises(
+        ValueError, match=f"row 0 has one answer and a '{name}', so it isn't a pair; convert with 'kto' as"
+    ):
         load_conversations(files([good]), task="dpo")
     if name == "kto_tag":
         entry = {"file_name": "rows.json", "columns": {"kto_tag": "good", "images": "images"}}
@@ -564,7 +571,7 @@ def test_files_that_are_no_media_are_named(files, tmp_path, capsys):
     [{"solution": '{"better": "A"}'}, {"solution": None}, {"messages": []}, {"solution": '{"better": "UNKNOWN"}'}],
 )
 def test_omni_preferences_of_another_form(changes, files, tmp_path):
-    with pytest.raises(ValueError, match="row 0: its 'messages' have no '### Context' .* is it of another layout"):
+    with pytest.raises(ValueError, match="row 0: its 'messages' have no '### Context' .* choose another layout"):
         load_omni_preference(omni_preference(tmp_path, changes))
 
 
@@ -576,11 +583,15 @@ def test_omni_preferences_of_another_form(changes, files, tmp_path):
             {"image": "media/9.png"},
             r"row 1, column 'image': the file '.*9.png' doesn't exist; pass the folder",
         ),
-        ("llava", {"image": ["media/0.png"] * 2}, "row 1, column 'images': 2 for 1 '<image>' in the text"),
+        ("llava", {"image": ["media/0.png"] * 2}, "row 1, column 'images': has 2 images for 1 '<image>' in the text"),
         ("llava", {"image": None}, "row 1, column 'images': has no image for '<image>'"),
         ("llava", {"image": 3}, "row 1, column 'image': 3 is no path"),
         ("sharegpt", {"conversations": LLAVA[0]["conversations"][:1]}, "row 1, column 'conversations': the last mess"),
-        ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, r"'conversations\[0\]': .* is no"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "{}"}]},
+            r"'conversations\[0\]': .* isn't a text",
+        ),
         ("ms-swift", {"conversations": None}, "row 1 has no 'messages' or 'conversations' or 'query'"),
         ("ms-swift", {"objects": {"bbox": [[1, 2, 3, 4]]}}, "row 1, column 'objects': boxes depend on the model"),
         ("ms-swift", {"id": 3}, "column 'id': its values are of several types"),

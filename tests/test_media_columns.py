@@ -197,13 +197,16 @@ def test_tool_calls_survive():
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (
             {"prompt": user({"type": "image"}, {"type": "image"}, text("?")), "images": ["i", "j", "k"]},
-            "row 1, column 'images': 3 for 2 image placeholders in the messages; write one {'type': 'image'} block",
+            "row 1, column 'images': has 3 images for 2 image placeholders in the messages; write one {'type'",
         ),
         (
             {"prompt": user(text("?"), {"type": "video", "fps": 2}), "audio": "a"},
-            "row 1, column 'prompt[0].content[1]': placeholder without video; add the video inline, or in column",
+            "row 1, column 'prompt[0].content[1]': the placeholder has no video; add the video to its block, or",
         ),
-        ({"prompt": [{"role": "system", "content": "?"}], "audio": "a"}, "row 1, column 'audio': no user message to"),
+        (
+            {"prompt": [{"role": "system", "content": "?"}], "audio": "a"},
+            "row 1, column 'audio': there is no user mess",
+        ),
         (
             {"prompt": user({"text": "?"})},
             "row 1, column 'prompt[0].content[0]': a content block must be a dictionary",

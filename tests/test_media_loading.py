@@ -192,7 +192,7 @@ def test_images_of_datasets(folder):
             "cannot read this image (UnidentifiedImageError: SVG; convert ",
         ),
         (b"\0\0\0\x18ftypheic" + bytes(9), "cannot read this image (UnidentifiedImageError: HEIC; convert it to PNG)"),
-        ({"array": 1}, "a dictionary of ['array']; give 'bytes', 'path' or 'url'"),
+        ({"array": 1}, "the dictionary has only ['array']; give 'bytes', 'path' or 'url'"),
         (7, "cannot read this image (TypeError: "),
         (Image.new("RGB", (0, 4)), "the image is empty"),
         (np.zeros((0, 4, 3), np.uint8), "the image is empty"),
@@ -266,14 +266,14 @@ def test_audio_of_datasets(folder):
     ("source", "message"),
     [
         ("missing.wav", "no such file: '"),
-        ({"bytes": None, "path": None}, "a dictionary of ['bytes', 'path']; give 'bytes', 'path' or 'url'"),
-        (SAMPLES, "array without a rate; give {'array': ..., 'sampling_rate': ...} or a file"),
-        (SAMPLES.tolist(), "array without a rate"),
+        ({"bytes": None, "path": None}, "the dictionary has only ['bytes', 'path']; give 'bytes', 'path' or 'url'"),
+        (SAMPLES, "the array has no sampling rate; give {'array': ..., 'sampling_rate': ...} or a file"),
+        (SAMPLES.tolist(), "the array has no sampling rate"),
         (
             {"array": SAMPLES, "sample_rate": 16_000},
-            "array without a rate; rename the key 'sample_rate' to 'sampling_",
+            "the array has no sampling rate; rename the key 'sample_rate' to 'sampling_",
         ),
-        ({"array": SAMPLES, "sampling_rate": None}, "array without a rate"),
+        ({"array": SAMPLES, "sampling_rate": None}, "the array has no sampling rate"),
         ((SAMPLES, 0), "the sampling rate is 0; set it to the true rate in Hz"),
         ((SAMPLES, -8000), "the sampling rate is -8000;"),
         ((SAMPLES, "fast"), "cannot read this audio (ValueError: could not convert"),
@@ -282,14 +282,14 @@ def test_audio_of_datasets(folder):
         ((np.zeros((2, 0), np.float32), RATE), "the audio is empty"),
         ((SAMPLES[:1], 48000), "1 samples are too short for a spectrogram"),
         ((SAMPLES, 16), "the sampling rate is 16; set it to the true rate in Hz"),
-        ((np.stack([SAMPLES, -SAMPLES]), RATE), "its channels cancel each other out; give one of them"),
+        ((np.stack([SAMPLES, -SAMPLES]), RATE), "its channels cancel each other out; give one channel"),
         ((SAMPLES * 32768, RATE), "float samples up to"),
         ((np.append(SAMPLES, np.nan), RATE), "the audio has NaN or infinite samples"),
         ((np.append(SAMPLES, np.inf), RATE), "the audio has NaN or infinite samples"),
         (([1, -5, 9], RATE), "int64 samples of shape (3,); give floats in -1 to 1, or integers of 8, 16"),
         ((np.zeros((2, 2, 2)), RATE), "float64 samples of shape (2, 2, 2);"),
         ((SAMPLES, RATE, 1), "cannot read this audio (ValueError: too many values to unpack"),
-        (((SAMPLES * 2**15).astype(np.int32), RATE), "int32 samples up to 16384 use no more than 24 of 32 bits; give"),
+        (((SAMPLES * 2**15).astype(np.int32), RATE), "int32 samples up to 16384 use no more than 24 of 32 bits, so"),
         (((SAMPLES * 2**23).astype(np.int32), RATE), "int32 samples up to 41943"),
         (b"RIFF and no more", "cannot read this audio (InvalidDataError: "),
         (sound_file(SAMPLES[:0]), "the audio is empty"),
@@ -375,16 +375,20 @@ def test_frames_are_a_video(tmp_path):
         (
             b"not a video",
             {},
-            "row 3, column 'video': this is no file of video that can be read, it starts with b'not a v",
+            "row 3, column 'video': this isn't a readable video file: it starts with b'not a v",
         ),
         ([frame(0)], {"fps": 0}, "row 3, column 'video': 'fps' is 0; set the frames per second"),
         ([frame(0)], {"nframes": 1}, "row 3, column 'video': nframes has no effect on a list of frames"),
         ("v.mp4", {"sample_fps": 2.0}, "row 3, column 'video': 'sample_fps' is the rate of a list of frames; give"),
-        ([], {}, "row 3, column 'video': the video has 0 of 0 frames"),
+        ([], {}, "row 3, column 'video': 0 of 0 selected frames"),
         ([frame(0), frame(1)[:32]], {}, "row 3, column 'video': the frames have different sizes; resize them"),
         ([frame(0), "missing.png"], {}, "row 3, column 'video[1]': no such file: '"),
         ("v.mp4", {"fps": 2, "nframes": 4}, "row 3, column 'video': has both 'fps' and 'nframes'; set one of them"),
-        ("v.mp4", {"video_start": 5.0}, "row 3, column 'video': no frames from 5.0 s to inf s of 20 at 10"),
+        (
+            "v.mp4",
+            {"video_start": 5.0},
+            "row 3, column 'video': no frame lies between 5.0 s and inf s: the video has 20",
+        ),
         ("v.mp4", {"nframes": 21}, "row 3, column 'video': cannot read this video '"),
     ],
 )
@@ -396,7 +400,7 @@ def test_unusable_videos_are_named(folder, decoder, source, options, message):
 
 
 def test_videos_without_a_chosen_frame_or_their_end_are_named(folder, tmp_path, decoder):
-    with pytest.raises(MediaError, match="row 3, column 'video': (the video has 2 of 3 frames|cannot read)"):
+    with pytest.raises(MediaError, match="row 3, column 'video': (2 of 3 selected frames|cannot read)"):
         load_video(ref("video", folder / "v.mp4"), lambda metadata: [18, 19, 20])
     data = all_frames(mux={"movflags": "faststart"}, path=tmp_path / "v.mp4", options={"crf": "10"})
     with pytest.raises(MediaError, match="row 3, column 'video': the file is damaged or cut off: .* of .* bytes"):
@@ -521,7 +525,7 @@ def test_a_decoder_that_finds_other_frames_is_named():
     from torchcodec.decoders import VideoDecoder
 
     data = clips.trimmed(clips.encoded("H.264, intra refresh"), 0, 0)
-    with pytest.raises(MediaError, match="its decoder gives other frames than it counts; give the file"):
+    with pytest.raises(MediaError, match="its decoder returns frames whose times don't increase; give the file"):
         load_video(ref("video", VideoDecoder(data)), lambda metadata: [0, 5, 10])
 
 

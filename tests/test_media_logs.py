@@ -490,7 +490,7 @@ def test_first_prompts_have_their_media(kind, n, tmp_path, caplog):
         assert [i for i, row in enumerate(table(tmp_path, step)) if row[kind] is not None] == [*range(0, 32, 4)]
     messages = said(caplog)
     assert len(messages) == (n > 32)
-    assert all("Of 12 prompts with media in the table of completions, the first 8 are" in text for text in messages)
+    assert all("12 prompts with media in the table of completions, only the first 8 are" in text for text in messages)
 
 
 def test_large_media_are_left_out(tmp_path, caplog, monkeypatch):
@@ -603,7 +603,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         folder.mkdir()
         output = launch("processes", folder, processes)
         assert (
-            output.count("Of 3 prompts with media in the table of completions, the first 2 are logged with them") == 1
+            output.count("Of 3 prompts with media in the table of completions, only the first 2 are logged with") == 1
         )
         names = sorted(path.name for path in (folder / "all" / "_private" / "completions").iterdir())
         assert names == [f"completions_{step:05d}.parquet" for step in (1, 2, 3)]

@@ -183,7 +183,7 @@ def test_archives_are_read_where_each_link_is_allowed(tmp_path):
         with pytest.raises(MediaError, match=f"row 3, column 'image'.*{name}"):
             load_image(ref("image", f"zip://{name}::{tmp_path}/all.zip"))
     for link in ("simplecache::http://127.0.0.1:1/", f"zip://i.png::zip://a.zip::{tmp_path}/all.zip"):
-        with pytest.raises(MediaError, match="'(simplecache|zip)' can't be chained; only zip:// can, once"):
+        with pytest.raises(MediaError, match="'(simplecache|zip)' can't be chained; chain zip:// alone, and once"):
             load_image(ref("image", link, allowed_media_protocols=("simplecache", "zip", "file", "http")))
 
 
@@ -380,7 +380,7 @@ def test_lists_of_other_files_are_not_followed(tmp_path, name, decoder):
         path.write_bytes(data)
     for source in (data, *paths):
         for kind in ("video", "audio"):
-            message = f"row 3, column '{kind}': this is no file of {kind} that can be read, it starts with"
+            message = f"row 3, column '{kind}': this isn't a readable {kind} file: it starts with"
             with watched() as heard, pytest.raises(MediaError, match=message):
                 load(ref(kind, source))
             assert not [event for event in heard if "secret" in event[1]]

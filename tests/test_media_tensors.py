@@ -158,12 +158,12 @@ def test_placeholders_without_media_and_media_without_placeholders(name):
     for index, prompt in enumerate(prompts):
         for modality in modalities(prompt):
             own = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
-            with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
+            with pytest.raises(MediaError, match=f"there is {modality}, but the sequences hold no placeholder for it"):
                 split_media(model, [torch.tensor([60, 61, 62])], own)
             media = {key: value for key, value in prompt.media.items() if modality_of(key) != modality}
             rows = [ids_of(prompts)[-1][-3:], prompt.input_ids]  # text comes first
             kinds = "image|video" if name == "glm4v" else modality
-            with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}) but there is no ({kinds})"):
+            with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}), but there is no ({kinds})"):
                 split_media(model, rows, media)
             with pytest.raises(MediaError, match="row 1 holds"):
                 split_media(model, rows, media)
@@ -174,12 +174,12 @@ def test_what_comes_with_media_is_no_media():
     """With grid or mask alone, models process text without an error."""
     model, prompts = encoded("qwen2_5_vl")
     grid = {"image_grid_thw": prompts[0].media["image_grid_thw"]}
-    with pytest.raises(MediaError, match="no image; pass it"):
+    with pytest.raises(MediaError, match="no image; pass the image"):
         split_media(model, ids_of(prompts[:1]), grid)
     with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
         split_media(model, [torch.tensor([60])], grid)
     model, prompts = encoded("qwen2_audio")
-    with pytest.raises(MediaError, match="no audio; pass it"):
+    with pytest.raises(MediaError, match="no audio; pass the audio"):
         split_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
     # Pixels without the grid of a family that needs one
     model, prompts = encoded("qwen2_5_vl")

@@ -77,7 +77,7 @@ WRONG = [
     ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
 ]
 WRONG_WHERE_SAMPLED = [
-    ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
+    ({"temperature": 0}, "`temperature` must be above 0, got 0; set a low temperature such as 0.1, since compl"),
     ({"temperature": None}, "`temperature` must be above 0, got None; "),
     ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
     ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
@@ -233,8 +233,8 @@ def test_arguments_of_another_type(kind, refused, rows):
     splits = DatasetDict(train=rows, test=rows)
     for name, value, message in [
         ("model", hf.Qwen2_5_VLForConditionalGeneration, "ForConditionalGeneration.from_pretrained(...)`."),
-        ("model", Path("models"), "`model` is a PosixPath; pass a name or folder as a text, or a model."),
-        ("model", None, "`model` is a NoneType; pass a name or folder"),
+        ("model", Path("models"), "`model` is a PosixPath; pass a name or a folder as a string, or a model."),
+        ("model", None, "`model` is a NoneType; pass a name or a folder"),
         ("processing_class", hf.AutoProcessor, "`processing_class` is the class AutoProcessor; pass an instance"),
         ("args", CONFIGS[kind], f"`args` is the class {CONFIGS[kind].__name__}; pass an instance, such as `Multi"),
         ("train_dataset", splits, "DatasetDict with the splits 'train', 'test'; pass one of them, such as `dataset["),
@@ -247,7 +247,7 @@ def test_arguments_of_another_type(kind, refused, rows):
             "got a dict of columns; pass `Dataset.from_dict(columns)`.",
         ),
         ("train_dataset", {"train": [{"prompt": "A cat?"}]}, "got a dict with the splits 'train'; pass one of them"),
-        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
+        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)` with a f"),
         ("train_dataset", (row for row in rows), "got a generator; pass `Dataset.from_generator(rows)`"),
         ("train_dataset", map(dict, rows), "got a map; pass `Dataset.from_list(list(rows))`."),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
@@ -264,7 +264,7 @@ def test_arguments_of_another_type(kind, refused, rows):
 
 
 def test_references_that_are_no_models(refused):
-    for value, remedy in (("models/a", "pass a model, as `from_pretrained` "), (config("dpo"), "pass it as `args`.")):
+    for value, remedy in (("models/a", "pass a loaded model, or leave "), (config("dpo"), "pass it as `args`.")):
         message = f"`ref_model` is of type {type(value).__name__}; {remedy}"
         assert all(message in refused(kind, TypeError, ref_model=value) for kind in ("dpo", "grpo", "ppo"))
 
@@ -331,7 +331,9 @@ def test_model_without_its_processor(tmp_path, rows):
     with pytest.raises(OSError, match=message):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
     load("qwen2_5_vl")[1].tokenizer.save_pretrained(folder)
-    with pytest.raises(OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save that of"):
+    with pytest.raises(
+        OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save the base model's"
+    ):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
 
 
@@ -356,7 +358,7 @@ def test_errors_of_a_tokenizer_stay(tmp_path):
 
 def test_model_without_its_head(refused):
     models = hf.AutoModel.from_pretrained(saved("qwen2_5_vl")), load_reward_model(saved("qwen2_5_vl"))
-    message = " has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGeneration."
+    message = " has no LM head; pass the model's name or folder, or load it as Qwen2_5_VLForConditionalGeneration."
     for kind, model in itertools.product(("grpo", "sft", "dpo"), models):
         assert type(model).__name__ + message in refused(kind, ValueError, model=model)
 
@@ -377,7 +379,9 @@ def test_videos_of_different_lengths():
 
 def test_adapter_without_a_base(tmp_path):
     LoraConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="The adapter .* names no base; set `base_model_name_or_path` in its config."):
+    with pytest.raises(
+        ValueError, match="The adapter .* names no base model; set `base_model_name_or_path` in its config."
+    ):
         load_trained(str(tmp_path))
 
 
@@ -398,7 +402,7 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
     trainer = TRAINERS[kind](model, args=args, train_dataset=rows, processing_class=processor, **arguments)
     trainer.train()
     (warning,) = [each.message for each in caplog.records if "max_position_embeddings" in each.message]
-    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 of the model", warning).groups()
+    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 that", warning).groups()
     assert number in "12" and int(taken) > 100
 
 

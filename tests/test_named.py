@@ -123,12 +123,12 @@ def test_what_cant_be_read(words, message, folder):
 
 
 TABLES = {
-    ".csv audio;prompt|0.wav;What?": "'audio;prompt' is several, with ';' between them; save the table with commas",
+    ".csv audio;prompt|0.wav;What?": "'audio;prompt' is several columns, joined by ';'; save the table with commas",
     ".csv audio;prompt|0.wav;Yes, what?": "'audio;prompt' is several",  # a comma makes a second column
-    ".csv audio\tprompt|0.wav\tWhat?": r"'audio\tprompt' is several, with '\t' between them",
-    ".tsv audio,prompt|0.wav,What?": "'audio,prompt' is several, with ',' between them",
+    ".csv audio\tprompt|0.wav\tWhat?": r"'audio\tprompt' is several columns, joined by '\t'",
+    ".tsv audio,prompt|0.wav,What?": "'audio,prompt' is several columns, joined by ','",
     ".csv sep=;|audio;prompt|0.wav;What?": "column 'sep=;' is several",
-    ".csv audio;prompt|0.wav;What?|1.wav;Yes, what?": "with commas between cells, and quotes around those that",
+    ".csv audio;prompt|0.wav;What?|1.wav;Yes, what?": "with commas between cells, and quotes around cells with",
     ".csv \udcff\udcfea": "can't decode byte 0xff in position 0: invalid start byte; save it in UTF-8",
     ".xlsx PK": "with any supported extension, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv",
 }

@@ -230,7 +230,7 @@ class BreakFrozen(TrainerCallback):
         ),
         (
             BreakFrozen(),
-            "Logits aren't finite after step 0, so no .* are finite: lower `learning_rate` first. Else frozen ",
+            "Logits aren't finite after step 0, so no .* are finite. First lower `learning_rate`. .* frozen ",
         ),
     ],
 )

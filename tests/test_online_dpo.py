@@ -114,7 +114,7 @@ def test_update_is_that_of_trl(kind, tmp_path):
 
 def test_other_losses_and_no_reference_are_refused():
     for changes in ({"loss_type": "grpo"}, {"beta": 0.0}, {"kl_estimator": "k3"}):
-        with pytest.raises(ValueError, match="set `beta=0.1`, `loss_type='luspo'`"):
+        with pytest.raises(ValueError, match="Set `beta`, such as to 0.1, `loss_type='luspo'`"):
             MultimodalGRPOConfig("out", **{**OPTIONS, **changes})
 
 

@@ -158,7 +158,10 @@ CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value
     ("row", "remedy"),
     [
         ({"conversations": CHAT, "audios": ["clips/0.wav"]}, "prepare sharegpt --task rl`"),
-        ({"messages": [*MESSAGES, ANSWER], "audios": ["clips/0.wav"]}, "prepare ms-swift --task rl`; where no answer"),
+        (
+            {"messages": [*MESSAGES, ANSWER], "audios": ["clips/0.wav"]},
+            "prepare ms-swift --task rl`; if they don't end",
+        ),
         ({"query": "What is it?", "response": "A bird.", "audios": ["clips/0.wav"]}, "prepare ms-swift --task rl`"),
         ({"problem": "What?", "answer": "A", "audios": ["clips/0.wav"]}, "to 'prompt', or convert .* prepare easyr1`"),
         ({"question_text": "?", "multi_choice": ["A"], "answer": 0, "audio_path": "clips/0.wav"}, "prepare avqa`"),

@@ -457,8 +457,8 @@ def other_vocabulary():
         (classifier, "Gemma3ForSequenceClassification"),
         (
             other_vocabulary,
-            "Qwen2_5_VLForConditionalGeneration with 380 tokens, the policy a Qwen2_5_VLForConditionalGeneration with "
-            "372",
+            "Qwen2_5_VLForConditionalGeneration with 380 tokens, and the policy is a "
+            "Qwen2_5_VLForConditionalGeneration with 372",
         ),
     ],
     ids=["path", "path of a relative", "instance", "critic", "reward model", "vocabulary"],

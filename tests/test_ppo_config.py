@@ -68,7 +68,7 @@ WITHOUT = {"advantage_estimator": "rloo"}
             ({"ema_decay": value}, f"`ema_decay` must be above 0 and below 1, got {value}")
             for value in (0.0, 1.0, -1.0)
         ),
-        ({"ptx_coef": 0.1, "temperature": 0.7}, "it needs `temperature=1`, got 0.7"),
+        ({"ptx_coef": 0.1, "temperature": 0.7}, "set `temperature=1`, got 0.7"),
         *(
             (
                 {**WITHOUT, name: value},

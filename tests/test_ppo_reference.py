@@ -609,7 +609,7 @@ def test_reward_recipe(serve, tmp_path):
     (request,) = server.requests
     assert request["labels"] == ["even"] * 4 + ["odd"] * 4
     assert [len(images) for images in request["images"]] == [1] * 8
-    with pytest.raises(ValueError, match="label 'unknown', which `reward_recipe` doesn't know"):
+    with pytest.raises(ValueError, match="label 'unknown', but `reward_recipe` has only"):
         rewarded(ppo, [{**answered(image_rows(1), "image")[0], "labels": "unknown"}])
 
 
@@ -640,7 +640,7 @@ def test_no_divergence_without_coefficient_or_reference(tmp_path):
         _, _, (each,) = rewarded(ppo, image_rows(2))
         assert each.base_action_log_probs is None and ppo.trainer.ref_model is None
         assert not each.kl.any()
-        with pytest.raises(ValueError, match="`kl_target` needs an `initial_model` to diverge from"):
+        with pytest.raises(ValueError, match="`kl_target` needs a reference `initial_model`"):
             make(tmp_path, kl_target=0.1, **arguments)
 
 
@@ -925,8 +925,8 @@ def test_loaders_that_do_not_fit(tmp_path):
     for prompts, arguments, error in (
         (loader(image_rows(4), 3), {}, "4 prompts don't fill whole batches of 3 on 1 processes"),
         (loader(image_rows(2), 3, drop_last=True), {}, "2 prompts don't fill whole batches of 3"),
-        (loader(image_rows(3), 3), {}, "leaves 12 samples in the buffer, which don't fill whole optimizer steps of 8"),
-        (loader(image_rows(4)), {"buffer_limit": 6}, "leaves 6 samples in the buffer"),
+        (loader(image_rows(3), 3), {}, "puts 12 samples into the buffer, which don't fill whole optimizer steps of 8"),
+        (loader(image_rows(4)), {"buffer_limit": 6}, "puts 6 samples into the buffer"),
         (batches, {}, "must have a `batch_size`, and a dataset whose"),
     ):
         with pytest.raises(ValueError, match=error):
@@ -1007,8 +1007,11 @@ def test_errors_of_the_constructor(tmp_path):
         ({"critic_optim": sgd}, "pass `None` for optimizers and schedules"),
         ({"reward_fn": None}, "There is no source of reward"),
         ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
-        ({"config": {"shared_trunk": True}}, "`shared_trunk` of `strategy` has no effect in these steps, only in"),
-        ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*; pass `top_p` to the trainer itself"),
+        (
+            {"config": {"shared_trunk": True}},
+            "`shared_trunk` of `strategy` has no effect in .*; remove it, or use `Multi",
+        ),
+        ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*, or pass it to `PPOTrainerVL` itself"),
         ({"config": {"top_entropy_quantile": 0.2}}, "make the actor with `high_entropy_token_ratio=0.2`"),
         ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
         ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),

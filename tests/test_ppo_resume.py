@@ -167,7 +167,7 @@ def test_other_returns_discard_completions(changes, straight, tmp_path, caplog):
     folder = checkpoint(straight("audio"), 3)
     with caplog.at_level(logging.WARNING):
         resumed = CASES["audio"].resume(folder, tmp_path, **changes)
-    assert "Batches have changed" in caplog.text
+    assert "The settings of batches have changed" in caplog.text
     assert resumed.trained_on != rest_of(straight("audio"), 3)
 
 

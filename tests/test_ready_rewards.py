@@ -157,7 +157,7 @@ def test_detection_of_perception_r1(answer, reward):
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match="methods .*'perception_r1'.*, not 'r1'"):
+    with pytest.raises(ValueError, match="no .method='r1'.; set one of .*'perception_r1'"):
         of("detection_reward", "", [[1, 2, 3, 4]], method="r1")
 
 

@@ -401,7 +401,7 @@ def test_another_size_resumes_with_new_completions(changes, straight, tmp_path, 
     uninterrupted = straight("several epochs")
     with caplog.at_level(logging.WARNING):
         trainer = CASES["several epochs"].resume(checkpoint(uninterrupted, 6), tmp_path, **changes)
-    assert "Batches have changed" in caplog.text
+    assert "The settings of batches have changed" in caplog.text
     size = trainer.args.per_device_train_batch_size
     assert all(len(completions) == size for _, completions in trainer.trained_on)
 

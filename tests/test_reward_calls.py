@@ -290,7 +290,7 @@ def test_messages_that_are_compared_with_texts_are_named(reward, conversational,
     """With the first batch, without another call."""
     if conversational or reward is not of_messages:
         trainer_of(reward, tmp_path, rows(conversational=conversational), max_steps=2).train()
-        told = [each for each in caplog.messages if "never equal or hold a text" in each]
+        told = [each for each in caplog.messages if "never equals or contains a text" in each]
         assert len(told) == (conversational and reward in COMPARISONS)
 
 

@@ -109,7 +109,9 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"uses \['first'\], .* only \['length'\]"):
         apply_recipe({"length": length}, RECIPE)
     functions = apply_recipe({"length": length, "first": first}, RECIPE)
-    with pytest.raises(ValueError, match=r"row 2, column 'label': .* no 'typo', only \['count', 'describe', 'free'\]"):
+    with pytest.raises(
+        ValueError, match=r"row 2, column 'label': .* label 'typo', only \['count', 'describe', 'free'\]"
+    ):
         functions[0](**{**CALL, "label": [*LABELS[:2], "typo", *LABELS[3:]]})
     with pytest.raises(ValueError, match="column 'label', .*`label_column`"):
         functions[0](**{name: value for name, value in CALL.items() if name != "label"})

@@ -322,7 +322,7 @@ def test_the_console_shows_the_first_pair(tmp_path, capsys):
 
 def test_an_adapter_trains_the_score_or_warns(tmp_path, caplog):
     run_ours(text_pairs(), tmp_path, objects={"peft_config": LoraConfig(target_modules=["q_proj"])})
-    assert "The adapter leaves `score` as it is" in caplog.text
+    assert "The adapter doesn't train `score`" in caplog.text
 
 
 @pytest.mark.parametrize("frozen, trains", [("language_model", "visual"), ("model", "score")])
@@ -420,7 +420,11 @@ def test_rows_are_refused_by_name(name, tmp_path):
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "train dataset has no rows"),
-        (text_pairs(2), {"dataset_num_proc": 2}, "`dataset_num_proc=2` has no use in training of reward models here"),
+        (
+            text_pairs(2),
+            {"dataset_num_proc": 2},
+            "`dataset_num_proc=2` has no effect in training of reward models here",
+        ),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
     ],
 )

@@ -354,14 +354,17 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
         ({"contrast_view": "mask_patches(size=3)"}, "has no setting 'size'"),
         ({"rollout_view": "blank(bonus=0.5)"}, "has no setting 'bonus': the view 'blank' has .., and the option"),
         ({"contrast_view": "blank(bonus=0.0)"}, "`bonus` of `contrast_view` must be above 0, got 0.0"),
-        ({"rollout_view": f"{__name__}.fractional"}, "has a setting 'fraction', as `rollout_view` does; rename that"),
-        ({"rollout_view": "blank(fraction=0.2)"}, "0.2. of `rollout_view` of `num_generations` .4. is no completion"),
+        (
+            {"rollout_view": f"{__name__}.fractional"},
+            "has a setting 'fraction', as `rollout_view` does; rename the view's setting",
+        ),
+        ({"rollout_view": "blank(fraction=0.2)"}, "times `num_generations` .4. and rounded down, is no completion"),
         ({"rollout_view": "blank(fraction=1.5)"}, "`fraction` of `rollout_view` must be above 0 and at most 1"),
         ({"rollout_view": "blank(schedule='linear')"}, "'blank' has no strength"),
         ({"rollout_view": "mask_patches(schedule='cosine')"}, "There is no schedule 'cosine'"),
         (
             {"contrast_view": "blank", "multi_objective_aggregation": "normalize_then_sum"},
-            "which change their sum",
+            "which change the sum",
         ),
     ],
 )
@@ -374,5 +377,5 @@ def test_config_refuses(options, problem):
 @pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])
 def test_samples_of_others_are_refused(option, name, tmp_path):
     given = {"tools": [len], "environment_factory": dict, "rollout_func": print}
-    with pytest.raises(ValueError, match=f"`{option}` samples whole completions .* and `{name}`"):
+    with pytest.raises(ValueError, match=f"`{option}` samples completions from a view .* but `{name}`"):
         make_trainer(GRPO, "qwen2_5_vl", image_rows(), tmp_path, objects={name: given[name]}, **{option: "blank"})

@@ -364,7 +364,7 @@ def test_processes_that_hang_are_replaced_and_the_row_that_hangs_is_named(tmp_pa
     ahead.prefetch([0, 1, 3])
     assert [ahead.take(row) for row in (0, 1, 3)] == [0, 1, 3]
     ahead.prefetch([2, 4])
-    with pytest.raises(MediaError, match="row 2: its media weren't read in time, twice.*raise `media_timeout`"):
+    with pytest.raises(MediaError, match="row 2: reading its media timed out twice.*raise `media_timeout`"):
         ahead.take(2)
     assert ahead.take(4) == 4
     ahead.close()
@@ -409,9 +409,9 @@ def test_workers_collect_nothing_of_their_parent():
     gc.freeze()  # as an application may have done
     n_frozen = gc.get_freeze_count()
     Cycle()
-    pid, found, collects = ahead.take(1)
+    pid, found, gc_enabled = ahead.take(1)
     ahead.close()
-    assert pid != os.getpid() and found == [] and collects
+    assert pid != os.getpid() and found == [] and gc_enabled
     assert gc.isenabled() and gc.get_freeze_count() > n_frozen / 2  # none is thawed, but some have been freed
     gc.collect()
     assert destroyed == [os.getpid()]

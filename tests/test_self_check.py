@@ -135,8 +135,11 @@ def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
     forget_isolation(monkeypatch)
     check = subject("gemma3n", audio_rows(4)).check()
     assert check.fallbacks.isolate == "media" and check.rows < 1e-5
-    assert "one forward per media" in str(check)
-    assert "batching prompts changes their log-probabilities; falling back to one forward per media." in caplog.text
+    assert "one forward per shape of media" in str(check)
+    assert (
+        "batching prompts changes their log-probabilities; falling back to one forward per shape of media."
+        in caplog.text
+    )
 
 
 def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(monkeypatch):
@@ -274,7 +277,7 @@ def test_a_generate_that_filters_raises(top_p):
         filters.model.generate, logits_processor=hf.LogitsProcessorList([hf.MinPLogitsWarper(0.5)])
     )
     if top_p == 1.0:
-        with pytest.raises(RuntimeError, match="draws from a distribution other than the one that is scored"):
+        with pytest.raises(RuntimeError, match="draws from another distribution than the scored one"):
             filters.check()
         return
     check = filters.check()
@@ -509,7 +512,7 @@ self-check: largest differences of log-probs (tolerance 7e-04)
   features vs. processor             0e+00
   padded rows vs. model's forward    1e-06         with the model's logits, at the engine's positions
   packed rows vs. model's forward    5e-01         falls back to padded rows
-  batched vs. one by one             5e-07         one forward per media
+  batched vs. one by one             5e-07         one forward per shape of media
   sampled vs. model's forward        not measured  separate prefills
   sampled vs. full distribution      8e-03         suppressed placeholders, top_p
   training vs. evaluation mode       1e-01         dropout or batch norm

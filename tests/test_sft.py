@@ -429,7 +429,7 @@ WRONG = {
     "media of the assistant": (
         {"messages": [say("user", "Is it?"), say("assistant", "<image>")], "image": image(56, 56)["image"]},
         {},
-        "row 0, column 'image': assistant messages are text",
+        "row 0, column 'image': assistant messages must be text",
     ),
     "too long": (
         {"prompt": "What is it?", "completion": "A cat.", "image": image(112, 112)["image"]},
@@ -516,7 +516,7 @@ SAMPLED = {"content": "Fur.\n</think>\n\nA cat"}  # behind a prompt that opens t
 WHOLE = "Fur.\n</think>\n\nA cat<|im_end|>\n"
 THOUGHTS = {
     "unknown": ("qwen3_vl", THOUGHT, "leaves out 'reasoning_content' of a message"),
-    "doubled": ("qwen3_8", SAMPLED, "writes thoughts of its own before a text with thoughts; give these as 'reas"),
+    "doubled": ("qwen3_8", SAMPLED, "writes thoughts of its own before a text with thoughts; give the thoughts as '"),
     "doubled tag": ("qwen3_8", WRITTEN, "writes thoughts of its own before a text with thoughts"),
     "cut": ("deepseek_r1_distill", WRITTEN, "leaves out a part of a text with thoughts"),
     "field": ("qwen3_8", THOUGHT, WHOLE),

@@ -204,5 +204,5 @@ def test_seconds_follow_the_sampled_frames(name, clips):
     for rate, seconds in ((4.0, 0.5), (8.0, 0.25)):
         _, _, prompt = encoded(name, block(clips["silent"]), rules=MediaRules(video_fps=rate))
         assert prompt.media["video_second_per_grid"].tolist() == [seconds]
-    with pytest.raises(MediaError, match="the processor takes one rate; set 'fps' of both blocks"):
+    with pytest.raises(MediaError, match="the processor takes one rate; set the same 'fps' in both blocks"):
         encoded(name, block(clips["heard"], fps=8.0), block(clips["other"], fps=4.0))

@@ -231,7 +231,7 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ({"messages": [{"role": "assistant", "content": "No"}]}, r"row 1 of `ptx_dataset` has \['messages'\]"),
         (
             {"messages": [{"role": "user", "content": "A cat?"}, {"role": "user", "content": "A dog?"}]},
-            "row 1, column 'messages': an answer must be the assistant's, got one of 'user'",
+            "row 1, column 'messages': an answer must be the assistant's, but the role is 'user'",
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": [{"role": "user", "content": "No"}]},
@@ -244,11 +244,11 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ({"prompt": "A cat?", "image": {"path": "missing.png"}, "completion": "No"}, "row 1, column 'image': no such"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "No"},
-            r"row 1, column 'prompt\[0\].content\[0\]': placeholder without image",
+            r"row 1, column 'prompt\[0\].content\[0\]': the placeholder has no image",
         ),
         (
             {"prompt": "?", "completion": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-            "row 1, .*: assistant messages are text",
+            "row 1, .*: assistant messages must be text",
         ),
     ],
 )
@@ -393,8 +393,8 @@ def test_frozen_policy_learns_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objects": {"ptx_dataset": text_rows()}}, r"`ptx_dataset` and `ptx_coef` \(0.0\) go together; set both"),
-        ({"ptx_coef": 0.5}, r"`ptx_dataset` and `ptx_coef` \(0.5\) go together; pass both"),
+        ({"objects": {"ptx_dataset": text_rows()}}, r"\(0.0\) go together; set `ptx_coef` above 0"),
+        ({"ptx_coef": 0.5}, r"\(0.5\) go together; pass `ptx_dataset`"),
     ],
 )
 def test_options_that_make_no_sense(options, message, tmp_path):

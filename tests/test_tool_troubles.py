@@ -216,7 +216,7 @@ class Placed(Room):
         ({"tools": [partly]}, "The tool `partly` can't be described to the model: .* 'y'"),
         ({"tools": trouble}, "`tools` is <function trouble.*; pass a list of functions"),
         ({"tools": "zoom"}, "`tools` is zoom; pass a list of functions"),
-        ({"tools": [dict]}, "`tools` has the class dict; a class of environments is `environment_factory`"),
+        ({"tools": [dict]}, "`tools` has the class dict, but a tool is a function; pass a class of environments as"),
         ({"tools": ["zoom"]}, r"`tools` is \['zoom'\]; .* in Python, pass `environment_factory=Zoom`"),
         ({"environment_factory": Undescribed}, "The tool `Undescribed.act` can't be described"),
         ({"environment_factory": Room()}, "`environment_factory` is <.*, which can't be called; pass the class"),

@@ -349,7 +349,7 @@ def test_rollout_func_gets_media(trainer):
         output = rollout(prompts, trainer)
         return {**output, "completion_ids": [[trainer.processing_class.image_token_id]] * 8}
 
-    for function, message in ((wrong, "as the processor encodes it"), (showing, "placeholders of media")):
+    for function, message in ((wrong, "ids of its prompt by the processor"), (showing, "placeholders of media")):
         with pytest.raises(ValueError, match=message):
             run(trainer, "qwen2_5_vl", image_rows(), reward=reward, objects={"rollout_func": function})
 

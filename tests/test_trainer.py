@@ -354,7 +354,7 @@ def test_rewards_may_come_in_any_sequence(wrap):
 
 def test_model_without_a_name_and_a_processor_raises(tmp_path):
     model, processor = FAMILIES["qwen2_audio"].build()
-    with pytest.raises(ValueError, match="instance without a name .* pass `processing_class`"):
+    with pytest.raises(ValueError, match="has no name .* by which its processor .* pass `processing_class`"):
         make_trainer(MultimodalGRPOTrainer, "", audio_rows(), tmp_path, objects={"model": model})
     objects = {"model": model, "processing_class": processor}
     with pytest.raises(ValueError, match="the reference of `beta=0.05` would be loaded; save the model"):
@@ -385,7 +385,9 @@ def test_overlong_audio():
         clips = [audio(1.5, seed=i)["audio"][:samples] for i in range(4)]
         return with_media(text_rows(4), "audio", [{"array": clip, "sampling_rate": RATE} for clip in clips])
 
-    message = r"row \d, column 'audio': 1.50 s .* 1 s are allowed by the model's window, .*`audio_overlong='truncate'`"
+    message = (
+        r"row \d, column 'audio': the audio of 1.50 s is longer than .* window of 1 s; .*`audio_overlong='truncate'`"
+    )
     with pytest.raises(MediaError, match=message):
         run(InjectedOurs, "qwen2_audio", rows(None))
     cut = run(InjectedOurs, "qwen2_audio", rows(RATE))  # the tiny model's window is 1 s

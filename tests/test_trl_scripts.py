@@ -587,7 +587,7 @@ def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
         ({"dataset": lambda: texts().select([])}, "The train dataset has no rows"),
         (
             {"dataset": lambda: tokenized(labels=lambda ids: [*ids[1:], 5])},
-            "row 0, column 'labels': a label must be the token",
+            "row 0, column 'labels': a label must equal the token",
         ),
         ({"dataset": lambda: tokenized(labels=lambda ids: [-100] * len(ids))}, "row 0 has nothing to learn"),
         ({"dataset": lambda: tokenized(completion_mask=second_half)}, "train dataset has `completion_mask` and no"),

@@ -60,7 +60,7 @@ def test_arrays_are_steps_of_a_completion_with_one_turn_too():
         ([1.0], "rewards of 1 turns for row 7, whose completion has 2; return one number per turn, or (last token, "),
         ([], "rewards of 0 turns for row 7, whose completion has 2"),
         ([(True, 8.0)], "the step (True, 8.0) for row 7"),
-        ([1.0, NAN], "the step (8, nan) for row 7; return pairs of a token's index, in order, and a finite number"),
+        ([1.0, NAN], "the step (8, nan) for row 7; return pairs (index of a sampled token, finite number)"),
         ([1.0, None], "the step (8, None) for row 7"),
         ([3e38, 3e38], "6e+38 for row 7; return a finite number"),
         ([(5, 1.0)], "the step (5, 1.0) for row 7"),
@@ -362,7 +362,7 @@ def test_environments_reward_turns_and_rloo_their_sum():
 @pytest.mark.parametrize("estimator", ["turn_norm", "gigpo", "ps_grpo"])
 def test_estimators_of_steps_need_rewards_along_completions(estimator, tmp_path):
     options = {"reward": outcome, "advantage_estimator": estimator}
-    with pytest.raises(ValueError, match="reads rewards along completions, and the first batch has none; let a"):
+    with pytest.raises(ValueError, match="reads rewards of steps, and the first batch has none; let a"):
         make_trainer(Recorded, "qwen2_5_vl", image_rows(), tmp_path, **options).train()
     if estimator == "gigpo":  # whose second term compares discounted outcomes of turns
         assert len(train(**options).trainer.draws) == 1

@@ -169,7 +169,7 @@ def test_text_that_looks_like_a_file(column, value, remedy):
     message = str(error.value)
     assert message.startswith("`train_dataset`: no prompt gets these media, and there are no others, so that the")
     assert f"'{column}" in message and remedy in message
-    assert "what looks like files" in message and "`ignored_media_columns`" in message
+    assert "texts that look like files" in message and "`ignored_media_columns`" in message
     warning = check_columns(data, name, model_modalities=["image" if kind == "audio" else "audio"])
     assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
     assert check_columns(data, name, [column], model_modalities=[kind]) is None
@@ -196,7 +196,9 @@ def test_rows_from_all_over_are_looked_at():
 def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
     deaf = rows(sound="clips/0001.wav", completion="A bird.")
     heard = sounds(folder, "audio").add_column("completion", ["A bird."] * 8)
-    remedy = r"'sound' \(what looks like files, .*\): rename it to 'audio' \(`rename_column\('sound', 'audio'\)`\)"
+    remedy = (
+        r"'sound' \(texts that look like files, .*\): rename it to 'audio' \(`rename_column\('sound', 'audio'\)`\)"
+    )
     for train, test, name in (
         (deaf, None, "train_dataset"),
         (heard, deaf, "eval_dataset"),
@@ -258,7 +260,7 @@ def test_empty_cells_of_media_are_counted(tmp_path, caplog):
     made(tmp_path, beside(None, PNG, PNG, None).select([1, 0, 2, 3, 0]), "qwen2_5_vl")
     (told,) = [each for each in caplog.messages if "is empty" in each]
     assert told.endswith(
-        "`train_dataset`: column 'image' is empty in 3 of 5 rows, first in 1, whose prompts are without such media."
+        "`train_dataset`: column 'image' is empty in 3 of 5 rows, first in 1. Their prompts have no such media."
     )
 
 
@@ -362,7 +364,9 @@ def test_ignored_columns_from_the_command_line():
 )
 def test_prompt_by_another_name_is_named(column):
     wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
-    remedy = "; rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"  # not guessed
+    remedy = (
+        "; rename the column of prompts to 'prompt'" if column == "ask" else f"rename '{column}' to 'prompt'"
+    )  # not guessed
     with pytest.raises(ValueError, match=f"^`train_dataset` has no column 'prompt', only .*{remedy}"):
         check_columns(wrong, "`train_dataset`")
 
@@ -618,7 +622,7 @@ def test_as_many_tags_as_media(prompt, images):
     with pytest.raises(MediaError) as error:
         rows_to_messages([{"prompt": "fine"}, {"prompt": prompt, "images": images}])
     assert str(error.value).startswith(
-        f"row 1, column 'images': {len(images)} for 2 '<image>' in the text of the prompt; write one for each"
+        f"row 1, column 'images': has {len(images)} images for 2 '<image>' in the text of the prompt; write one"
     )
 
 

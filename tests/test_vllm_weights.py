@@ -292,7 +292,7 @@ def adapted(family, **settings):
 def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
     """Covers the layers of the same names, with any scales and ranks."""
     if family in NO_ADAPTER:
-        with pytest.raises(ValueError, match="it has `target_parameters="):
+        with pytest.raises(ValueError, match="its config has `target_parameters="):
             EngineAdapter(adapted(family), Accelerator(cpu=True))
         return
     model = adapted(family, r=4, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 16})
@@ -313,10 +313,10 @@ def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "has `use_dora=True`; drop it"),
-        ({"modules_to_save": ["merger"]}, r"has `modules_to_save=\['merger'\]`; drop it"),
-        ({"trainable_token_indices": [1]}, r"has `trainable_token_indices=\[1\]`; drop it"),
-        ({"bias": "all"}, "has `bias='all'`; drop it"),
+        ({"use_dora": True}, "has `use_dora=True`; remove this option"),
+        ({"modules_to_save": ["merger"]}, r"has `modules_to_save=\['merger'\]`; remove this option"),
+        ({"trainable_token_indices": [1]}, r"has `trainable_token_indices=\[1\]`; remove this option"),
+        ({"bias": "all"}, "has `bias='all'`; remove this option"),
         (
             {"target_modules": ["patch_embed.proj"]},
             r"the layer 'model.visual.patch_embed.proj' \(Conv3d\); leave it out",
@@ -336,12 +336,15 @@ def test_other_ways_to_train_than_one_lora():
 
     model = load("qwen2_5_vl")
     refused(model, "needs an adapter; pass `peft_config`")
-    refused(get_peft_model(model, LoHaConfig(target_modules=["q_proj"])), "is made by LoHaConfig; use `LoraConfig`")
+    refused(
+        get_peft_model(model, LoHaConfig(target_modules=["q_proj"])),
+        "`peft_config` is a LoHaConfig; pass a `LoraConfig`",
+    )
     model = adapted("qwen2_5_vl")
     model.base_model.model.model.visual.merger.ln_q.weight.requires_grad_(True)
-    refused(model, r"isn't all that is trained \('model.visual.merger.ln_q.weight' is, too\); freeze the rest")
+    refused(model, r"other weights are trained, too, such as 'model.visual.merger.ln_q.weight'; freeze all")
     model = adapted("qwen2_5_vl", r=513)
-    with pytest.raises(ValueError, match="has the rank 513; lower it to 512"):
+    with pytest.raises(ValueError, match="its rank is 513; lower it to 512"):
         EngineAdapter(model, Accelerator(cpu=True)).engine_kwargs  # noqa: B018
 
 

@@ -107,7 +107,7 @@ def test_tools_by_name(tmp_path, monkeypatch):
         (["zoomed"], "no tool 'zoomed'; .*Did you mean `zoom`"),
         (["zoom(size=3)"], "no setting 'size'"),
         (["zoom", "my_tools.Room"], "several classes"),
-        (["my_tools.search(word='a')"], "leave out its settings"),
+        (["my_tools.search(word='a')"], "has no settings; leave them out"),
     ]:
         with pytest.raises(ValueError, match=problem):
             load_tools(names)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one entry per family, with reasons. Families without one have no entry."""
+"""Special cases of model architectures: one entry per family, with reasons. Other families have no entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -300,7 +300,7 @@ FAMILIES = (
         model_types=("voxtral",),
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
-        answer_obstacle="mistral-common writes prompts for an answer, and no answers behind them",
+        answer_obstacle="mistral-common renders prompts alone, without answers after them",
     ),
 )
 

@@ -65,7 +65,7 @@ def training_obstacle(
     if modalities and isinstance(processor, ProcessorMixin) and not all_placeholder_ids(model, processor):
         return (
             f"neither its config nor {type(processor).__name__} names a token that stands for "
-            f"{' or '.join(modalities)}, by which a prompt is known to hold its media"
+            f"{' or '.join(modalities)}, so it can't be checked that a prompt holds its media"
         )
     if (obstacle := attention_obstacle(model)) is not None:
         return obstacle
@@ -255,7 +255,7 @@ def check_one_run(num_processes: int, consequence: str) -> None:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:
         raise RuntimeError(
-            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU"
+            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does without a GPU"
             + consequence.format(launched=launched)
         )
 

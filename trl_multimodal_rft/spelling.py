@@ -237,7 +237,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     try:
         target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
-        # Names in the module, or those of the error, of which there are none, if the module can't be imported
+        # Names in the module. If it can't be imported, the names of the error stand in, and are none.
         suggestion = did_you_mean(function, vars(sys.modules.get(module, error)))
         # The module itself is missing, and not a module that it imports
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
@@ -252,5 +252,5 @@ def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> N
     """Raises a `ValueError` if one of `names` is among `used`, so that no function silently replaces another."""
     if duplicates := sorted({*names} & {*used}):
         raise ValueError(
-            f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."
+            f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another name."
         )

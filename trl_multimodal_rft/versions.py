@@ -207,8 +207,8 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
-            # Missing are arguments beyond the function's number of positions, and arguments by name with none of their
-            # names in the function. Parameters of a kind up to `VAR_POSITIONAL` have a position
+            # Looks for arguments by position beyond the function's positional parameters, and for arguments by name
+            # that the function has under none of their names. Kinds up to `VAR_POSITIONAL` are positional.
             first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
@@ -231,7 +231,7 @@ def check_versions() -> None:
         complaints = "; ".join(f"{name} {versions[name]} {complaint}" for name, complaint in unfit.items())
         pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**unfit, **newer})
         reason = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
-        raise ImportError(f"{complaints}. {reason}: run `pip install {pins}`, or update it.", name=PACKAGE)
+        raise ImportError(f"{complaints}. {reason}: run `pip install {pins}`, or update {PACKAGE}.", name=PACKAGE)
     warn_of_newer(newer)
 
 

@@ -206,7 +206,7 @@ def test_every_call_of_a_sync_has_a_time_out(ask, proxy, spoil, path, monkeypatc
     monkeypatch.setattr(ask.engine, "server_timeout", 0.3)
     proxy.hang = {path}
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer {path}[^ ]* \(nothing whole in 0.3 s"):
+    with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer {path}[^ ]* \(no complete answer in 0.3 s"):
         ask.engine.sync_weights()
     assert time.monotonic() - start < 3
     proxy.hang, proxy.fail = set(), {path, "/resume"}
@@ -237,7 +237,7 @@ def test_a_server_that_speculates(omni, tmp_path, proxy, spoil, monkeypatch):
 
 def test_time_out_at_the_start(omni, tmp_path, proxy, spoil):
     proxy.hang = {"/health"}
-    with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer /health \(nothing whole in 0.3 s\)"):
+    with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer /health \(no complete answer in 0.3 s\)"):
         make(omni, tmp_path, [proxy], Recorded, vllm_server_timeout=0.3)
 
 

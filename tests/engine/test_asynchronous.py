@@ -105,7 +105,7 @@ def test_lost_server_ends_the_run(omni, tmp_path):
     with fake_servers(omni, [0]) as servers:
         trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0)
         servers[0].fault("error", count=1000)
-        with pytest.raises(RuntimeError, match=r"500: .* asked 4 times; `vllm_server_timeout` bounds"):
+        with pytest.raises(RuntimeError, match=r"500: .* asked 4 times; check the server, or raise"):
             trainer.train()
 
 

@@ -206,7 +206,7 @@ def test_processor_that_makes_other_tokens(server, omni, tmp_path):
         return [{**each, "prompt_token_ids": [*each["prompt_token_ids"], 5]} for each in render(prompts)]
 
     trainer.vllm_generation.prompts.renderer.render_cmpl = with_one_more
-    with pytest.raises(MediaError, match="its processor and `processing_class` don't agree"):
+    with pytest.raises(MediaError, match="vLLM's processor and `processing_class` don't agree"):
         trainer_draw(trainer)
 
 
@@ -220,7 +220,7 @@ def changed(info, **settings):
 def test_refused_servers(client, omni, tmp_path):
     info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
     check_server_settings(client, info, config.thinker_config, "float32")
-    with pytest.raises(ValueError, match="computes in float32 and the trainer in bfloat16.*`--dtype bfloat16`"):
+    with pytest.raises(ValueError, match="computes in float32, and the trainer in bfloat16.*`--dtype bfloat16`"):
         check_server_settings(client, info, config, "bfloat16")
     with pytest.raises(ValueError, match="returns raw_logprobs.*`--logprobs-mode processed_logprobs`"):
         check_server_settings(client, changed(info, logprobs_mode="raw_logprobs"), config, "float32")
@@ -292,7 +292,7 @@ def test_video_with_text_between_its_parts_is_refused(client):
     decoded = encode_prompt(rows[0]["prompt"], processor, model, keep_decoded=True).decoded[0][1]
     with processors_unchecked():
         [rendered] = renderer.render_cmpl([prompts.with_media(decoded, 0)])
-    with pytest.raises(MediaError, match="text between the parts of video.*`vllm_mode='colocate'`"):
+    with pytest.raises(MediaError, match="text among the placeholders of one video.*`vllm_mode='colocate'`"):
         server_features(rendered)
 
 

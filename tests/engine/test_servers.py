@@ -121,8 +121,10 @@ def test_all_servers_join_one_broadcast(omni, nccl, monkeypatch):
 def test_refused_servers(omni, tmp_path):
     options = {"vllm_mode": "server"}
     options["vllm_server_base_url"] = "http://a:8000,http://b:8000"
-    with pytest.raises(ValueError, match="has 2 servers for 1 processes, of which each asks one"):
+    with pytest.raises(ValueError, match="has 2 servers for 1 processes, and each process uses only one"):
         make(MultimodalGRPOTrainer, OMNI, omni_rows(), tmp_path, load_omni(omni), **options)
     with fake_servers(omni, [0, 0]) as servers:
-        with pytest.raises(ValueError, match=r"draw the same random numbers, by the seeds \[0, 0\].*own"):
+        with pytest.raises(
+            ValueError, match=r"have the seeds \[0, 0\].*draw the same random numbers.*a different `--seed`"
+        ):
             ServerGroup([each.url for each in servers], 1234, 1.0)

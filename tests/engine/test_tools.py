@@ -101,7 +101,7 @@ def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
     engine = {**ENGINE, "limit_mm_per_prompt": {"image": 1, "video": 0}}
     args = (talking("qwen2_5_vl"), image_rows(), images(), tmp_path)
     trainer = make(TalkingGRPO, *args, vllm_engine_kwargs=engine)
-    with pytest.raises(MediaError, match="'image', 2 of them, and the engine was started for 1"):
+    with pytest.raises(MediaError, match="2 media of the modality 'image', and the engine was started for 1"):
         trainer.train()
 
 

@@ -95,7 +95,7 @@ def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
 def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "LOADS_BENEATH_ADAPTERS", False)
     lora = LoraConfig(r=4, target_modules=DECODER)
-    with pytest.raises(ValueError, match="from 0.28 on.*or set `vllm_engine_kwargs={'enable_lora': False}`"):
+    with pytest.raises(ValueError, match="0.28 or later.*or set `vllm_engine_kwargs={'enable_lora': False}`"):
         options = {"engine": {"enable_lora": True}, "vllm_enable_sleep_mode": True}
         trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
 

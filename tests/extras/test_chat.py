@@ -81,7 +81,7 @@ def test_code_of_the_docs_and_what_is_no_question(served, adapted, tmp_path, mon
     digit = "Which digit is spoken?"
     assert tuple(each["content"] for each in namespace["answer"]) == ask(client, digit, tmp_path / "0.wav")
     (tmp_path / "none.wav").write_text("no sound")
-    with pytest.raises(AppError, match="^this is no file of audio that can be read"):
+    with pytest.raises(AppError, match="^this isn't a readable audio file"):
         ask(client, QUESTION, tmp_path / "none.wav")
     capfd.readouterr()
     with pytest.raises(AppError, match="There is no question"):

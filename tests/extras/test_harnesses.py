@@ -56,7 +56,7 @@ def test_scores_of_rows_give_the_figure_of_the_harness_with_an_interval(name, tm
     expected = {f"{metric}_gain": -1 / 8, f"{metric}_gain_low": low, f"{metric}_gain_high": high}
     assert gains(result, tmp_path) == pytest.approx(expected)
     result.rows[0]["prompt"] = "?"
-    with pytest.raises(ValueError, match="has other prompts, first in row 0; name a result of these rows"):
+    with pytest.raises(ValueError, match="has other prompts, first in row 0; name the `output_dir` of"):
         gains(result, tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_gains_of_our_own_results(tmp_path):
         assert gains(result, tmp_path)["accuracy_gain"] == 0.25  # the other is older than the column
         result.save(tmp_path / column)
         rows[1][column] = 2 if column == "fingerprint" else "b"
-        with pytest.raises(ValueError, match=f"has other {differs}, first in row 1; name a result of these rows"):
+        with pytest.raises(ValueError, match=f"has other {differs}, first in row 1; name the `output_dir` of"):
             gains(result, tmp_path / column)
 
 
@@ -100,7 +100,7 @@ def test_samples_that_are_missing_or_repeated(name, change, message, copy):
 @pytest.mark.parametrize("figure", ["NaN", "Infinity", "-Infinity"])
 def test_figures_that_are_no_numbers(figure, copy):
     folder = copy("lmms", '"exact_match,none": 0.625', f'"exact_match,none": {figure}')
-    with pytest.raises(ValueError, match="which is no figure; its log says why"):
+    with pytest.raises(ValueError, match="which isn't finite; its log says why"):
         harness_result(*read_lmms(folder), SETTINGS)
 
 
@@ -146,13 +146,16 @@ def test_words_of_a_command_line(tmp_path):
     ("words", "message"),
     [
         ("lm:mmstar --model_name_or_path m", "is 'lm:mmstar'; before the colon, write one of lmms, evalscope"),
-        ("lmms:mmstar", "Set `--model_name_or_path`: the model to serve"),
+        ("lmms:mmstar", "Set `--model_name_or_path` to the model to serve"),
         (
             "lmms:mmstar --model_name_or_path m --num_samples 4 --temperature 1",
-            "`--(num_samples|temperature)` doesn't",
+            "`--(num_samples|temperature)` has no effect on",
         ),
         ("lmms:mmstar --model_name_or_path m", "There is no program `vllm`. Install vLLM, or set `--server_url`"),
-        ("lmms:mmstar --model_name_or_path m --server_url http://a", "There is no program `uvx`. `pip install uv`"),
+        (
+            "lmms:mmstar --model_name_or_path m --server_url http://a",
+            "There is no program `uvx`. Run `pip install uv`",
+        ),
     ],
 )
 def test_refused_command_lines(words, message, monkeypatch, tmp_path, capsys):

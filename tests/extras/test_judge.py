@@ -213,7 +213,7 @@ def test_requests_are_bounded(server, tmp_path):
     judge = judge_of(server, **settings)
     assert ask(judge, ["seven", "8"]) == [1.0, 0.0]
     resumed = judge_of(server, **settings)
-    with pytest.raises(RuntimeError, match=r"^The judge 'judge_reward' reached its bound `max_requests=3`[^\n]*$"):
+    with pytest.raises(RuntimeError, match=r"^The judge 'judge_reward' reached its limit `max_requests=3`[^\n]*$"):
         ask(resumed, ["seven", "9", "10"])
     assert len(server.requests) == 3 and ask(resumed, ["seven", "8", "9"]) == [1.0, 0.0, 0.0]
 

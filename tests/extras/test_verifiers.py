@@ -50,7 +50,7 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused(monke
     broken.reset(**lamps.rows[2])
     with pytest.raises(EnvironmentFailure, match="no blue lamps"):
         broken.lamp_switch(color="red")
-    with pytest.raises(ValueError, match="'lamps' never end, or need a user"):
+    with pytest.raises(ValueError, match="'lamps' is endless or empty, or its tasks need a user"):
         verifiers_environment("lamps", task={"stops": {"late": {"fn": "os.getcwd"}}})
 
 

@@ -94,9 +94,9 @@ KINDS = {
     "one of no tokens": Spoiled(
         choices(lambda items: [{**items[0], **nothing(items[0])}, *items[1:]]), "again", "completion 0 has 0 tokens"
     ),
-    "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, and the vocabulary "),
-    "negative token": Spoiled(second(-1), "again", "has the token -1, and the vocabulary "),
-    "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, and the vocabulary "),
+    "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, but the vocabulary "),
+    "negative token": Spoiled(second(-1), "again", "has the token -1, but the vocabulary "),
+    "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, but the vocabulary "),
     "placeholder": Spoiled(second(PLACEHOLDER), "again", "7, which stands for media that don't exist"),
     "a choice less": Spoiled(choices(lambda items: items[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
     "a choice more": Spoiled(choices(lambda items: items + items[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),
@@ -118,8 +118,8 @@ KINDS = {
     "204": status(204, b"", outcome="ends"),
     "cut": Spoiled(lambda answer: "cut", "again", "(20 of 120 bytes)"),
     "too large": Spoiled(lambda answer: (200, b" " * 2**21 + json.dumps(answer).encode()), "again", "more than 1,0"),
-    "never": Spoiled(lambda answer: "never", "ends", "(nothing whole in 0.3 s)"),
-    "bytes by bytes": Spoiled(lambda answer: "drip", "ends", "(nothing whole in 0.3 s)"),
+    "never": Spoiled(lambda answer: "never", "ends", "(no complete answer in 0.3 s)"),
+    "bytes by bytes": Spoiled(lambda answer: "drip", "ends", "(no complete answer in 0.3 s)"),
 }
 
 

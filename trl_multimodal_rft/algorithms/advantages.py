@@ -322,8 +322,8 @@ def online_dpo(
     """
     if old_logps is None or ref_logps is None or kl_coef <= 0:
         raise ValueError(
-            "'online_dpo' compares the policy with its reference: give it both log-probabilities, and a coefficient "
-            "of the KL divergence in the reward above 0."
+            "'online_dpo' compares the policy with its reference; pass `old_logps`, `ref_logps` and a `kl_coef` above "
+            "0."
         )
     _, groups = group_ids.unique(return_inverse=True)
     # Batch indices, sorted by group, and by reward within a group. Rewards `[0.5, NaN, 0.9, 0.1]` of the groups
@@ -572,9 +572,11 @@ def estimate_advantages(
         chosen = name if isinstance(name, Estimator) else as_estimator(name)
     except KeyError:
         chosen = None
-    if chosen is None or chosen.needs == "critic" or (chosen.step_input and steps is None):
-        spelling = chosen.spelling if chosen else name
-        raise ValueError(f"`advantage_estimator={spelling!r}` can't be computed from rewards alone.")
+    if chosen is None:
+        raise ValueError(f"There is no advantage estimator {name!r}; name one of {', '.join(ESTIMATORS)}.")
+    if chosen.needs == "critic" or (chosen.step_input and steps is None):
+        missing = "values of a critic; call `gae`" if chosen.needs == "critic" else "rewards of steps; pass `steps`"
+        raise ValueError(f"`advantage_estimator={chosen.spelling!r}` needs {missing}.")
     parameters = inspect.signature(chosen.function).parameters
     # Estimators with the argument `kl_coef` use it themselves
     if kl_coef and not chosen.per_token and "kl_coef" not in parameters:
@@ -596,8 +598,8 @@ def check_estimator(function: Callable) -> None:
     except TypeError as error:
         raise ValueError(
             f"The advantage estimator '{_function_name(function)}' {signature} can't be called with "
-            f"{', '.join(names)} as keyword arguments ({error}); let it take those that it needs by these names, "
-            "and `**kwargs`."
+            f"{', '.join(names)} as keyword arguments ({error}); name its parameters like "
+            "these arguments, and add `**kwargs` for arguments that it doesn't need."
         ) from None
 
 

@@ -46,7 +46,7 @@ def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, 
         logps, ref_logps (`torch.Tensor`):
             Log-probabilities under the policy and under the reference, shape `(B, T)`.
         mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`. Other tokens may hold anything, infinities too.
+            1 on the tokens that count, shape `(B, T)`. Values of other tokens are ignored, even if infinite.
         estimator (`str`):
             `"k1"` is $d$, `"k2"` is $d^2 / 2$, `"k3"` is $e^{-d} - 1 + d$.
 
@@ -77,7 +77,7 @@ class FixedKLController:
             kl (`float`):
                 Mean divergence over all tokens of all processes, in nats.
             n_samples (`int`):
-                Completions since the last update, over all processes.
+                Number of completions since the last update, over all processes.
         """
 
     def state_dict(self) -> dict:
@@ -107,9 +107,9 @@ class AdaptiveKLController(FixedKLController):
         value (`float`):
             Initial coefficient, above 0.
         target (`float`):
-            Divergence to hold, in nats per token, above 0.
+            Divergence at which the coefficient stays as it is, in nats per token, above 0.
         horizon (`int`):
-            Completions over which the coefficient adapts, above 0.
+            $h$, above 0: after $h$ completions, the coefficient has changed by about 20 % at most.
 
     Raises:
         `ValueError`: If `value`, `target` or `horizon` isn't above 0.

@@ -421,7 +421,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     The advantage of a completion times the geometric mean of its ratios, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
-    `-epsilon_low` for negative advantages, and at `epsilon_high` for positive advantages. The paper uses 0.4.
+    `-epsilon_low` for negative advantages, and at `epsilon_high` for positive advantages. The paper sets both to 0.4.
 
     See [`LossType.__call__`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
     """

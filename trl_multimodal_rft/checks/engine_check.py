@@ -88,13 +88,13 @@ class EngineCheck:
             check.engine, self.first_batch = difference, (probes, logps, mask)
             when = "on the first batch"
             reason = (
-                "its settings, weights or processed media differ. Load the model and `processing_class` from one "
-                "folder, and start a server with that folder, too"
+                "the engine's settings, weights or processed media differ from the trainer's. Load model and "
+                "`processing_class` from one folder, and start servers with the same folder"
             )
         else:
             check.engine_updated, self.first_batch = difference, None  # frees the media
-            when = f"after {step} updates, and were {first_difference[0]:.0e} before"
-            reason = "it doesn't get all trained weights, or rounds them"
+            when = f"after {step} updates (before them, {first_difference[0]:.0e} on average)"
+            reason = "the engine doesn't get all trained weights, or rounds them"
         self._check_difference(difference, limit, when, reason)
         return True
 
@@ -121,7 +121,7 @@ class EngineCheck:
         assert difference is not None
         self._allow_noise(model, difference, probes, mask[indices])
         limit, self.check.engine_conversation = self._limit(), difference
-        reason = "it processes media that tools return differently, or has them at other positions"
+        reason = "the engine processes media of tool results differently, or gives them other positions"
         self._check_difference(difference, limit, "after tool media", reason)
         return True
 
@@ -129,8 +129,8 @@ class EngineCheck:
         mean, largest = difference
         if not mean <= limit or (self.tolerance <= STRICT and not largest <= self.tolerance):
             raise RuntimeError(
-                f"self-check: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from "
-                f"the policy's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Let "
+                f"self-check: the engine's log-probabilities differ by {mean:.0e} on average, {largest:.0e} at most, "
+                f"from the policy's {when}. Rounding explains {limit:.0e} on average, so {reason}. Or let "
                 "transformers sample (`use_vllm=False`), or set `self_check=False` to train anyway."
             )
 

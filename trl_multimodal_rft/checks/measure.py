@@ -31,6 +31,9 @@ logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
+# Names of the fallback `Fallbacks.isolate` in reports
+FORWARDS: dict[str | None, str] = {"media": "one forward per shape of media", "prompt": "one forward per prompt"}
+
 # If other media move log-probabilities by less than this share of the tolerance, the model counts as ignoring media
 _MIN_EFFECT = 1e-2
 
@@ -238,13 +241,13 @@ class Measure:
         if not largest <= max([STRICT, *epsilons]):  # the limit depends on the features' dtype, not on the model's
             raise self.inexact_error(
                 f"its media tensors differ by {largest:.0e} from those of its processor as "
-                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
+                "`AutoProcessor.from_pretrained` loads it; pass this processor as `processing_class`"
             )
         return largest
 
     def effect(
         self,
-        kind: str,
+        modality: str,
         prompt: EncodedPrompt,
         donor: EncodedPrompt | None,
         score: Callable[[Any], torch.Tensor],
@@ -252,15 +255,18 @@ class Measure:
         mask: torch.Tensor,
     ) -> float:
         """Returns how far other media of a modality move a prompt's scores, or NaN if there are no other media."""
-        other_prompt = with_other_media(prompt, kind, donor)
+        other_prompt = with_other_media(prompt, modality, donor)
         if all(torch.equal(prompt.media[name], other_prompt.media[name]) for name in prompt.media):
             return math.nan
-        change = self.difference(self.require(f"scoring another {kind}", lambda: score(other_prompt)), scores, mask)
+        change = self.difference(
+            self.require(f"scoring another {modality}", lambda: score(other_prompt)), scores, mask
+        )
         if change <= _MIN_EFFECT * self.tolerance:
             raise RuntimeError(
-                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {change:.0e})"
-                f", so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
-                "that the model is the one the processor belongs to, and that its weights are loaded."
+                f"self-check: {self.model_type} answers the same with another {modality} (log-probs move by "
+                f"{change:.0e}), so training would ignore the {modality}. Check that the chat template writes a "
+                f"placeholder for each {modality}, that model and processor belong together, and that all weights are "
+                "loaded."
             )
         return change
 
@@ -330,9 +336,7 @@ class Measure:
             raise self.inexact_error(problem if scores is not None else f"scoring padded rows fails ({self.failure})")
         if len(differences) > 1:
             needs_logits = from_model and not was_from_model
-            fallback = (
-                "the model's own logits, which need more memory" if needs_logits else f"one forward per {isolate}"
-            )
+            fallback = "the model's own logits, which need more memory" if needs_logits else FORWARDS[isolate]
             self.fall_back(f"scores of padded rows{label} differ by {differences[0]:.0e}", fallback)
         packed_difference = None
         if packs_rows and self.fallbacks.packing:
@@ -394,6 +398,7 @@ class Measure:
         return isolate_values[isolate_values.index(self.fallbacks.isolate) :]
 
     def inexact_error(self, reason: str) -> RuntimeError:
+        """Returns the error for a model that no fallback scores exactly."""
         return RuntimeError(
             f"self-check: {self.model_type} can't be trained exactly: {reason}. To train anyway, set "
             "`self_check=False`."

@@ -93,10 +93,10 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
     return cases
 
 
-def _prompt_without(encode: Callable[[int, View], EncodedPrompt], index: int, kind: str) -> EncodedPrompt | None:
+def _prompt_without(encode: Callable[[int, View], EncodedPrompt], index: int, modality: str) -> EncodedPrompt | None:
     """Returns a completion's prompt without media of a modality, or `None` if its media have become unreadable."""
     try:
-        return encode(index, as_view("blank").for_modality(kind))
+        return encode(index, as_view("blank").for_modality(modality))
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

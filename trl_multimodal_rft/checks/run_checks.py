@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Schedule of a run's checks, and their consequences."""
+"""Schedule of a run's checks, and the fallbacks that follow from their results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -35,8 +35,8 @@ class Checks:
         self.policy = policy
         self.accelerator = accelerator
         self.self_check: SelfCheck | None = None
-        # Whether the run has checked that sampled tokens have log-probabilities, and has warned of tokens without one
-        self.has_checked_logps = self.has_warned_of_logps = False
+        self.has_checked_logps = False  # whether sampled tokens were checked to have log-probabilities
+        self.has_warned_of_logps = False  # whether the run has warned of sampled tokens without a log-probability
         self._engine_check: EngineCheck | None = None
 
     def on_prompts(
@@ -46,7 +46,10 @@ class Checks:
         prompts: list[EncodedPrompt],
         settings: Callable[[], RunSettings],
     ) -> None:
-        """Runs the self-check on the first prompts, and again on the first prompts with an unmeasured modality."""
+        """
+        Runs the self-check on the first prompts, and again on the first prompts with an unmeasured modality. The
+        prompts were encoded from `messages`. If the check runs, `settings` returns the settings of the run.
+        """
         self._check_new_modalities(
             model,
             prompts,
@@ -54,7 +57,7 @@ class Checks:
         )
 
     def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
-        """Runs a self-check of [`~checks.sequences`] on the first rows, and again on rows with a new modality."""
+        """Runs `check`, of [`~checks.sequences`], on the first rows, and again on rows with a new modality."""
         self._check_new_modalities(model, rows, lambda media_effects: check(self.policy, model, rows))
 
     def _check_new_modalities(
@@ -63,6 +66,7 @@ class Checks:
         """Calls `measure` if there was no self-check yet, or if prompts of any rank have an unmeasured modality."""
         check = self.self_check
         if check is not None:
+            # Modalities that the model takes, and whose effect isn't measured yet
             new_modalities = {modality for modality in MODALITIES if modality not in check.media}
             new_modalities &= set(input_modalities(self.policy.unwrapped(model)))
             if not new_modalities or not any_rank(self.accelerator, bool(modalities_of(prompts) & new_modalities)):
@@ -76,9 +80,12 @@ class Checks:
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], has_engine_positions: bool
     ) -> None:
-        """Measures the first completion with media that a tool returned. `ids` holds each completion's token ids."""
+        """
+        Measures the first completion with media that a tool returned. `ids` holds each completion's token ids, and
+        `has_engine_positions` tells whether the sampling engine computed the prompts' positions.
+        """
         check = self.self_check
-        if check is None or check.conversation is not None:
+        if check is None or check.conversation is not None:  # no self-check, or measured already
             return
         result = check_conversation(self.policy, model, prompts, ids, has_engine_positions)
         if result is not None:
@@ -95,7 +102,10 @@ class Checks:
         logit_bias: dict[int, float],
         has_tools: bool,
     ) -> None:
-        """Compares an engine with the policy on the first rollout, after an update, and after media of tools."""
+        """
+        Compares an engine with the policy on the first rollout, after updates (`step` counts them), and, if the
+        run `has_tools`, after media of tools. `dtype` and `logit_bias`, by token, are the engine's.
+        """
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:

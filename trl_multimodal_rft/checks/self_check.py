@@ -27,7 +27,7 @@ from ..models.modes import measurement_mode
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .measure import Case, Measure, outputs_of
+from .measure import FORWARDS, Case, Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
 
 
@@ -92,7 +92,7 @@ class SelfCheck:
             ("features vs. processor", self.features, ""),
             ("padded rows vs. model's forward", self.padded, ", ".join(notes)),
             ("packed rows vs. model's forward", self.packed, "" if fallbacks.packing else "falls back to padded rows"),
-            ("batched vs. one by one", self.rows, f"one forward per {fallbacks.isolate}" if fallbacks.isolate else ""),
+            ("batched vs. one by one", self.rows, FORWARDS[fallbacks.isolate] if fallbacks.isolate else ""),
             ("sampled vs. model's forward", self.sampled, "" if fallbacks.shared_prefill else "separate prefills"),
             ("sampled vs. full distribution", changed, ", ".join(self.changes)),
             ("training vs. evaluation mode", self.training, "" if trains_alike else "dropout or batch norm"),
@@ -103,7 +103,9 @@ class SelfCheck:
             ("engine vs. recomputed, updated", self.engine_updated),
             ("engine vs. recomputed, tool media", self.engine_conversation),
         ]
-        media = [(f"effect of another {kind}", _figure(change, ".2g"), "") for kind, change in self.media.items()]
+        media = [
+            (f"effect of another {modality}", _figure(change, ".2g"), "") for modality, change in self.media.items()
+        ]
         return [
             *((name, _figure(value), note) for name, value, note in comparisons if value is not None),
             *((name, _figure(pair[0]), f"on average, at most {pair[1]:.0e}") for name, pair in engines if pair),
@@ -129,7 +131,7 @@ class RunSettings:
     samples_rollouts: bool = True  # whether transformers also samples the rollouts
     changes: Sequence[str] = ()  # options that change the sampled distribution, such as `top_p`
     audio_overlong: Literal["raise", "truncate"] = "raise"
-    has_engine_positions: bool = False  # whether prompts have the positions of an engine
+    has_engine_positions: bool = False  # whether the sampling engine computed the prompts' positions
 
 
 def run_self_check(
@@ -294,7 +296,7 @@ class _Check(Measure):
         if limit > _WARNING_LIMIT:
             logger.warning(
                 f"self-check: {self.model_type}: rounding in {self.dtype} moves log-probs by {self.rounding:.0e}, so "
-                f"errors below {limit:.0e} can't be told from it; check the model in float32."
+                f"it could hide errors below {limit:.0e}; check the model in float32."
             )
 
     # Training mode
@@ -351,8 +353,8 @@ class _Check(Measure):
             if packed:
                 self.fall_back("packed rows have no backward pass", "padded rows", packing=False)
         raise RuntimeError(
-            f"self-check: {self.model_type} can't be trained: its backward pass fails ({self.failure}). Install what "
-            "its kernels need, or load it with another `attn_implementation`."
+            f"self-check: {self.model_type} can't be trained: its backward pass fails ({self.failure}). Install the "
+            "packages of its kernels, or load it with another `attn_implementation`."
         )
 
     # Sampling
@@ -425,8 +427,8 @@ class _Check(Measure):
         difference = self.difference(_logps(logits.index_fill(-1, suppressed_ids, -math.inf), ids), drawn_logps, mask)
         if not self.settings.changes and not difference <= STRICT:  # strict, as both come from the same logits
             raise self.inexact_error(
-                f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
-                f"{difference:.0e} where only suppressed tokens are left out"
+                "`generate` draws from another distribution than the scored one: log-probabilities differ by "
+                f"{difference:.0e}, although suppressed tokens are left out of both"
             )
 
     def _scripted_completions(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -444,9 +446,9 @@ class _Check(Measure):
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
         """
-        Returns completions with their true log-probabilities, see [`SelfCheck`]. These are the forward's if sampled
-        log-probabilities confirm them, or if the prompt has an engine's positions, which `generate` doesn't take.
-        Otherwise, they are those of `generate`, if it returns logits.
+        Returns completions with their true log-probabilities, see [`SelfCheck`]. The model's own forward computes them
+        if sampled log-probabilities agree with it, or if the prompt has an engine's positions, which `generate` can't
+        take. Otherwise, `generate` computes them, unless it returns no logits.
         """
         inputs = self.model_inputs(target.plain, target.prompt)
         forward = functools.partial(self.model_logps, inputs, target.prompt, ids)
@@ -530,13 +532,13 @@ class _Check(Measure):
             if all(is_exact for _, is_exact in results):
                 if isolate != self.fallbacks.isolate:
                     problem = "batching prompts changes their log-probabilities"
-                    self.fall_back(problem, f"one forward per {isolate}", isolate=isolate)
+                    self.fall_back(problem, FORWARDS[isolate], isolate=isolate)
                 if packed != self.fallbacks.packing:
                     problem = "packing prompts into one row changes their log-probabilities"
                     self.fall_back(problem, "padded rows", packing=packed)
                 return difference
         raise self.inexact_error(
-            f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward"
+            f"batching prompts changes log-probabilities by {difference:.0e}, even with one prompt per forward"
         )
 
 

@@ -30,8 +30,8 @@ ProcessorOutputs = Callable[..., dict[str, torch.Tensor]]
 # A preference pair, the column (`chosen` or `rejected`) of its completion with media, and the processor's outputs for
 # prompt and completion
 MediaCompletion = tuple[PreferencePair, str, dict[str, torch.Tensor]]
-# Prompts to compare with the processor; for each modality, a donor, whose media stand in for those of a measured
-# prompt, to test whether media have an effect; and all rows to measure
+# Prompts to compare with the processor; by modality, a donor of other media, which test whether media have an effect;
+# and all rows to measure
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 

@@ -90,7 +90,7 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     )
 
 
-def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
+def with_other_media(prompt: EncodedPrompt, modality: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
     Returns a prompt with a donor's features, cut or repeated to the prompt's shapes. Without a donor, reverses the
     prompt's features in all dimensions, and subtracts floats from 1, so that a uniform image changes, too.
@@ -98,8 +98,8 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
     For 3 patches and a donor of 2 patches, the donor's patches 0, 1 and 0 replace the prompt's. Some models take zeros
     for padding and drop them. So zeros stay 0, and a number that would become 0 stays as it is.
     """
-    media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
-    for name, value in _features_of(prompt, kind).items():
+    media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, modality)
+    for name, value in _features_of(prompt, modality).items():
         new_value = donor_features.get(name)
         if new_value is None or new_value.dim() != value.dim() or not new_value.numel():
             new_value = value.flip(tuple(range(value.dim())))
@@ -110,10 +110,10 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
     return replace(prompt, media=media, mask_cache={}, on_device={})
 
 
-def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
+def _features_of(prompt: EncodedPrompt, modality: str) -> dict[str, torch.Tensor]:
     """Returns a modality's features without masks and sizes, or its integer codes if the family has no features."""
     tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
-    features = {name: value for name, value in tensors.items() if modality_of(name) == kind}
+    features = {name: value for name, value in tensors.items() if modality_of(name) == modality}
     features = {name: value for name, value in features.items() if "grid" not in name}  # sizes, not contents
     floats, codes = (
         {name: value for name, value in features.items() if value.is_floating_point() == is_float}

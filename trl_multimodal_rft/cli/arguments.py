@@ -30,8 +30,8 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
 
     prompt: str | None = option(
         None,
-        "Template of the column `prompt`: `{column}` stands for the row's value of that column. Other "
-        "braces stay, and `{{word}}` is `{word}`.",
+        "Template of the column `prompt`: `{name}` stands for the row's value in the column `name`, and "
+        "`{{word}}` for the text `{word}`. Other braces stay.",
     )
     system_prompt: str | None = option(None, "System message at the start of every prompt.")
 
@@ -41,7 +41,7 @@ class RunArguments(PromptArguments):
     """Arguments of scripts that train."""
 
     disable_compact_log: bool = option(
-        False, "Show transformers' progress bar and dictionaries instead of one line per log."
+        False, "Show transformers' progress bar and dictionaries of metrics instead of one line per log."
     )
     dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
     # Fields that aren't options: the options that the user set, the command of the run, and the trainer's state
@@ -56,18 +56,21 @@ class RFTScriptArguments(PromptArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
-        'settings: `"box_iou_reward(iou_threshold=0.5)"`. The default, without a reward model, is '
-        "`accuracy_reward` and `format_reward`; prompts must then request the tags of `format_reward`.",
+        "Reward functions: names in `trl_multimodal_rft.rewards` or TRL, or dotted paths. Settings go in "
+        'brackets: `"box_iou_reward(iou_threshold=0.5)"`. Without a reward model, the default is '
+        "`accuracy_reward` and `format_reward`, whose tags prompts must request; `--benchmark` and `--pairs` "
+        "have other defaults.",
     )
     reward_recipe: dict | None = option(
         None,
-        "Instead of `reward_funcs`, weights of functions by the label of a row, in JSON: "
+        "In place of `reward_funcs`: weights of reward functions by the label of a row, in JSON: "
         '`{"counting": {"counting_reward": 1.0}}`.',
     )
     reward_label_column: str = option("task", "Column with the label of each row, for `reward_recipe`.")
     reward_model_name_or_path: str | None = option(
-        None, "Sequence classifier, on the Hub or in a folder, whose score is the first reward."
+        None,
+        "Sequence classifier, on the Hub or in a folder, whose score is the first reward. With `evaluate --pairs`, "
+        "the reward model to measure.",
     )
 
     def __post_init__(self):
@@ -105,7 +108,10 @@ class HarnessArguments:
 
     server_url: str | None = field(
         default=None,
-        metadata={"help": "OpenAI-compatible server that a harness asks. By default `vllm serve` starts one."},
+        metadata={
+            "help": "URL of an OpenAI-compatible server of the model, for lmms-eval or EvalScope. By default "
+            "`vllm serve` starts one."
+        },
     )
     server_args: dict = field(
         default_factory=dict, metadata={"help": 'Options of `vllm serve`, in JSON: `{"max-model-len": 8192}`.'}
@@ -121,8 +127,8 @@ class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
 
     chat_template_path: str | None = option(
         None,
-        "Chat template in place of the model's: a Jinja file, or a model that has it. For tools with "
-        "models such as Qwen2.5-VL, whose own template has no turns of tools.",
+        "Chat template in place of the model's: a Jinja file, or the name or folder of a model that has the "
+        "template. Models such as Qwen2.5-VL need one for tools, because their template has no turns of tools.",
     )
 
 
@@ -135,7 +141,7 @@ class DistillationScriptArguments(RunArguments, ToolArguments):
 class SFTScriptArguments(RunArguments):
     """Arguments of supervised training."""
 
-    completion: str | None = option(None, "Template of the column `completion`, as `--prompt`.")
+    completion: str | None = option(None, "Template of the column `completion`, with fields as in `--prompt`.")
 
 
 @dataclass
@@ -148,7 +154,7 @@ class PPOScriptArguments(RunArguments, RFTScriptArguments):
         "of the policy; with `shared_trunk`, a value head on the policy.",
     )
     ptx_dataset_name: str | None = option(
-        None, "Path or name of the dataset for the supervised loss, with `ptx_coef`."
+        None, "Path or name of the dataset for the supervised loss, whose weight is `ptx_coef`."
     )
     ptx_dataset_config: str | None = option(None, "Configuration of the dataset `ptx_dataset_name`.")
     ptx_dataset_split: str = option("train", "Split of the dataset `ptx_dataset_name`.")

@@ -191,8 +191,8 @@ def checked_rows(rows: Dataset | IterableDataset, checker: RowChecker, num_worke
                 bar.update()
     except RuntimeError as error:  # an error of a worker; `CheckedRow.error` holds errors of rows
         raise ValueError(
-            f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
-            f"ran out, of which fewer `--num_workers` need less ({error})."
+            f"A worker process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or "
+            f"memory ran out. Fewer `--num_workers` need less memory ({error})."
         ) from error
 
 
@@ -310,7 +310,7 @@ class Report:
             parts.append(f"Audio beyond the model's window{note}: {self._summary(self.overlong_audio)}")
             parts.append(f"Silence, nowhere above -60 dB: {self._summary(self.silent)}")
         parts.append(f"Rows that repeat the prompt and media of an earlier row: {self._summary(self.repeated)}")
-        opening_note = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs"
+        opening_note = "Prompts that end with an open `<think>`, which rewards and logs put before completions"
         parts += [f"{opening_note}: {self._share(self.n_opening_thoughts)}."] * bool(self.n_opening_thoughts)
         return "\n\n".join(parts) + "\n"
 

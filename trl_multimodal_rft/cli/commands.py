@@ -34,7 +34,7 @@ class Script:
 
     @property
     def ARGUMENTS(self) -> tuple[type, ...]:
-        _ = self.trainer_class  # imported with the config
+        _ = self.trainer_class  # importing the trainer also imports its config
         return self.arguments, getattr(trainers, f"{self.prefix}Config"), ModelConfig
 
     def main(self, script_args: RunArguments, training_args: TrainerConfig, model_args: ModelConfig) -> None:

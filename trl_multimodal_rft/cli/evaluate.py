@@ -59,21 +59,27 @@ class EvaluationArguments(ToolArguments):
         "EvalScope: `lmms:mmstar`, `evalscope:math_vista`.",
     )
     benchmark_version: str | None = option(
-        None, "Version of the benchmark's questions, for the results, such as `v05.15.25`."
+        None, "Version of the benchmark's questions, such as `v05.15.25`, for the record in the results."
     )
     media_dir: str | None = option(
-        None, "Base folder of media paths in rows. By default the benchmark's, or the working directory."
+        None,
+        "Folder of the media files that rows name. By default the folder of the benchmark's file, or without "
+        "`--benchmark` the working directory.",
     )
-    max_rows: int | None = option(None, "Evaluate only the first rows, this many.")
+    max_rows: int | None = option(None, "Number of rows to evaluate, from the first on. By default all rows.")
     audio_overlong: Literal["raise", "truncate"] = option(
-        "raise", "What happens to audio longer than the model's window."
+        "raise", "What happens to audio longer than the model's window: an error, or truncation."
     )
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = option(
-        None, "What happens to control tokens in texts of messages (by default a warning)."
+        None,
+        "What happens to control tokens in texts of messages: they are allowed, raise an error, or are stripped. By "
+        "default they are allowed with a warning.",
     )
     output_dir: str = option("outputs/evaluate", "Folder for the results.")
     plot: str | None = option(
-        None, "PNG file for a picture of the accuracies with their intervals, or of rows' pass rates."
+        None,
+        "PNG file for a picture: of the accuracies with their intervals (`evaluate`), or of the rows' pass rates "
+        "(`filter`).",
     )
     trust_remote_code: bool = option(False, "Run code that comes with a model.")
 
@@ -84,12 +90,12 @@ class PairArguments(EvaluationArguments):
 
     pairs: bool = option(
         False,
-        "Rows are pairs (`prompt`, `chosen`, `rejected`): measure the model as a judge of each pair in "
-        "both orders, or measure the reward model.",
+        "Rows are pairs (`prompt`, `chosen`, `rejected`). Measures `--model_name_or_path` as a judge of each "
+        "pair in both orders, or `--reward_model_name_or_path` by its scores.",
     )
     tie_margin: float = option(0.0, "Largest difference of a reward model's scores that predicts a tie.")
     compare_with: str | None = option(
-        None, "Folder with results of another model on the same rows: adds gains over it, with intervals."
+        None, "`output_dir` of another model's evaluation on the same rows: adds gains over it, with intervals."
     )
 
 
@@ -100,11 +106,11 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
     loader_options = {"audio_dir": evaluation_args.media_dir} if benchmark in ("mmau", "avqa") else {}
     if benchmark is None and evaluation_args.benchmark_version is not None:
-        raise ValueError("`--benchmark_version` is of a `--benchmark`; name one, or leave it out.")
+        raise ValueError("`--benchmark_version` needs a `--benchmark`; set it, or leave the version out.")
     if benchmark == "mmau" and evaluation_args.benchmark_version is None:
         logger.warning(
-            "MMAU's v05.15.25 changed a quarter of its questions, so figures of two versions don't compare: name that "
-            "of these rows, such as `--benchmark_version v05.15.25`."
+            "MMAU's version v05.15.25 changed a quarter of its questions, so accuracies on two versions can't be "
+            "compared. Name the version of these rows, such as `--benchmark_version v05.15.25`."
         )
     if benchmark is None:
         dataset: Any = load_split(script_args, split)
@@ -164,11 +170,11 @@ def evaluate_by_name(
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
         raise ValueError(
-            "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."
+            "`--use_peft` makes a new adapter; to evaluate a trained one, set `--model_name_or_path` to its folder."
         )
     if script_args.reward_model_name_or_path is not None:
         raise ValueError(
-            "`--reward_model_name_or_path` gives a score, which can't say which answers are correct; leave it out."
+            "`--reward_model_name_or_path` gives scores, which don't tell whether an answer is correct; leave it out."
         )
     benchmark = evaluation_args.benchmark
     reward_funcs = script_args.load_rewards(default_rewards if benchmark is None else benchmark_of(benchmark)[1])
@@ -217,7 +223,9 @@ def main(
     check_plot(evaluation_args.plot)
     baseline = evaluation_args.compare_with
     if baseline is not None and not Path(baseline, "rows.parquet").is_file():
-        raise ValueError(f"`compare_with` is {baseline!r}, which holds no evaluation; name the `output_dir` of one.")
+        raise ValueError(
+            f"`compare_with` is {baseline!r}, which has no results; name the `output_dir` of an evaluation."
+        )
     accelerator, train_split = Accelerator(), script_args.dataset_train_split
     split, name, benchmark = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     single_split = only_split(name, script_args.dataset_config) if benchmark is None and name is not None else None
@@ -226,7 +234,9 @@ def main(
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if is_harness(benchmark):
         if accelerator.num_processes > 1:
-            raise ValueError(f"`--benchmark {benchmark}` asks a server from one process; launch a single one.")
+            raise ValueError(
+                f"`--benchmark {benchmark}` runs in one process, which asks a server; launch one process."
+            )
         from ..extras.harness_run import evaluate_with_harness
 
         result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)

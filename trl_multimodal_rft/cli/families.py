@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
-        "\ntakes: media that the class in transformers takes. isolate: `media` if prompts share a forward only if "
-        "no medium is padded\nor mixed with another kind. trained part: the loaded and trained part of a model that "
-        "also generates speech."
+        "\ntakes: modalities that the class in transformers takes. isolate: `media` if a forward must not pad media "
+        "or mix modalities,\n`prompt` if it must not pad prompts, either. trained part: the loaded and trained part "
+        "of a model that also generates speech."
     )

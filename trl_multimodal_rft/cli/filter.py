@@ -36,14 +36,18 @@ class FilterArguments(EvaluationArguments):
 
     by: Literal["accuracy", "contribution"] = option(
         "contribution",
-        "'accuracy' keeps rows of medium difficulty, by their share of correct answers; 'contribution' "
-        "those whose answers need their medium.",
+        "'accuracy' keeps rows of medium difficulty, with a share of correct answers from `--min` to `--max`; "
+        "'contribution' keeps rows whose correct answers need their audio, image or video (`--ablate`).",
     )
     min: float | None = option(None, "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1.")
     max: float | None = option(None, "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9.")
-    min_accuracy_with: float = option(0.5, "Minimum share of correct answers with the medium.")
-    max_accuracy_without: float = option(0.25, "Maximum share of correct answers without the medium.")
-    output_dir: str = option("outputs/filter", "Empty folder for the kept rows and the report.")
+    min_accuracy_with: float = option(
+        0.5, "With `--by contribution`, minimum share of correct answers with the medium."
+    )
+    max_accuracy_without: float = option(
+        0.25, "With `--by contribution`, maximum share of correct answers without the medium."
+    )
+    output_dir: str = option("outputs/filter", "Folder for the kept rows and the report; must be empty or missing.")
 
     def __post_init__(self):
         for name in ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without"):
@@ -61,8 +65,8 @@ class FilterArguments(EvaluationArguments):
 
 def drop_reason_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
     """
-    Returns the reason to drop a row for its share of correct completions, or `None` to keep it. `smallest` and
-    `largest` are the shares that a kept row may have.
+    Returns the reason to drop a row for its share of correct completions, or `None` to keep it. A kept row has a share
+    from `smallest` to `largest`.
     """
     pass_rate = _share_correct(record["correct"])
     if pass_rate is None:
@@ -147,7 +151,7 @@ def _check_config(config: EvaluationConfig, by: str) -> EvaluationConfig:
         return replace(config, num_samples=_SAMPLES, temperature=_TEMPERATURE)
     if config.num_samples == 1:
         raise ValueError(
-            "A row's pass rate takes several answers; set `--num_samples` to at least 2, such as the number of "
+            "A row's pass rate needs several answers; set `--num_samples` to at least 2, such as the number of "
             "generations in training."
         )
     return config

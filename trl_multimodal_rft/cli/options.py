@@ -217,7 +217,7 @@ class Parser(argparse.ArgumentParser):
                 words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-        # Only the command line must have the required options that the file doesn't set
+        # `parse_args` reads the file here, and the command line later
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
@@ -263,7 +263,9 @@ def _first_options(parser: Parser) -> str:
             lines.append(f"  --{option['name']:30} {summary}")
     n_others = len(parser.options) - n_first
     lines += ["", f"`--help WORD` explains options, such as `--help lora`; `--help_all` shows {n_others} more."]
-    return "\n".join([*lines, "`--config FILE` reads options from a file or a recipe, `--no_...` turns one off.", ""])
+    return "\n".join(
+        [*lines, "`--config FILE` reads options from a file or a recipe; `--no_NAME` turns off the option NAME.", ""]
+    )
 
 
 def _matching_options(parser: Parser, word: str) -> str:
@@ -272,7 +274,10 @@ def _matching_options(parser: Parser, word: str) -> str:
     options = [option for option in parser.options if _option_name(word) in option["name"].lower()]
     options = options or [option for option in parser.options if word in option["help"].lower()]
     if not options:
-        parser.error(f"no option has {word!r}.{did_you_mean(word, [option['name'] for option in parser.options])}")
+        parser.error(
+            f"no option has {word!r} in its name or help."
+            f"{did_you_mean(word, [option['name'] for option in parser.options])}"
+        )
     help_parser = Parser(parser.prog, usage=argparse.SUPPRESS, add_help=False)
     for option in options:
         _add_option(help_parser, option)
@@ -309,17 +314,17 @@ def launched_command_parser(
 ) -> Parser:
     """Returns the parser of a launched command. `shows_all` adds the help of options in `_ONLY_IN_FULL_HELP`."""
     epilog = (
-        "The first options are those of the examples and recipes. `--help_all` shows the others of "
-        "transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and of `accelerate launch`, "
-        "such as `--num_machines`, which the command line and the file of `--config` take, too. `--no_...` turns off "
-        "what is on by default."
+        "The first options are those of the examples and recipes. The command line and the file of `--config` also "
+        "take the other options of transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and "
+        "of `accelerate launch`, such as `--num_machines`; `--help_all` shows them. `--no_NAME` turns off the option "
+        "NAME."
     )
     parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog, add_help=False)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("-h", "--help", nargs="?", const="", metavar="WORD", action=_Help, help="show options, or those with a word")
+    add("-h", "--help", nargs="?", const="", metavar="WORD", action=_Help, help="show options, or options with WORD")
     add("--help_all", action="help", help="show all options and exit")
-    add("--config", help="YAML file with options or built-in recipe; the command line wins")
+    add("--config", help="YAML file with options, or name of a recipe; the command line takes precedence")
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")

@@ -38,7 +38,7 @@ SHARDS = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
-# Bytes of optimizer state on the GPU, and their unit: a trained weight (False), or a byte of trained weights (True)
+# Bytes of optimizer state on the GPU, per byte of trained weights (True) or per trained weight (False)
 OPTIMIZERS = {
     "adamw_torch_fused": (2, True),
     "adamw_torch": (2, True),
@@ -62,8 +62,8 @@ _ESTIMATE_OPTIONS += ("vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "of
 _ESTIMATE_OPTIONS += ("lora_modules_to_save",)
 _BATCH_OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _BATCH_OPTIONS += ("generation_batch_size", "num_generations")
-_RULES_HELP = "sources and sizes of media, as in the trainer's config, as JSON"
-_CONFIG_HELP = "run config or built-in recipe; keys for other commands are ignored"
+_RULES_HELP = "allowed sources and sizes of media, in JSON, as for a trainer's `media_rules`"
+_CONFIG_HELP = "config file of a run, or name of a built-in recipe; options of other commands are ignored"
 
 
 def chat(parser: Parser) -> None:
@@ -72,11 +72,11 @@ def chat(parser: Parser) -> None:
     model_group = parser.add_mutually_exclusive_group(required=True)
     model_group.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model_help)
     model_group.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # as in other commands
-    add("--base", help="model to compare with; default for an adapter: the model it was trained on")
+    add("--base", help="model to compare with (default: an adapter's base model, or none)")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    flag = "use_audio_in_video"  # takes no value; otherwise, the model's name after it would be read as one
+    flag = "use_audio_in_video"  # without a value, so that it can precede the model's name
     parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != flag))
-    add(f"--{flag}", action="store_true", default=None, help="whether the model hears the sound of a video")
+    add(f"--{flag}", action="store_true", default=None, help="let the model hear the sound of videos")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
@@ -86,11 +86,14 @@ def chat(parser: Parser) -> None:
 def check(parser: Parser) -> None:
     add = parser.add_argument
     add("--config", help=_CONFIG_HELP)
-    add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
+    add("--dataset_name", required=True, help="name on the Hub, file or folder (also one written by `save_to_disk`)")
     add("--dataset_split", default="train", help="split to check")
     add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
-    add("--batch_rows", type=int, default=1, help="rows of a batch, as far as `--config` has `num_generations`")
-    add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
+    rows_help = "rows of a generation batch, which the dataset must have"
+    rows_default = "computed if `--config` sets `num_generations` and the number of processes is known, else 1"
+    add("--batch_rows", type=int, default=1, help=f"{rows_help} (default: {rows_default})")
+    length_default = "context length minus `--max_completion_length`"
+    add("--max_prompt_length", type=int, help=f"maximum tokens of a prompt (default: {length_default})")
     parser.add_options("grpo", *_CHECK_OPTIONS, max_completion_length=256, model_revision=None)
     add("--media_rules", type=json.loads, help=_RULES_HELP)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
@@ -119,24 +122,31 @@ def estimate(parser: Parser) -> None:
     add = parser.add_argument
     add("--config", help=_CONFIG_HELP)
     add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
-    add("--strategy", choices=[*SHARDS], default="single", help="how weights, gradients and optimizer are sharded")
+    add("--strategy", choices=[*SHARDS], default="single", help="sharding of weights, gradients and optimizer state")
     add("--gpus", type=int, default=1, help="number of GPUs")
-    add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
-    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
-    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, media included")
+    add("--gpu_memory", type=float, default=80, help="memory of each GPU in GiB")
+    trainer_help = "trainer of the run; RLOO needs as much memory as GRPO"
+    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help=trainer_help)
+    add("--prompt_tokens", type=int, default=1152, help="minimum tokens of a prompt, media included")
     add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
     add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
-    add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
-    add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
+    add("--image_size", type=int, default=448, help="edge of the square images in pixels, before they are resized")
+    audio_default = "30 if the model takes audio but no images, else 0"
+    add("--audio_seconds", type=float, help=f"seconds of audio per prompt (default: {audio_default})")
     parser.add_options(
         "ppo", *_ESTIMATE_OPTIONS, bf16=True, steps_per_generation=1, lora_target_modules=["all-linear"]
     )
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
     add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
-    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")
+    add(
+        "--vllm_mode",
+        choices=("colocate", "server"),
+        default="colocate",
+        help="whether vLLM shares the GPUs of training, or has others",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
+    add("--suggest", action="store_true", help="find a run that fits, and print a file for its `--config`")
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
@@ -148,12 +158,12 @@ def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
     deepspeed, parallelism = launch.get("deepspeed_config"), launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
-    keys = {  # of a run config, by the options of `estimate` that they set
+    config_keys = {  # key of the run config, by the option of `estimate` that it sets
         "gpus": "num_processes",
         "completion_tokens": "max_completion_length",
-        "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
+        "steps_per_generation": "gradient_accumulation_steps",  # TRL's default of the option
     }
-    options = {option: launch[key] for option, key in keys.items() if key in launch}
+    options = {option: launch[key] for option, key in config_keys.items() if key in launch}
     if isinstance(parallelism, dict):  # with replicas of sharded weights, `gpus` counts the GPUs of one replica
         shard_key = "parallelism_config_dp_shard_size"
         options["gpus"] = run_config.get(shard_key, parallelism.get(shard_key, 1))
@@ -169,18 +179,22 @@ def prepare(parser: Parser) -> None:
     add("layout", choices=[*LAYOUTS], help="layout of the dataset")
     add("path", help="file or folder, or name of a dataset on the Hub")
     add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
-    add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
+    add("--splits", nargs="+", help="splits to convert; for a file, the name of its only split")
     add("--media_dir", help="folder with the media files (default: the folder of the file)")
-    template_help = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
-    add("--template", help=f"{template_help}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
-    add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
-    task_help = (
-        "whole conversations, or prompts with a solution; pairs, labelled answers, or pairs in both orders for a judge"
-    )
+    fields = "{question} and {choices}; or {problem}; or {problem} and {options}"
+    judge_fields = "{question}, {answer_a} and {answer_b}"
+    template_help = f"prompt template. Its fields depend on the layout: {fields}. For a judge: {judge_fields}"
+    add("--template", help=template_help)
+    add("--skip_missing", action="store_true", default=None, help="drop rows whose audio file is missing")
+    task_help = "sft: whole conversations, or prompts with completions; rl: prompts with a solution"
+    task_help += "; dpo: pairs; kto: labelled completions; judge: pairs in both orders"
     add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
-    add("--prompt_key", help="column of the problem")
-    add("--answer_key", help="column of the answer")
-    add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")
+    add("--prompt_key", help="column of the problem (default: problem)")
+    add("--answer_key", help="column of the answer (default: answer)")
+    contribution_help = (
+        "of AudioMCQ, keep rows that most models answer only with the audio (strong), or also without (weak)"
+    )
+    add("--contribution", choices=("weak", "strong"), help=contribution_help)
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")

@@ -51,8 +51,8 @@ def check_model_and_dataset(model: str | None, dataset: str | list | None) -> No
 def check_ablated_modality(ablate: str | None) -> None:
     if ablate is None:
         raise ValueError(
-            "Name the medium that answers need: set `--ablate` to audio, image or video; or keep rows of medium "
-            "difficulty with `--by accuracy`."
+            "`--by contribution` needs the modality that answers depend on: set `--ablate` to audio, image or video, "
+            "or set `--by accuracy`."
         )
 
 
@@ -122,4 +122,4 @@ def integer(name: str, value: Value) -> int:
     try:
         return int(str(value))
     except ValueError:
-        raise ValueError(f"`{name}` is {value!r}, which isn't an integer") from None
+        raise ValueError(f"`{name}` is {value!r}, which isn't an integer; write a whole number.") from None

@@ -22,8 +22,8 @@ _BRACED_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """Adds the text columns that `templates` define, by column name. Media aren't read or copied."""
-    # A new column has the name of its option, such as `prompt` of `--prompt`. `used_columns` maps the columns in a
-    # template to this option.
+    # A new column has the name of the template's option, such as `prompt` of `--prompt`. `used_columns` maps each
+    # column in a template to this option.
     chosen_templates = {name: template for name, template in templates.items() if template is not None}
     used_columns = {
         name: option for option, text in chosen_templates.items() for _, name in _BRACED_NAMES.findall(text) if name
@@ -32,8 +32,8 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
     for name, option in used_columns.items():
         if columns is not None and name not in columns:
             raise ValueError(
-                f"The dataset has no column {name!r}, only {sorted(columns)}; name those in `--{option}`, and write "
-                f"`{{{{{name}}}}}` for braces around a word."
+                f"`--{option}` names the column {name!r}, but the dataset has only {sorted(columns)}. Name one of "
+                f"these, or write `{{{{{name}}}}}` for the text `{{{name}}}`."
             )
         if require_decoding(features.get(name), ignore_decode_attribute=True):
             raise ValueError(
@@ -122,7 +122,9 @@ def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if column != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages
-    if not messages or messages[0]["role"] == "system":
+    if not messages:
+        raise ValueError(f"row {row_index}, column 'prompt': it has no prompt; write one, or drop the row.")
+    if messages[0]["role"] == "system":
         raise ValueError(f"row {row_index}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     has_blocks = isinstance(messages[0]["content"], list)
     return [{"role": "system", "content": [{"type": "text", "text": text}] if has_blocks else text}, *messages]

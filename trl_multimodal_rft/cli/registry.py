@@ -6,13 +6,13 @@ LAUNCHED = {
     "grpo": "train a model with GRPO",
     "rloo": "train a model with RLOO",
     "ppo": "train a model and its critic with PPO",
-    "distillation": "train a model on its own completions to predict what a teacher does",
-    "sft": "train a model on completions, such as before GRPO or PPO",
+    "distillation": "train a model to imitate a teacher on the model's own completions",
+    "sft": "train a model on completions in a dataset, such as before GRPO or PPO",
     "dpo": "train a model to prefer one of two completions",
     "kto": "train a model on completions that are labelled as good or bad",
     "reward": "train a reward model on comparisons of two completions",
     "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
-    "filter": "keep the rows of a dataset of medium difficulty, or whose answers need their audio, image or video",
+    "filter": "keep rows of medium difficulty, or rows whose answers need their audio, image or video",
 }
 COMMANDS = {
     **LAUNCHED,
@@ -22,4 +22,4 @@ COMMANDS = {
     "families": "list the models with vision or audio, and their family-specific rules",
     "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
 }
-EXTRAS = {"chat", "estimate", "prepare"}  # commands that no training needs
+EXTRAS = {"chat", "estimate", "prepare"}  # commands whose modules are in the folder `extras`

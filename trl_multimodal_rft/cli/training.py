@@ -129,7 +129,7 @@ def curves_callbacks() -> list[TrainerCallback]:
     """Returns the callback that draws the curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
         return [TrainingCurvesCallback()]
-    logger.warning('No curves are drawn; `pip install "trl-multimodal-rft[plots]"`.')
+    logger.warning('No curves are drawn without matplotlib; `pip install "trl-multimodal-rft[plots]"`.')
     return []
 
 

@@ -119,7 +119,7 @@ def encode_turn(
     if whole_text[:n_kept] != earlier_text[:n_kept]:
         raise ValueError(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
-            "the sampled completion can't be continued. Use a template that preserves its prefix."
+            "the sampled completion can't be continued. Use a chat template that renders earlier messages unchanged."
         )
     check_written([*earlier_messages, *messages], processor, template_kwargs, row, first_index=len(earlier_messages))
     options: dict[str, Any] = {"template_kwargs": template_kwargs, "audio_overlong": audio_overlong, "row": row}
@@ -157,7 +157,7 @@ def encode_continuation(
     if fields_per_token := [*family.token_masks, *family.token_field_fill]:
         raise next(iter_refs(messages)).error(
             f"{model.config.model_type} attends to media through values per token ({', '.join(fields_per_token)}), so "
-            "only its prompts hold media; move it there, or remove the row"
+            "only its prompts can hold media; move the media to the prompt, or remove the row"
         )
     return encoded_messages
 
@@ -175,8 +175,8 @@ def check_joins(
         for name in part.media.keys() & turn.media.keys():
             if part.media[name].shape[1:] != turn.media[name].shape[1:]:
                 raise MediaError(
-                    f"{model.config.model_type} pads media of one conversation to one size, which changes what "
-                    "it sees of them; give all media of a conversation one size"
+                    f"{model.config.model_type} pads media of one conversation to one size, which changes their "
+                    "features; give all media of a conversation one size"
                 )
 
 

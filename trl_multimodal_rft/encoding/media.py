@@ -209,8 +209,8 @@ def decode_media(
         ignored_options = [] if ref.modality in resized_here else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if ignored_options:
             logger.warning_once(
-                f"{type(processor).__name__} ignores {', '.join(ignored_options)} of blocks; set them in the "
-                "configuration of its processor."
+                f"{type(processor).__name__} ignores the block options {', '.join(ignored_options)}; remove them, or "
+                f"set {', '.join(sorted(_BUDGETS))} instead."
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized_here)
         if view is not None and view.applies_to(ref.modality):
@@ -276,7 +276,7 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
     if rates and max(rates) > _RATE_FACTOR * min(rates):
         raise rates[max(rates)].error(
             f"{max(rates):.3g} frames of it are sampled per second, and {min(rates):.3g} of another video in the "
-            "prompt, but the processor takes one rate; set 'fps' of both blocks, or shorten the longer video"
+            "prompt, but the processor takes one rate; set the same 'fps' in both blocks, or shorten the longer video"
         )
     return max(rates, default=None)
 

@@ -40,7 +40,7 @@ def template_error(error: Exception, processor: Processor, template_kwargs: dict
     if not has_template(processor, template_kwargs):
         problem = f"{class_name} has no chat template that could write messages; set `processing_class.chat_template`"
     else:
-        problem = f"the chat template of {class_name} rejected the messages ({error}); change them to what it takes"
+        problem = f"the chat template of {class_name} rejected the messages ({error}); change the messages"
     return MediaError(f"{label}: {problem}")
 
 
@@ -128,7 +128,7 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
     content = message.get("content") or ()
     for b, block in enumerate(content) if not isinstance(content, str) else ():
         if block["type"] != "text" and block_modality(block["type"]) is None:
-            problem = f"leaves out blocks of type {block['type']!r}, so the model would not get it; known types are "
+            problem = f"leaves out blocks of type {block['type']!r}, so the model would not get them; known types are "
             # An ignored block is rendered like a block of an unknown type
             reduced = {**message, "content": [*content[:b], {"type": "-"}, *content[b + 1 :]]}
             yield f".content[{b}]", problem + KNOWN_TYPES, reduced
@@ -145,13 +145,13 @@ def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) 
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
         if not tags or (chat := render(messages)) is None:
             continue
-        remedy = "a text with thoughts; give these as 'reasoning_content' of the message, or remove them"
+        remedy = "give the thoughts as 'reasoning_content' of the message, or remove them"
         # The tags split the text into parts, all of which the rendered chat must contain
         if any(part.strip() not in chat for part in re.split("|".join(THOUGHTS), text)):
-            yield "", f"leaves out a part of {remedy}"
+            yield "", f"leaves out a part of a text with thoughts; {remedy}"
         # The text has its own tags, so a further tag right before the text is the template's
         if any(re.search(rf"{tag}\s*{re.escape(text.strip())}", chat) for tag in tags):
-            yield "", f"writes thoughts of its own before {remedy}"
+            yield "", f"writes thoughts of its own before a text with thoughts; {remedy}"
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -92,10 +92,10 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
                 raise
             raise OSError(
                 f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(missing)}. "
-                f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`)"
-                ", or pass `processing_class`."
+                f"Save the base model's processor there "
+                f"(`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`), or pass `processing_class`."
             ) from error
-        # An error that quotes the name in its first words, as those of this module do, stands
+        # Errors that quote the name in their first words, such as errors of this module, stay unchanged
         if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
             offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
             raise OSError(

@@ -48,10 +48,11 @@ def check_processor(processor: Processor | None) -> None:
         if side != default:
             raise ValueError(
                 f"The {name} of {type(processor).__name__} pads audio on the {side}, but {type(extractor).__name__} "
-                f"by default on the {default}: encoders would hear the padding and miss the sound. Load it without "
-                "`padding_side`, which `AutoProcessor.from_pretrained` passes not only to the tokenizer. If it was "
-                f"saved with it, delete `padding_side` of `{name}` in its `processor_config.json` (in older folders, "
-                f"in `preprocessor_config.json`), or set `processor.{name}.padding_side = {default!r}`."
+                f"by default on the {default}: encoders would hear the padding and miss the sound. Load the processor "
+                "without `padding_side`, which `AutoProcessor.from_pretrained` also passes to the extractor of audio. "
+                f"If it was saved with this option, delete `padding_side` of `{name}` in its `processor_config.json` "
+                f"(in older folders, in `preprocessor_config.json`), or set `processor.{name}.padding_side = "
+                f"{default!r}`."
             )
 
 

@@ -76,7 +76,7 @@ class EncodedPrompt:
         modalities (`frozenset[str]`, *optional*):
             Modalities of the prompt's media: `"image"`, `"video"` or `"audio"`.
         row (`int`, *optional*):
-            Index of the row in its batch, for errors.
+            Index of the row in its dataset, for errors.
         media_span (`tuple[int, int]`, *optional*):
             Index of the first placeholder, and the index after the last one, if known. For the ids 5, 9, 9, 9, 7 with
             the placeholder 9, the span is `(1, 4)`.
@@ -251,7 +251,7 @@ def encode_prompt(
         view ([`~views.View`], *optional*):
             Change of the media that the model sees or hears.
         row (`int`, *optional*):
-            Index of the row in its batch, for errors.
+            Index of the row in its dataset, for errors.
         sampled (`bool`, *optional*, defaults to `False`):
             Whether the assistant's messages were sampled, so that the template may leave out their thoughts.
 
@@ -385,8 +385,8 @@ def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
     if refs and not isinstance(processor, ProcessorMixin):
         raise refs[0].error(
             f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
-            "`processing_class=AutoProcessor.from_pretrained(...)` with the processor of a model that takes it, or "
-            "leave it out, a column with `ignored_media_columns`"
+            f"`processing_class=AutoProcessor.from_pretrained(...)` of a model that takes {refs[0].modality}, or "
+            "leave the column out with `ignored_media_columns`"
         )
 
 
@@ -433,7 +433,7 @@ def processor_outputs(
                 ) from error
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
-                "template writes one placeholder per medium and that the text contains none"
+                "template writes one placeholder per medium, and that the text contains no placeholder"
             ) from error
     return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
@@ -549,7 +549,8 @@ def plain_outputs(
 ) -> dict[str, torch.Tensor]:
     """
     Returns a processor's outputs for messages, for a comparison with the trainer's inputs. The media are decoded here.
-    If the processor can also read the videos' files itself, and these outputs differ in ids or shapes, returns these.
+    If the processor can also read the videos' files itself, and its outputs for the files differ in ids or shapes,
+    returns the outputs for the files.
     """
     refs = list(iter_refs(messages))
     decoded_and_kwargs = decode_media(refs, processor, audio_overlong)

@@ -172,14 +172,17 @@ class SupervisedEncoder:
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
-                raise ValueError(f"{label}: `assistant_only_loss=True` needs messages, got text.")
+                raise ValueError(
+                    f"{label}: `assistant_only_loss=True` needs messages, got text; give messages, or leave the "
+                    "option out."
+                )
             sequence.learned &= self._assistant_mask(row, messages, sequence)
         _check_learned(sequence, label)
         if family_of(self.model).token_field_fill and sequence.learned[: len(prompt)].any():
             raise ValueError(
-                f"{label}: {self.model.config.model_type} has bidirectional attention before an answer, so these "
-                "tokens can't be learned; give the row as `prompt` and `completion`, and don't set "
-                "`completion_only_loss`."
+                f"{label}: {self.model.config.model_type} has bidirectional attention before an answer, so tokens "
+                "before the answer can't be learned; give the row as `prompt` and `completion`, without "
+                "`completion_only_loss=False`."
             )
         return sequence
 
@@ -187,8 +190,8 @@ class SupervisedEncoder:
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
-        Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last
-        message, which must be the assistant's.
+        Encodes rows of `ptx_dataset`: prompts with their media, and the completions to learn. The completion of
+        `messages` is the last message, which must be the assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
@@ -354,10 +357,12 @@ class SupervisedEncoder:
         labels = torch.tensor(row_labels(row, completion_only))
         if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
             raise ValueError(
-                f"{label}, column 'labels': a label must be the token of `input_ids` at its place, or -100."
+                f"{label}, column 'labels': a label must equal the token of `input_ids` at the same index, or be -100."
             )
         if not all_placeholder_ids(self.model, self.processing_class).isdisjoint(row["input_ids"]):
-            raise ValueError(f"{label}, column 'input_ids': placeholders of media have no media; give `messages`.")
+            raise ValueError(
+                f"{label}, column 'input_ids': it has placeholders without media; give `messages` with media."
+            )
         # Token fields and positions are the same for all texts, so any text provides them
         first_token = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
         sequence = _with_text(replace(first_token, input_ids=ids[:1]), row["input_ids"][1:], self.model)
@@ -500,7 +505,7 @@ class SupervisedEncoder:
         if not whole_text.startswith(prompt_text):
             raise ValueError(
                 f"{label}: the chat template renders the prompt differently when an answer follows, so the answer "
-                "can't be found; pass a `chat_template` that doesn't."
+                "can't be found; set a chat template that renders it the same (`processing_class.chat_template`)."
             )
         return prompt_text, whole_text
 
@@ -541,7 +546,8 @@ class SupervisedEncoder:
             if ids_after[: len(ids_before)] != ids_before or ids[start:end] != ids_after[len(ids_before) :]:
                 raise ValueError(
                     f"{label}: the chat template renders message {message_index} differently when others follow, so "
-                    "the assistant's tokens can't be found; pass a `chat_template` that doesn't."
+                    "the assistant's tokens can't be found; set a chat template that renders it the same "
+                    "(`processing_class.chat_template`)."
                 )
             mask[start:end] = True
         return mask
@@ -607,7 +613,10 @@ def _no_prompt(label: str) -> ValueError:
 def _check_learned(sequence: SupervisedSequence, label: str) -> None:
     """Raises a `ValueError` if no token after the first one is learned. The first token isn't predicted."""
     if not sequence.learned[1:].any():
-        raise ValueError(f"{label} has nothing to learn: no token counts in the loss.")
+        raise ValueError(
+            f"{label} has nothing to learn: no token counts in the loss; remove the row, or correct its masks or "
+            "labels."
+        )
 
 
 def _with_end(text: str, end: str) -> str:

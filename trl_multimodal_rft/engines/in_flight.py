@@ -149,7 +149,8 @@ class InFlight:
         ]
         if outdated:
             logger.warning(
-                f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
+                f"{len(outdated)} answers of the checkpoint are of other settings, or of older weights than "
+                "`max_staleness` allows. Their requests are sent again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
         # The salt is the version of the weights that this batch waits for. Requests for different versions then don't

@@ -52,7 +52,7 @@ class Branches:
     # Per prompt of the next turn: the batch index of the completion that the prompt continues, and the tool results
     # after the completion (`None` if the context was rewritten). In the first turn, `continuations` is `None`.
     continuations: list[tuple[int, EncodedPrompt | None]] | None = None
-    obstacle: str | None = None  # reason why the latest prompts were prefilled instead
+    obstacle: str | None = None  # reason why the latest prompts were prefilled, and didn't continue from the cache
 
     # The cache, the mask `(B, N)` of its tokens, and the rows of completions in it
     _stored: tuple[DynamicCache, torch.Tensor, Rows] | None = field(default=None, init=False)
@@ -91,7 +91,7 @@ class Branches:
         if self.continuations is None:
             return None
         if stored is None:
-            self.obstacle = "`generate` has used another cache"
+            self.obstacle = "no cache was kept, as `generate` used a cache of its own"
             return None
         cache, mask, stored_rows = stored
         self.obstacle = self._branch_obstacle(model, stored_rows, prompts)
@@ -116,18 +116,18 @@ class Branches:
             if results is None:
                 return "contexts were rewritten"
             if parent_index not in rows:
-                return "other completions were continued since"
+                return "the cache lacks the completion, as only other completions were continued after it"
             _, previous_prompt, ids = rows[parent_index]
             cached_ids = torch.cat([previous_prompt.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([previous_prompt.position_ids, previous_prompt.positions_after(len(ids))], dim=-1)
             n = len(cached_ids)
             if not torch.equal(prompt.input_ids[:n], cached_ids):
-                return "the prompt doesn't start with what was sampled"
+                return "the prompt doesn't begin with the tokens in the cache"
             prompt_positions = prompt.position_ids[..., :n]
             if not torch.equal(prompt_positions, positions.expand_as(prompt_positions)):
-                return "what tools returned changes earlier positions"
+                return "results of tools change the positions of earlier tokens"
             if any(mask is not None for mask in linear_masks(model, prompt, 0).values()):
-                return "its tokens see others than those before them"
+                return "tokens of the prompt don't attend to all earlier tokens, or attend to later ones"
         return None
 
 
@@ -174,7 +174,7 @@ def generate_completions(
     # Without `decode`: `generate` on repeated prompts
     if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
-            branches.obstacle = "`generate` uses another cache"
+            branches.obstacle = "`generate` uses a cache of its own"
         rows = [*prompts, *dummies]
         batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
         del batch["position_ids"]
@@ -331,9 +331,10 @@ def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
     """Returns the reason why no cache of this model can be continued, or `None`; see also [`Branches.take`]."""
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
-        return "its layers keep windows or carry states, which have no mask for padding"
+        return "layers keep windows or carry states, whose caches have no mask for padding"
     family = family_of(model)
-    return "features of media depend on the batch" if family.isolate is not None or family.adds_blank_media else None
+    depends_on_batch = family.isolate is not None or family.adds_blank_media
+    return "features of media depend on other media of the batch" if depends_on_batch else None
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:

@@ -100,8 +100,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
         # Index, over the whole run, of the generation batch that is due at the next sync
         self.generation_batch_index = 0
-        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. Earlier
-        # adapters than the last stay there while requests in flight may use them
+        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. An
+        # adapter stays on the servers as long as requests in flight may use it
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -114,7 +114,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter_kwargs = self._adapter.engine_kwargs if self._adapter else {}
         if self._needs_base_weights and self.mode == "colocate" and not LOADS_BENEATH_ADAPTERS:
             raise ValueError(
-                "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM from 0.28 on; install it, "
+                "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM 0.28 or later; install it, "
                 f"or set {MERGED}."
             )
         try:
@@ -149,8 +149,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
-                f"`vllm_server_base_url` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
-                "leave out the rest."
+                f"`vllm_server_base_url` has {len(urls)} servers for {n_ranks} processes, and each process uses only "
+                "one server; leave out the other servers."
             )
 
         def connect() -> tuple[ServerClient, dict[str, Any]]:
@@ -298,8 +298,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         # connection was rounded down to whole seconds
         if restart_loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
             raise RuntimeError(
-                f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
-                "of its folder, not with those that it was sent; resume the run, which sends them again."
+                f"The vLLM server at {without_credentials(url)} was started again and has lost the trained "
+                "weights, so it would sample with the weights of its folder; resume the run, which sends the trained "
+                "weights again."
             )
 
     def check_restarts(self) -> None:
@@ -336,7 +337,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """
         options = dict(options)
         if self._speculates and options.get("min_p"):
-            raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of them.")
+            raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of the two.")
         bias = options.pop("logit_bias", None) if self._speculates else None
         if not bias:
             return options
@@ -346,8 +347,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             is_banned = bias.get(token, bias.get(str(token))) <= -100
             if not is_banned or tokenizer.encode(word or "", add_special_tokens=False) != [token]:
                 raise ValueError(
-                    f"vLLM doesn't support `logit_bias` (here of token {token}) with `speculative_config`, nor can "
-                    "`bad_words` replace it; remove one of them."
+                    "vLLM doesn't support `logit_bias` with `speculative_config`, and `bad_words` can't replace the "
+                    f"bias of token {token}; remove one of the two options."
                 )
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
@@ -495,8 +496,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         reload = getattr(worker, "reload_weights", None)
         if reload is None:
             raise RuntimeError(
-                f"vLLM's {type(worker).__name__} can't reload weights, of which it may have changed the layout, so it "
-                f"would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
+                f"vLLM's {type(worker).__name__} can't reload weights. As it may have changed their layout, "
+                f"it would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
             )
         is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
@@ -531,8 +532,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
-                f"such as '{left_out[0]}', so it would sample from another model; leave them out of `target_modules`, "
-                f"or set {MERGED}, which merges the adapter into the weights at each sync."
+                f"such as '{left_out[0]}', so it would sample from another model; leave these layers out of "
+                f"`target_modules`, or set {MERGED}, which merges the adapter into the weights at each sync."
             )
 
     @property
@@ -568,7 +569,7 @@ def _server_counters(client: ServerClient) -> dict[str, float]:
 
 
 def _unused_weight_test(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Returns a function that tells, by name, whether a weight belongs to an encoder that the engine doesn't have."""
+    """Returns a predicate of names of weights, true for weights of encoders that the engine doesn't have."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     unused = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, StageMissingLayer))
     return lambda name: any(

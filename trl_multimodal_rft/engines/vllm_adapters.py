@@ -46,12 +46,14 @@ class EngineAdapter:
         self.is_4bit = is_4bit(base)
         if not is_peft_model(model):
             raise ValueError(
-                "`enable_lora` of `vllm_engine_kwargs` needs an adapter; pass `peft_config`, or drop the argument."
+                "`enable_lora` of `vllm_engine_kwargs` needs an adapter; pass `peft_config`, or remove `enable_lora`."
             )
         if self._dist.is_fsdp:
-            raise self._error("is sharded by FSDP", "train with DeepSpeed or DDP")
+            raise self._error("the adapter is sharded by FSDP", "train with DeepSpeed or DDP")
         if len(model.active_adapters) > 1:
-            raise self._error(f"is one of several ({', '.join(model.active_adapters)})", "activate one")
+            raise self._error(
+                f"several adapters are active ({', '.join(model.active_adapters)})", "activate only one adapter"
+            )
         [self._name] = model.active_adapters
         self._check_config(model.peft_config[self._name])
         self._layers: dict[str, Any] = {}  # adapted layers by their names in the checkpoint
@@ -60,14 +62,19 @@ class EngineAdapter:
                 checkpoint_name = checkpoint_layer(base, name) if self._is_supported(layer) else None
                 if checkpoint_name is None:
                     layer_type = type(layer.get_base_layer()).__name__
-                    raise self._error(f"is on the layer '{name}' ({layer_type})", "leave it out of `target_modules`")
+                    raise self._error(
+                        f"it doesn't support the adapter of the layer '{name}' ({layer_type})",
+                        "leave it out of `target_modules`",
+                    )
                 self._layers[checkpoint_name] = layer
         lora_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
         trained_names = [
             name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in lora_ids
         ]
         if trained_names:
-            raise self._error(f"isn't all that is trained ('{trained_names[0]}' is, too)", "freeze the rest")
+            raise self._error(
+                f"other weights are trained, too, such as '{trained_names[0]}'", "freeze all weights but the adapter's"
+            )
 
     def _is_supported(self, layer: "LoraLayer") -> bool:
         wraps_linear = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
@@ -79,18 +86,18 @@ class EngineAdapter:
 
     def _check_config(self, config: "PeftConfig") -> None:
         if getattr(config.peft_type, "value", config.peft_type) != "LORA":
-            raise self._error(f"is made by {type(config).__name__}", "use `LoraConfig`")
+            raise self._error(f"`peft_config` is a {type(config).__name__}", "pass a `LoraConfig`")
         for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
             value = getattr(config, option)
             if value:
-                raise self._error(f"has `{option}={value!r}`", "drop it")
+                raise self._error(f"its config has `{option}={value!r}`", "remove this option")
         if (bias := cast("LoraConfig", config).bias) != "none":
-            raise self._error(f"has `bias={bias!r}`", "drop it")
+            raise self._error(f"its config has `bias={bias!r}`", "remove this option")
 
     def _error(self, reason: str, remedy: str) -> ValueError:
         merged = f"{MERGED}, which merges it into the weights at each sync"
         alternative = "`use_vllm=False`" if self.is_4bit else merged
-        return ValueError(f"vLLM can't take the adapter, since it {reason}; {remedy}, or set {alternative}.")
+        return ValueError(f"vLLM can't take the adapter: {reason}; {remedy}, or set {alternative}.")
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -101,7 +108,7 @@ class EngineAdapter:
             return unquantized
         rank = max(layer.r[self._name] for layer in self._layers.values())
         if rank > _LORA_RANKS[-1]:
-            raise self._error(f"has the rank {rank}", f"lower it to {_LORA_RANKS[-1]}")
+            raise self._error(f"its rank is {rank}", f"lower it to {_LORA_RANKS[-1]}")
         options = {"enable_lora": True, "max_lora_rank": min(r for r in _LORA_RANKS if r >= rank)}
         options["max_loras"] = self.versions
         decoder = {id(module) for module in self._base.get_decoder().modules()}
@@ -162,8 +169,8 @@ class EngineAdapter:
                     if value is not None
                 ]
                 raise RuntimeError(
-                    f"{problem} Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
-                    f"where it sees '{folder}', or set {MERGED}."
+                    f"{problem} Start the server with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and "
+                    f"`{' '.join(flags)}`, so that it can read '{folder}', or set {MERGED}."
                 )
             for old_folder in old_folders:
                 unloaded = client.answer(_UNLOAD, {"lora_name": old_folder.name})

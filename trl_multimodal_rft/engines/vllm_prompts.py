@@ -142,23 +142,23 @@ class EnginePrompts:
         if count <= engine_limit:
             return
         model_limit = info.supported_mm_limits.get(modality, 0) if info else None
-        message = f"row {row}: the prompt has media of the kind {modality!r}, {count} of them,"
+        message = f"row {row}: the prompt has {count} media of the modality {modality!r}"
         if model_limit is not None and count > model_limit:
-            raise MediaError(f"{message} of which vLLM takes {model_limit} for this model; set `use_vllm=False`.")
+            raise MediaError(f"{message}, and vLLM takes at most {model_limit} for this model; set `use_vllm=False`.")
         if self.mode == "server":
             remedy = f"start the server with `--limit-mm-per-prompt.{modality} {count}`."
         else:
             remedy = (
-                "by default the largest number in a prompt of the trainer's datasets; raise "
+                "the default is the largest number in a prompt of the trainer's datasets. Set "
                 f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {count}}}}}`."
             )
-        raise MediaError(f"{message} and the engine was started for {engine_limit}; {remedy}")
+        raise MediaError(f"{message}, and the engine was started for {engine_limit}; {remedy}")
 
     def _check_length(self, length: int, row: int) -> None:
         if length >= self.max_length:
             raise ValueError(
-                f"row {row}: the prompt has {length} tokens, media included, which leaves no room for a completion in "
-                f"the {self.max_length} that the engine was started for; {self.remedy_of_length}."
+                f"row {row}: the prompt has {length} tokens, media included, and the engine was started for "
+                f"{self.max_length} tokens, so no room is left for a completion; {self.remedy_of_length}."
             )
 
     @property
@@ -172,8 +172,8 @@ def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
     if list(actual) != expected:
         raise MediaError(
             f"row {row}: vLLM's {len(actual)} tokens of a prompt or a tool's result aren't the {len(expected)} "
-            "tokens of the trainer, so completions would be scored against a different prompt: its processor and "
-            "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
+            "tokens of the trainer, so completions would be scored against a different prompt. vLLM's processor and "
+            "`processing_class` don't agree; load both from the folder of the model, or set `use_vllm=False`."
         )
 
 

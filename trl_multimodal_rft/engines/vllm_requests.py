@@ -25,7 +25,7 @@ U = TypeVar("U")
 # Maximum number of concurrent requests
 _MAX_CONCURRENT = 64
 # In seconds: limit for connecting, wait before the first retry, and longest wait. Waits double up to the longest
-_TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
+_CONNECT_SECONDS, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
 _MOST_BYTES = 2**24  # maximum size of an answer, by default
 _EXCERPT_BYTES = 200  # bytes of an answer in an error
 
@@ -55,7 +55,10 @@ class WarnOnce:
 
     def __call__(self, error: RequestLost) -> None:
         if self._first_call.acquire(blocking=False):  # never released
-            logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
+            logger.warning(
+                f"{error} It is asked again. Further lost requests are sent again without a warning.",
+                main_process_only=False,
+            )
 
 
 def answer_of(
@@ -80,14 +83,14 @@ def answer_of(
             seconds=seconds,
             attempts=1,
             max_bytes=max_bytes,
-            connect_seconds=_TO_CONNECT,
+            connect_seconds=_CONNECT_SECONDS,
         )
     except TooLarge:
         raise lost_error(url, path, f"more than {max_bytes:,} bytes") from None
     except NoAnswer as error:
         # `NoAnswer` doesn't tell whether the time was up, so the elapsed time decides, with a tolerance of 1 %
         timed_out = time.monotonic() - start > 0.99 * seconds
-        reason = f"nothing whole in {seconds:g} s" if timed_out else error
+        reason = f"no complete answer in {seconds:g} s" if timed_out else error
         raise lost_error(url, path, reason, timed_out=timed_out) from error
     except requests.RequestException as error:
         raise lost_error(url, path, type(error).__name__) from error
@@ -135,7 +138,9 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
             wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2 ** min(n, 10), _LONGEST_WAIT, patience - total_wait)
             if wait <= 0:
                 times = "once" if n == 0 else f"{n + 1} times"
-                raise RuntimeError(f"{error} It was asked {times}; `vllm_server_timeout` bounds it.") from error
+                raise RuntimeError(
+                    f"{error} It was asked {times}; check the server, or raise the limit `vllm_server_timeout`."
+                ) from error
             warn(error)
         time.sleep(wait)
         n, total_wait = n + 1, total_wait + wait
@@ -206,11 +211,11 @@ def _sample_in(
         )
     for value in ids:
         if type(value) is not int or not 0 <= value < vocab_size:
-            raise ValueError(f"has the token {value!r}, and the vocabulary {vocab_size}")
+            raise ValueError(f"has the token {value!r}, but the vocabulary has {vocab_size} tokens")
         if value in placeholders:
             raise ValueError(f"has the token {value}, which stands for media that don't exist")
     if early_ends := [token for token in ids[:-1] if token in end_ids]:
-        raise ValueError(f"has tokens behind {early_ends[0]}, which ends a text")
+        raise ValueError(f"has tokens after the token {early_ends[0]}, which ends a text")
     try:
         logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     except (KeyError, TypeError):
@@ -223,7 +228,7 @@ def _sample_in(
             raise ValueError(f"has the log-probability of {name} for the token {token}")
     for logp in logps:
         if logp is not None and (type(logp) not in (int, float) or logp > _LARGEST_LOGP):
-            raise ValueError(f"has the log-probability {logp!r}")
+            raise ValueError(f"has the log-probability {logp!r}, which isn't a number of at most 0")
     return ids, [logp_or_none(logp) for logp in logps]
 
 

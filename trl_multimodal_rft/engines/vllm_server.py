@@ -159,8 +159,8 @@ class ServerGroup(ServerClient):
         seeds = [client.get_server_info()["model_config"]["seed"] for client in self.clients]
         if len(set(seeds)) < len(seeds):
             raise ValueError(
-                f"The vLLM servers {', '.join(map(without_credentials, urls))} draw the same random numbers, by the "
-                f"seeds {seeds}; start each with a `--seed` of its own."
+                f"The vLLM servers {', '.join(map(without_credentials, urls))} have the seeds {seeds}. Servers with "
+                "equal seeds draw the same random numbers; start each server with a different `--seed`."
             )
 
     def get_world_size(self) -> int:
@@ -255,8 +255,8 @@ def check_server_settings(client: ServerClient, info: dict[str, Any], config: Pr
         )
     elif server_dtype != dtype:
         problem = (
-            f"computes in {server_dtype} and the trainer in {dtype}, which rounds differently; start it with "
-            f"`--dtype {dtype}`"
+            f"computes in {server_dtype}, and the trainer in {dtype}, so they round differently; start the server "
+            f"with `--dtype {dtype}`"
         )
     elif differences := _shape_differences(settings, config):
         problem = (
@@ -353,8 +353,8 @@ def _embedding_range(placeholder_range: "PlaceholderRange", modality: str) -> di
         first, last = is_embed.nonzero().flatten()[[0, -1]].tolist()
         if not is_embed[first : last + 1].all():
             raise MediaError(
-                f"This model has text between the parts of {modality}, which vLLM's server doesn't support; set "
-                "`vllm_mode='colocate'`."
+                f"This model has text among the placeholders of one {modality}, which vLLM's server doesn't support; "
+                "set `vllm_mode='colocate'`."
             )
         offset, length = offset + first, last - first + 1
     return {"offset": offset, "length": length}

@@ -27,14 +27,14 @@ class ServerTeacher:
             Whether to run code that comes with the served model's config.
 
     Raises:
-        `ImportError`: If vLLM isn't installed here, too; its renderer processes media for the server.
+        `ImportError`: If vLLM isn't installed in this environment, too, where its renderer processes media.
         `ValueError`: If the server runs another version of vLLM, or takes no media.
     """
 
     def __init__(
         self, url: str, processor: ProcessorMixin | PreTrainedTokenizerBase, timeout: float, trust_remote_code: bool
     ):
-        if (obstacle := engine_obstacle()) is not None:
+        if (obstacle := engine_obstacle("pass a `teacher_model`")) is not None:
             raise ImportError(f"`teacher_model_server_url` is set, but {obstacle}")
         self.client = ServerClient(url, timeout)
         check_protocol(self.client)

@@ -16,9 +16,9 @@ packages_distributions = cache(metadata.packages_distributions)
 SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
 
 
-def engine_obstacle() -> str | None:
-    """Returns the reason why vLLM can't sample here, or `None` if it can."""
-    remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
+def engine_obstacle(alternative: str = "set `use_vllm=False`") -> str | None:
+    """Returns why vLLM can't run here, with a remedy and an `alternative` to vLLM, or `None` if it can run."""
+    remedy = f'run `pip install "trl-multimodal-rft[vllm]"`, or {alternative}.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
     # vLLM's distribution for CPUs has another name

@@ -22,36 +22,37 @@ class EvaluationConfig:
         temperature (`float`, *optional*, defaults to `0.0`):
             Sampling temperature; 0 is greedy decoding.
         top_p (`float`, *optional*, defaults to `1.0`):
-            Probability mass of the tokens to sample from.
+            Cumulative probability of the most probable tokens, from which tokens are sampled.
         top_k (`int`, *optional*, defaults to `0`):
-            Number of tokens to sample from; 0 is all.
+            Number of the most probable tokens, from which tokens are sampled; 0 is all.
         max_completion_length (`int`, *optional*, defaults to `256`):
             Maximum tokens of a completion.
         batch_size (`int`, *optional*, defaults to `8`):
             Completions sampled at once on each process. A batch has `batch_size // num_samples` prompts. If
             the completions of one prompt don't fit, they are sampled in several calls.
         pass_at (`list[int]`, *optional*, defaults to `[1]`):
-            The `k` of pass@k, at most `num_samples`.
+            Values of `k` for pass@k, at most `num_samples`.
         majority_at (`list[int]`, *optional*):
-            The `k` of majority@k, at most `num_samples`. By default the values of `pass_at` except 1.
+            Values of `k` for majority@k, at most `num_samples`. By default those of `pass_at`, except 1.
         correct_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest value of the first reward function at which a completion counts as correct.
         group_by (`str`, *optional*):
             Column for a separate accuracy per value, such as `"task"` of MMAU.
         max_tool_calling_iterations (`int`, *optional*):
-            Maximum turns of a completion that call tools. By default the trainer's maximum, or without a trainer only
-            the length of the completion limits them.
+            Maximum turns of a completion that call tools. By default the trainer's maximum; without a trainer, only
+            the length of the completion limits the turns.
         max_tool_media (`int`, *optional*):
-            Maximum media that tools return in a completion. By default the trainer's maximum, if there is a trainer.
+            Maximum media that tools return in a completion. By default the trainer's maximum; without a trainer, no
+            limit.
         max_context_media (`int`, *optional*):
-            Maximum media that the policy reads at a time while it calls tools. By default the trainer's maximum, if
-            there is a trainer.
+            Maximum media that the policy reads at a time while it calls tools. By default the trainer's maximum;
+            without a trainer, no limit.
         ablate (`str`, *optional*):
             `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
             much it contributes to the accuracy. A replacement of the same duration and size takes its place.
         ablate_with (`str`, *optional*, defaults to `"blank"`):
             View that replaces the medium, see [`~views.VIEWS`]: `"blank"` is silence or grey, `"other_row"` another
-            row's medium; further views are written as `"mask_patches(ratio=0.5)"`.
+            row's medium. Settings of a view go in brackets, as in `"mask_patches(ratio=0.5)"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -63,8 +64,8 @@ class EvaluationConfig:
             What happens to an unreadable row: `"raise"` ends the evaluation with an error that names the row, `"skip"`
             excludes it from all metrics. By default the trainer's setting, or `"raise"` without a trainer.
         min_pixels (`int`, *optional*):
-            Fewest pixels of images and frames, see [`MultimodalGRPOConfig`]. By default the trainer's setting, if
-            there is a trainer, as with the next four options.
+            Fewest pixels of images and frames, see [`MultimodalGRPOConfig`]. The default of this option, `max_pixels`,
+            `video_fps`, `max_frames` and `use_audio_in_video` is the trainer's setting, if there is a trainer.
         max_pixels (`int`, *optional*):
             Most pixels of images and frames.
         video_fps (`float`, *optional*):
@@ -105,7 +106,7 @@ class EvaluationConfig:
 
     def __post_init__(self):
         if self.temperature < 0:
-            raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or to more.")
+            raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or above 0.")
         check_values(self)
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
@@ -118,7 +119,7 @@ class EvaluationConfig:
             for k in getattr(self, name):
                 if not 1 <= k <= self.num_samples:
                     raise ValueError(
-                        f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
+                        f"`{name}` has {k}, but its values must be between 1 and `num_samples` ({self.num_samples})."
                     )
         check_ignored(self.ignored_media_columns)
         MediaRules(**budgets_of(self))  # the constructor checks the budgets

@@ -80,8 +80,8 @@ class Evaluation:
     ):
         if not isinstance(dataset, (Dataset, Sequence)) or len(dataset) == 0:
             raise ValueError(
-                f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list "
-                "that has some: one split of a `DatasetDict`, or `list(stream.take(100))` of a stream."
+                f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with rows, "
+                "such as one split of a `DatasetDict`, or `list(stream.take(100))` for a stream."
             )
         self.policy, self.toolbox, self.encoder = policy, policy.toolbox, policy.encoder
         if args.ignored_media_columns is not None:
@@ -98,10 +98,10 @@ class Evaluation:
         self.read_row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if dataset_rows is None else dataset_rows[i]
         if args.group_by is not None and args.group_by not in self.read_row(0):
             raise ValueError(
-                f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs."
+                f"`group_by` is {args.group_by!r}, which isn't a column of the rows; name one of their columns."
             )
         if args.group_by in MEDIA_COLUMNS:
-            raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
+            raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name a column of text or numbers.")
         self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
         self.unstorable_columns: set[str] = set()  # columns with values that a parquet file can't hold
         self.logged_metrics: list[tuple[str, float]] = []  # metrics of reward functions
@@ -145,7 +145,9 @@ class Evaluation:
         names = dict.fromkeys(name for record in records for name in record)
         records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
         if args.ablate is not None and not any(record.get("correct_without") for record in records):
-            raise ValueError(f"No row has media of the modality {args.ablate!r}; leave out `ablate`, or name another.")
+            raise ValueError(
+                f"No row has media of the modality {args.ablate!r}; leave out `ablate`, or name another modality."
+            )
         metrics = aggregate(records, self.reward_funcs, args)
         if self.skips_unreadable:
             metrics["skipped_rows"] = len(skipped)
@@ -238,7 +240,7 @@ class Evaluation:
         if not readable_rows and self.policy.is_collective:
             raise MediaError(
                 "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
-                f"larger. The last row: {errors[rows[-1].row_index]}"
+                f"larger. Error of the last row: {errors[rows[-1].row_index]}"
             )
         return self._collect(readable_rows, ablates) if readable_rows else None, errors
 
@@ -247,7 +249,7 @@ class Evaluation:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox.factories:
-                raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
+                raise ValueError(f"The prompt of row {row.row_index} is a text, but tools need a list of messages.")
         encoded_rows = [
             EncodedRow(row.row_index, restored, row, prompt)
             for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True)
@@ -273,7 +275,10 @@ class Evaluation:
         if not view.type.needs_other:
             return view
         if self.toolbox.factories:
-            raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
+            raise ValueError(
+                f"`ablate_with={self.args.ablate_with!r}` needs media of other rows, but environments show media "
+                "that no row has; set `ablate_with='blank'`."
+            )
         media = self._media_of(row, modality)
         if not media:
             return view
@@ -286,7 +291,7 @@ class Evaluation:
                 continue
             if other_media and not same_prompt(other_media, media):
                 return view.with_others(other_media)
-        raise media[0].error(f"no other row has another {modality} to replace it with; set `ablate_with='blank'`")
+        raise media[0].error(f"no other row has a different {modality} to replace it with; set `ablate_with='blank'`")
 
     def _media_of(self, row: Row, modality: str) -> list[MediaRef]:
         check_has_prompt(row)
@@ -410,8 +415,8 @@ class Evaluation:
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(
-                    f"`log_extra` got {len(values)} values of {column!r} for {len(rollout)} completions; give one "
-                    "each."
+                    f"`log_extra` got {len(values)} values of {column!r} for {len(rollout)} completions; pass one "
+                    "value per completion."
                 )
         return rewards, extras
 

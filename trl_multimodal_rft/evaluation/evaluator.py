@@ -73,8 +73,8 @@ def evaluate(
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
             Rows with `prompt`, media columns, and columns that reward functions read, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
-            Reward functions as the trainers take them, plain or async, or their names. The first decides what is
-            correct. May be `None` with environments, whose rewards come last.
+            Reward functions as the trainers take them, plain or async, or their names. The first decides which
+            completions are correct. May be `None` with environments, whose rewards come last.
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and of the metrics. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
@@ -261,5 +261,5 @@ def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] 
             )
     names = names or [get_callable_name(reward_func) for reward_func in reward_funcs]
     if len(set(map(id, reward_funcs))) < len(reward_funcs):
-        raise ValueError(f"Reward functions must have different names, but are {names}; one is passed twice.")
+        raise ValueError(f"Of the reward functions {names}, one is passed twice; pass it once.")
     return dict(zip(distinct_names(names), reward_funcs, strict=True))

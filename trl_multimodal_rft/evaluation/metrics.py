@@ -198,7 +198,7 @@ def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[f
     """
     values = np.asarray(differences, dtype=float)
     if not len(values) or not (np.abs(values) <= 1).all():
-        raise ValueError("`differences` must be at least one, each between -1 and 1.")
+        raise ValueError("`differences` needs at least one value, and values between -1 and 1.")
     values = np.append(values, (1.0, -1.0))
     margin = _quantile(confidence) * float(values.std()) / math.sqrt(len(values))
     return max(float(values.mean()) - margin, -1.0), min(float(values.mean()) + margin, 1.0)

@@ -190,8 +190,8 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
             index = next((i for i, (a, b) in enumerate(zip(*columns, strict=False)) if a != b), min(map(len, columns)))
             content = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
             raise ValueError(
-                f"`compare_with` is {str(folder)!r}, which has other {content}, first in row {index}; name a result "
-                "of these rows."
+                f"`compare_with` is {str(folder)!r}, which has other {content}, first in row {index}; name the "
+                "`output_dir` of an evaluation of these rows."
             )
     metrics: dict[str, float | None] = {}
     # Metrics with intervals whose values per row are saved: `accuracy`, and the scores of a harness

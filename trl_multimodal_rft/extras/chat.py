@@ -46,7 +46,7 @@ Answerer = Callable[[list[Message], EvaluationConfig], str]
 _MAX_REQUEST_BYTES = 2**28
 _STYLE = '[aria-label="Share"] { display: none; }'  # CSS that hides a button, which uploads media to the Hub
 _UPLOAD_SECONDS = 3600  # time until an upload is deleted
-_MAX_TOKENS = 2048  # end of the slider for completion lengths, unless the command allows more
+_MAX_TOKENS = 2048  # end of the slider for completion lengths, unless `--max_completion_length` is larger
 
 
 def answerer(
@@ -220,7 +220,7 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
         return 411, "The request needs a Content-Length."
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > _MAX_REQUEST_BYTES:
-        return 413, f"More than {_MAX_REQUEST_BYTES // 2**20} MiB; shorten the file."
+        return 413, f"The request has more than {_MAX_REQUEST_BYTES // 2**20} MiB; shorten the file."
     return None
 
 

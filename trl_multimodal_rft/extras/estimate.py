@@ -408,7 +408,7 @@ def advice(args: argparse.Namespace, usage: Usage, sizes: dict[str, float]) -> s
         return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
     if peaks_in_generation and max(sizes["KV cache"], sizes["gathered to sample"]) > states:
         if sizes["KV cache"] > sizes["gathered to sample"]:
-            return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
+            return "a smaller `--per_device_train_batch_size` or `--steps_per_generation`: fewer completions at once"
         return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
     if not peaks_in_generation and usage.peak > states:
         if not args.gradient_checkpointing:
@@ -436,7 +436,7 @@ def estimate(args: argparse.Namespace) -> dict:
     if args.load_in_4bit and not args.use_peft:
         raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
     if args.strategy == "single" and args.gpus > 1:
-        raise ValueError(f"`--strategy single` uses one GPU; for {args.gpus}, choose `ddp`, `fsdp2` or another.")
+        raise ValueError(f"`--strategy single` uses one GPU; for {args.gpus} GPUs, choose `ddp`, `fsdp2` or another.")
     usage, note = measure_with_note(args)
     result = verdict(args, usage)
     return {**result, "note": note} if note else result
@@ -470,7 +470,10 @@ def measure_with_note(args: argparse.Namespace) -> tuple[Usage, str | None]:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
         if args.images is not None or args.audio_seconds is not None:
-            raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
+            raise ValueError(
+                f"{args.model_name_or_path} doesn't run on fake tensors with media ({error}); leave out `--images` "
+                "and `--audio_seconds` for an estimate without media encoders."
+            ) from error
         reason = str(error).splitlines()[0]
     try:
         text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))

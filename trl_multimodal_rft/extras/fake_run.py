@@ -125,7 +125,7 @@ class Watch(TorchDispatchMode):
         count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
-        for tensor in _tensors(result):  # a view, or an operation in place, has a storage that is known
+        for tensor in _tensors(result):  # a view, or an operation in place, returns the storage of an input
             storage = tensor.untyped_storage()
             if storage._cdata not in input_storages and storage._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()

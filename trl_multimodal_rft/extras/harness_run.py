@@ -22,8 +22,8 @@ from ..evaluation import EvaluationResult
 from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
-# The model's name on its server. It replaces the real name, because lmms-eval takes models with `o1` in the name, such
-# as `grpo1`, for OpenAI's.
+# The model's name on the server that `evaluate` starts. lmms-eval would mistake a real name that contains `o1`, such
+# as `grpo1`, for a model of OpenAI.
 _ALIAS = "checkpoint"
 # Options of `evaluate` that apply to harnesses
 _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
@@ -38,10 +38,12 @@ def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) ->
     if name not in PACKAGES:
         raise ValueError(f"`--benchmark` is {benchmark!r}; before the colon, write one of {', '.join(PACKAGES)}.")
     if model is None:
-        raise ValueError("Set `--model_name_or_path`: the model to serve, or the name of the one at `--server_url`.")
+        raise ValueError(
+            "Set `--model_name_or_path` to the model to serve, or to the name of the model at `--server_url`."
+        )
     for option in options.keys() - _OPTIONS:
         if options[option] != defaults[option]:
-            raise ValueError(f"`--{option}` doesn't apply to `--benchmark {benchmark}`; see `--harness_args`.")
+            raise ValueError(f"`--{option}` has no effect on `--benchmark {benchmark}`; use `--harness_args`.")
     folder = Path(options["output_dir"], f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     folder.mkdir(parents=True)
     log = folder / f"{name}.txt"
@@ -51,9 +53,10 @@ def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) ->
         command += flags({"limit": options["max_rows"], **harness_args.harness_args})
         if shutil.which(command[0]) is None:
             command = ["uvx", "--from", *PACKAGES[name].split(), *command]
-        with _start_program(command, log, "`pip install uv`, or install the harness.") as harness:
+        with _start_program(command, log, "Run `pip install uv`, or install the harness.") as harness:
             exit_code = harness.wait()
     read_results = read_lmms if name == "lmms" else read_evalscope
+    # A harness that failed may have written some results
     rows, figures = ([], {}) if exit_code else read_results(folder)
     if not figures:
         raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
@@ -73,7 +76,10 @@ def flags(options: dict) -> list[str]:
 
 @contextmanager
 def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
-    """Runs `vllm serve` with further `words` within the context, and yields the URL once the server is healthy."""
+    """
+    Runs `vllm serve` within the context, and yields its URL once the server is healthy. `words` are further arguments
+    of the command.
+    """
     with socket.socket() as probe:  # port 0 stands for any free port
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -95,7 +101,7 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
 
 
 def _start_program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
-    """Starts a program that writes its output to a file."""
+    """Starts a program with its output in a file. If the program isn't installed, the error ends with `remedy`."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")

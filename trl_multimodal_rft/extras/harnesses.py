@@ -19,7 +19,7 @@ from ..evaluation.result import SCORE, EvaluationResult, estimate
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
 _FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores if a request failed
-# Some tasks of lmms-eval give a row a dictionary as score. The score is at the first of these keys that it has.
+# Some tasks of lmms-eval score a row with a dictionary. The score is its value at the first of these keys that it has.
 _SCORE_KEYS = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
@@ -111,7 +111,7 @@ def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str,
     metrics: dict[str, float | None] = {}
     for name, figure in figures.items():
         if not math.isfinite(figure):
-            raise ValueError(f"The harness gives {figure} as {name!r}, which is no figure; its log says why.")
+            raise ValueError(f"The harness returns {figure} as {name!r}, which isn't finite; its log says why.")
         values = np.array([row[SCORE + name] for row in rows if SCORE + name in row])
         is_share = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
         # Harnesses round figures, hence the tolerance

@@ -72,10 +72,11 @@ class JudgeReward(Server):
         max_score (`float`, *optional*, defaults to `1.0`):
             The best score. Scores are divided by it, and scores outside 0 to `max_score` count as unreadable.
         tool_bonus (`float`, *optional*, defaults to `0.0`):
-            Addition to a score above 0.5 if a tool returned media in the completion. A bonus of 1.5 and a reward
-            weight of 0.8 are DeepEyes' rewards: 0.8 for a right answer, and 0.8 * 1.5 = 1.2 for the tool.
+            Addition to a score above 0.5 if a tool returned media in the completion. With a bonus of 1.5 and a reward
+            weight of 0.8, rewards are as in DeepEyes: 0.8 for a right answer, and 0.8 * 1.5 = 1.2 for the tool.
         max_answer_length (`int`, *optional*):
-            Number of characters. An answer of this length or more gets 0.0 without a request. DeepEyes uses 1000.
+            Length in characters from which on an answer gets 0.0 without a request. DeepEyes uses 1000. By default, no
+            answer is too long.
         media (`bool`, *optional*, defaults to `False`):
             Whether the judge gets the media of the prompt: images and frames of videos as `image_url`, audio as
             `input_audio`.
@@ -210,8 +211,8 @@ class JudgeReward(Server):
         with self._lock:
             if self.n_requests >= self._n_allowed:
                 raise RuntimeError(
-                    f"The judge {self.name!r} reached its bound `max_requests={self.max_requests}` after "
-                    f"{self.n_requests} requests of this process; raise the bound and resume from a checkpoint. With "
+                    f"The judge {self.name!r} reached its limit `max_requests={self.max_requests}` after "
+                    f"{self.n_requests} requests of this process; raise the limit and resume from a checkpoint. With "
                     "`cache_dir`, replies are kept."
                 )
             self.n_requests += 1

@@ -173,7 +173,9 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
             response.raise_for_status()
             description |= response.json()
         except (requests.RequestException, ValueError, TypeError) as error:
-            raise ValueError(without_credentials(f"{url}/{page} isn't one of OpenEnv: {error}")) from None
+            raise ValueError(
+                without_credentials(f"There is no server of OpenEnv at {url}; /{page} failed: {error}")
+            ) from None
     action, tools = description["action"], {}
     if action["properties"].get("type", {}).get("const") != "call_tool":
         tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)

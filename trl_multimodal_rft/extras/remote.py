@@ -175,7 +175,7 @@ class RemoteReward(Server):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeError(
                 f"The reward server {self._public_url} answered {text!r} for {n} completions; it must return "
-                "{'rewards': [...]} with one finite number, or null, for each."
+                "{'rewards': [...]} with one finite number, or null, for each completion."
             ) from error
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:

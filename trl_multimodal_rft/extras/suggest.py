@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             print(_config_text(args, *fit), end="")
             return
     raise ValueError(
-        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {min_peak / GIB:.3g} GiB. "
+        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: the smallest run takes {min_peak / GIB:.3g} GiB. "
         "Take a smaller model, shorter completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more "
         "memory."
     )

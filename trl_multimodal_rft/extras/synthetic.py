@@ -53,7 +53,11 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     n_images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
     if n_images and not has_vision or seconds and not has_audio:
-        raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
+        option = "audio_seconds" if seconds and not has_audio else "images"
+        raise ValueError(
+            f"`--{option}` has no effect on {type(model).__name__}, which takes only "
+            f"{' and '.join(model.input_modalities)}; leave it out."
+        )
     no_tokens = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
     prompt, encoder_inputs = no_tokens, EncoderInputs()
     if n_images or seconds:

@@ -40,7 +40,7 @@ class VerifiersEnvironment(ServedEnvironment):
             self._url_future.cancel()
             self._run(self._rollout.aclose())
         self._rollout = self._play(task)
-        self._url_future = self._run(anext(self._rollout))  # of the URLs by server name
+        self._url_future = self._run(anext(self._rollout))  # future of the servers' URLs by name
 
     async def get_reward(self, completion: list[Json]) -> float:
         """Returns the weighted sum of the task's rewards."""
@@ -93,7 +93,8 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
     Raises:
         `ImportError`: Without the extra `verifiers`.
-        `ValueError`: If the tasks never end, or need a user, other agents, or hooks of requests.
+        `ValueError`: If the list of tasks is endless or empty, or if tasks need a user, other agents, or hooks of
+            requests.
     """
     vf = require_module("verifiers.v1", "verifiers")
     harness_class = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
@@ -117,7 +118,10 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     hooks += [hook for task in tasks[:1] for hook in task.hooks("stop")]
     is_single_agent = vf.environment_class(taskset) is vf.SingleAgentEnv and all(task.data.prompt for task in tasks)
     if not tasks or hooks or not is_single_agent:
-        raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
+        raise ValueError(
+            f"The taskset {taskset!r} is endless or empty, or its tasks need a user, other agents, or hooks of "
+            "requests; name another taskset."
+        )
     agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
     agent.harness = Policy(agent.harness.config)
     threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -185,8 +185,8 @@ def _prefix_attention(
     # Under autocast, rotary embeddings turn some of the states into float32, and kernels need equal dtypes
     if implementation != "eager" and torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    # `row_states`: keys and values of the row. `shared_states`: those that hold the prompt, which are the cached
-    # prompt's if the row leaves the prompt out.
+    # `row_states`: keys and values of the row. `shared_states`: keys and values that hold the prompt, from the cache
+    # if the row leaves the prompt out.
     row_states = shared_states = key, value
     if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]

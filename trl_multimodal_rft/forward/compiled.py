@@ -46,7 +46,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line of text for each class of layers whose graph also breaks at operations other than
+            Function of one line of text. Called for a class of layers if its graph breaks at operations other than
             attention, states and caches.
     """
     install_prefix_states(model)
@@ -58,7 +58,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost layers of a model, by their base class in transformers, that aren't compiled yet."""
+    """Yields outermost layers (modules with transformers' base class of layers) that aren't compiled yet."""
     for child in module.children():
         if not isinstance(child, GradientCheckpointingLayer):
             yield from _layers(child)
@@ -78,9 +78,10 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
-            args = args[0].clone(), *args[1:]  # the graph of a view would depend on the shape of the view's base
+            # The graph of a tensor's view would depend on the shape of the viewed tensor
+            args = args[0].clone(), *args[1:]
         keywords = {name: _wrap_cache(value) for name, value in kwargs.items()}
-        # A dictionary of counts by reason of a graph break, in order of first occurrence: new reasons are at the end
+        # Dynamo's counts of graph breaks by reason. New reasons are added at the end of the dictionary.
         break_counts = counters["graph_break"]
         n_before = len(break_counts)
         with config.patch(_CONFIG):
@@ -92,7 +93,7 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
         ]
         if reasons:
             explanation = reasons[0].partition("Explanation: ")[2].partition("\n")[0]
-            report(f"Layers of {layer_class.__name__} are compiled in more parts than others: {explanation}")
+            report(f"The compiled graph of {layer_class.__name__} has an additional break: {explanation}")
         return output
 
     names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}

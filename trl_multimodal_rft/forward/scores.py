@@ -123,7 +123,7 @@ class ScoreRequest:
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Prompts that get separate forwards: `"media"` separates prompts whose media can't be encoded together with
-            the same result, see [`~forward.layout.split_samples`]; `"prompt"` separates all; by default, all prompts
+            the same result, see [`~forward.layout.split_samples`]; `"prompt"` separates all prompts; by default, all
             share one forward. At least `min_forwards` forwards run, and surplus forwards have weight 0.
         logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
             For models without a fused head, whose logits are in memory for all tokens: temperature of
@@ -391,7 +391,7 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
 def lost_gradient_error(name: str) -> RuntimeError:
     """Returns the error for a loss whose gradient of a tensor would be lost under a token budget."""
     return RuntimeError(
-        f"The gradient of {name} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
+        f"The gradient of {name} would be lost, as `max_tokens_per_microbatch` splits the forward of a micro-batch: "
         "compute the loss from one call of the trainer's `_score`, or call `backward_by_parts` with the scores' "
         "`deferred` in place of `backward()`, or set `max_tokens_per_microbatch=None`."
     )

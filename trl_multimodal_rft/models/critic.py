@@ -221,7 +221,7 @@ class Critic(nn.Module):
         critic = cls(shell)
         if model.config.num_labels != 1:
             raise ValueError(
-                f"A critic needs a reward model with one label, {type(model).__name__} has {model.config.num_labels}."
+                f"A critic needs a reward model with one label; {type(model).__name__} has {model.config.num_labels}."
             )
         with torch.no_grad():
             critic.head.weight.copy_(model.get_parameter("score.weight"))
@@ -266,6 +266,6 @@ def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
 def other_family_error(label: str, policy: str) -> ValueError:
     """Returns the error for a critic that takes other tokens or media than its policy."""
     return ValueError(
-        f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, the policy a "
-        f"{policy}."
+        f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, and the "
+        f"policy is a {policy}."
     )

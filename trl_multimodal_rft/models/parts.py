@@ -52,7 +52,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
     if not name:
-        raise ValueError(f"{type(model).__name__} has no {modality} encoder to freeze; drop the argument.")
+        raise ValueError(f"{type(model).__name__} has no {modality} encoder to freeze; don't freeze it.")
     return name
 
 
@@ -199,8 +199,9 @@ def check_trainable(model: nn.Module) -> None:
         remedy = "load its adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
     elif getattr(base, "_hf_peft_config_loaded", False):
         remedy = (
-            f"transformers freezes it with the adapter in {base.config._name_or_path!r}; move `adapter_*` to a folder "
-            "of their own, and wrap the model by `PeftModel.from_pretrained(model, folder, is_trainable=True)`"
+            f"transformers freezes a model that it loads with an adapter, here from {base.config._name_or_path!r}; "
+            "move the files `adapter_*` to another folder, and wrap the model by "
+            "`PeftModel.from_pretrained(model, folder, is_trainable=True)`"
         )
     raise ValueError(f"{type(base).__name__} has no weights to train, as all are frozen: {remedy}.")
 
@@ -213,7 +214,7 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model before DeepSpeed, FSDP or DDP wraps it.
         keys (`list[str]`, *optional*):
-            Parts, of `vision_tower`, `audio_tower`, `projector` and `language_model`, or patterns of the names of
+            Parts (`vision_tower`, `audio_tower`, `projector` or `language_model`), or patterns of the names of
             parameters and modules, such as `model.visual.blocks.[0-3]`.
 
     Raises:
@@ -222,7 +223,7 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
     if keys:
         _freeze(model, {*match_keys(model, keys, "freeze")})
         if not any(parameter.requires_grad for _, part, parameter in named_parts(model) if part != CRITIC):
-            raise ValueError(f"`freeze` ({', '.join(keys)}) leaves nothing of the model to train; name less.")
+            raise ValueError(f"`freeze` ({', '.join(keys)}) leaves nothing of the model to train; name fewer parts.")
 
 
 def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:

@@ -107,7 +107,7 @@ def require_all_weights(
         if missing:
             raise ValueError(
                 f"{name!r} lacks weights of {class_name}, which would be random ({len(missing)}: "
-                f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}); name a folder that has them all, as "
+                f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}); name a folder with all weights, as "
                 "`save_pretrained` writes it."
             )
         if loading_info.mismatched_keys and not options["ignore_mismatched_sizes"]:
@@ -137,8 +137,8 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
             architecture = (config.get("architectures") or [""])[0]
             if architecture.endswith("ForSequenceClassification"):
                 raise ValueError(
-                    f"{name!r} is a {architecture}, which scores and writes no text; name the model it was made from, "
-                    "and this one as a reward or critic."
+                    f"{name!r} is a {architecture}, which scores and writes no text; name the model that it was "
+                    f"trained from, and use {name!r} as a reward model or critic."
                 )
         return create_model_from_path(name, **kwargs)
 
@@ -160,7 +160,7 @@ def load_trained(
         config = peft.PeftConfig.from_pretrained(name, **source)
         base, base_source = config.base_model_name_or_path, {"revision": config.revision or "main"}
         if base is None:
-            raise ValueError(f"The adapter {name!r} names no base; set `base_model_name_or_path` in its config.")
+            raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
         check_weights(name)
         model = load(base, **base_source, **kwargs)
         try:
@@ -168,7 +168,9 @@ def load_trained(
                 warnings.filterwarnings("error", ".*Found missing adapter keys")
                 model = peft.PeftModel.from_pretrained(model, name, **source)
         except UserWarning as error:
-            raise ValueError(f"{name!r} lacks weights of an adapter, which are random: {str(error)[:200]}") from None
+            raise ValueError(
+                f"{name!r} lacks weights of an adapter, which would be random: {str(error)[:200]}"
+            ) from None
         # An adapter may have been saved with or without the processor
         has_processor = cached_file(
             name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source
@@ -190,8 +192,8 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
         config = config_class.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is no folder or file with a config of transformers, nor a model that can be read from the Hub "
-            "or, offline, from its cache."
+            f"{name!r} is no folder or file with a config of transformers, and no model that can be read from the "
+            "Hub, or, offline, from the Hub's cache; check the name."
         ) from error
     return config, part or policy_class(config)
 

@@ -176,7 +176,7 @@ def load_trained_reward_model(
     model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
-        raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
+        raise ValueError(f"{name!r} has no trained score; name a reward model, or train one from it.")
     base.config._name_or_path = name  # logs would name the model under an adapter
     return model, processor
 

@@ -81,7 +81,7 @@ _PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws the metrics of a trainer's log. The panels, as far as the log has their metrics, are:
+    Draws the metrics of a trainer's log. There is a panel for each of these metrics that the log has:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
     - held-out accuracy, also without one modality, pass@k and majority@k with their confidence intervals, see
@@ -105,7 +105,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     metrics = _metrics_of(log_history)
     panels = {panel.title: (panel, curves) for panel in _PANELS if (curves := _curve_names(panel, metrics))}
     if not panels:
-        raise ValueError("The log has no reward, nor another metric to draw; train for at least `logging_steps`.")
+        raise ValueError("The log has no reward or other metric to draw; train for at least `logging_steps`.")
     names = [*panels]
     if len(names) % _COLUMNS:
         names = names[:1] * (_COLUMNS if len(names) > 1 else 1) + names[1:]  # the first is as wide as the picture
@@ -232,7 +232,7 @@ class TrainingCurvesCallback(TrainerCallback):
         self._write(args, state)
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Draws the picture on the main process if the log has a metric to draw, and sets the time of the next."""
+        """Draws a picture on the main process if the log has a metric to draw, and sets the time of the next one."""
         metrics = _metrics_of(state.log_history)
         if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return

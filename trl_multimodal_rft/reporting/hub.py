@@ -46,7 +46,7 @@ def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
     def warn(job: Future) -> None:
         if not job.cancelled() and job.exception() is not None:
             reason = " ".join(str(job.exception()).split())
-            logger.warning(f"{checkpoint} was not published, or not all of it: {reason} Training continues.")
+            logger.warning(f"{checkpoint} was not published, or only in part: {reason} Training continues.")
 
     for job in jobs:
         job.add_done_callback(warn)

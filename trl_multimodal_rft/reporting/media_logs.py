@@ -49,7 +49,7 @@ _TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
 MAX_PROMPTS = 8  # maximum number of prompts in a table whose media are shown: the first prompts that have media
-MAX_BYTES = 32e6  # maximum size of the media of a prompt, or the prompt's media aren't shown
+MAX_BYTES = 32e6  # maximum size of a prompt's media in bytes; the media of a prompt with more aren't shown
 
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]
@@ -115,12 +115,12 @@ class MediaLog:
             if 0 < self.max_prompts and len(shown_rows) < len(entries):
                 self._warn_once(
                     "prompts",
-                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(shown_rows)} "
-                    "are logged with them.",
+                    f"Of {len(entries)} prompts with media in the table of completions, only the first "
+                    f"{len(shown_rows)} are logged with their media.",
                 )
             for _, media in results:
                 if isinstance(media, str):
-                    self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
+                    self._warn_once("failed", f"The table of completions lacks the media of a prompt: {media}.")
 
     def _encode_media(self, row: int) -> PromptMedia | str:
         """Returns the media of a prompt, or the reason why they can't be logged."""
@@ -295,7 +295,7 @@ class MediaLogCallback(TrainerCallback):
     """
     A callback that logs completions with their media, in place of TRL's tables, which lack audio and video.
 
-    `MediaLog.gather` is a collective call, so it is in events that all processes reach. Some don't call `log`.
+    `MediaLog.gather` is a collective call, so only events that all processes reach call it. `on_log` is no such event.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class MediaLogCallback(TrainerCallback):
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
     def _send_table(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
-        """Sends a table to wandb, trackio and TensorBoard, as far as the run reports to them."""
+        """Sends a table to those of wandb, trackio and TensorBoard that the run reports to."""
         trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:

@@ -133,7 +133,7 @@ def base_metadata(name: str) -> dict[str, str]:
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns a card's line on the held-out accuracy, if a [`GenerationEvalCallback`] measured it, in a list."""
+    """Returns a card's line on the held-out accuracy. The list is empty without a [`GenerationEvalCallback`]."""
     evaluations = [logs for logs in history if "eval_accuracy" in logs]
     if not evaluations:
         return []

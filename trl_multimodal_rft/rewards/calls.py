@@ -80,9 +80,9 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
     """Returns the column that a reward function compares with. Raises `ValueError` if it is missing."""
     if values is None:
         raise ValueError(
-            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
-            f"that holds it. Columns of the dataset: {sorted({*columns} - {*CALLED_WITH, 'group_ids'})}."
-            f"{did_you_mean(column, columns)}"
+            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the "
+            "column that holds these values. Columns of the dataset: "
+            f"{sorted({*columns} - {*CALLED_WITH, 'group_ids'})}.{did_you_mean(column, columns)}"
         )
     return values
 
@@ -329,8 +329,8 @@ def _stepwise_reward(values: list[Any], turns: Sequence[tuple[int, int]], source
         if not is_sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
-                f"{source} the step {step!r:.40} for {label}; return pairs of a token's index, in order, and a finite "
-                f"number. The sampled tokens are {spans}."
+                f"{source} the step {step!r:.40} for {label}; return pairs (index of a sampled token, finite number) "
+                f"in the order of the indices. The sampled tokens are {spans}."
             )
         steps.append((cast(int, end), float(cast(float, reward))))
     return StepwiseReward.of(steps)
@@ -346,7 +346,8 @@ def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: st
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):
             raise ValueError(
-                f"'{name}' returned rewards of shape {tuple(rewards.shape)} for {n_completions} completions."
+                f"'{name}' returned rewards of shape {tuple(rewards.shape)} for {n_completions} completions; return "
+                "one reward per completion."
             )
         rewards = [None if math.isnan(value) else value for value in rewards.tolist()]
     values = check_rewards(rewards, n_completions, name)

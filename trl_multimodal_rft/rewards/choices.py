@@ -50,7 +50,7 @@ def choice_reward(
         right = [named_choice(extract_answer(reference), options) for reference in references]
         if None in right:
             wrong = references[right.index(None)]
-            problem = f"column 'solution': {wrong!r} is none of the choices {list(options)}; correct either of them."
+            problem = f"column 'solution': {wrong!r} is none of the choices {list(options)}; correct one of the two."
             raise RowError(position, problem)
         rewards.append(float(named_choice(extract_answer(completion_text(completion)), options) in right))
     return rewards

@@ -205,7 +205,7 @@ def detection_reward(
     """
     reward_by_method = {"visual_rft": _visual_rft, "perception_r1": _perception_r1}
     if method not in reward_by_method:
-        raise ValueError(f"detection_reward has the methods {[*reward_by_method]}, not {method!r}.")
+        raise ValueError(f"detection_reward has no `method={method!r}`; set one of {[*reward_by_method]}.")
 
     def reward(answer: str, references: list[Box], position: int) -> float:
         scales = scales_of(solution_scale, answer_scale, position)  # of reference and answer

@@ -91,7 +91,7 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
             needed_columns = columns.intersection(inspect.signature(function).parameters)
             if cells := describe_empty_cells(dataset, needed_columns):
                 if any(len(empty_row_indices(dataset, column)) == len(dataset) for column in needed_columns):
-                    raise ValueError(f"'{name}' has nothing to read: {cells}; fill in the cells, or remove it.")
+                    raise ValueError(f"'{name}' has nothing to read: {cells}; fill them in, or remove the reward.")
                 warnings.append(f"'{name}' gives no reward where {cells}.")
     return warnings
 

@@ -40,13 +40,14 @@ def combine_rewards(
     for i, label in enumerate(labels):
         if label not in recipe:
             raise ValueError(
-                f"Sample {i} has the label {label!r}, which `reward_recipe` doesn't know: {sorted(recipe)}."
+                f"Completion {i} has the label {label!r}, but `reward_recipe` has only {sorted(recipe)}; add the "
+                "label, or correct it."
             )
     # The first term, NaN, is the sum if a label has no rewards
     terms = [torch.full_like(rewards[0], torch.nan)]
     for name, label_weights in _weights_by_name({label: recipe[label] for label in labels}).items():
         if name not in label_map:
-            raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
+            raise ValueError(f"`reward_recipe` uses {name!r}, but `reward_fn_label_map` has only {sorted(label_map)}.")
         terms.append(
             rewards[label_map[name]] * terms[0].new_tensor([label_weights.get(label, torch.nan) for label in labels])
         )
@@ -109,8 +110,8 @@ def apply_recipe(
     missing = weights.keys() - reward_funcs.keys()
     if missing:
         raise ValueError(
-            f"The recipe uses {sorted(missing)}, which `reward_funcs` doesn't have, only {sorted(reward_funcs)}; add "
-            "the function, or correct the name."
+            f"The recipe uses {sorted(missing)}, but `reward_funcs` has only {sorted(reward_funcs)}; add the "
+            "function, or correct the name."
         )
     for name, reward_func in reward_funcs.items():
         if isinstance(reward_func, (str, nn.Module)):
@@ -131,15 +132,16 @@ def _on_labelled_rows(
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         if label_column not in columns:
             raise ValueError(
-                f"The reward recipe needs the column '{label_column}', which the dataset doesn't have, only "
-                f"{sorted(columns)}; add it, or name another as `label_column`."
+                f"The reward recipe needs the column '{label_column}', but there are only the columns "
+                f"{sorted(columns)}; add the column, or name another one as `label_column`."
             )
         row_labels = columns[label_column]
         for position, label in enumerate(row_labels):
             if label not in labels:
                 raise RowError(
                     position,
-                    f"column '{label_column}': the recipe has no {label!r}, only {sorted(labels)}; add or correct it.",
+                    f"column '{label_column}': the recipe has no label {label!r}, only {sorted(labels)}; add or "
+                    "correct the label.",
                 )
         positions = [position for position, label in enumerate(row_labels) if label in weights]
         arguments = {
@@ -179,6 +181,6 @@ def _add_batch_indices(name: str, positions: list[int]):
         raise RowError(positions[error.position], error.problem) from None
     except Exception as error:
         error.add_note(
-            f"The recipe passed {name!r} the rows {positions} of the batch; its row 0 is the first of these."
+            f"The recipe called {name!r} with the rows {positions} of the batch; its row 0 is row {positions[0]}."
         )
         raise

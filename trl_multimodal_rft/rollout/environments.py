@@ -71,8 +71,8 @@ class Environments:
         for tool in tools:
             if isinstance(tool, type):
                 raise TypeError(
-                    f"`tools` has the class {tool.__name__}; a class of environments is `environment_factory`, and a "
-                    "tool is a function."
+                    f"`tools` has the class {tool.__name__}, but a tool is a function; pass a class of environments "
+                    "as `environment_factory`."
                 )
         self.standalone_tools, self.factory = list(tools), factory
         self.media_rules = media_rules
@@ -146,8 +146,8 @@ class Environments:
         for name in names:
             if name not in self.factories:
                 raise ValueError(
-                    f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
-                    f"{list(self.factories)}."
+                    f"A row has `environment={name!r}`, but `environment_factory` has only {list(self.factories)}; "
+                    "correct the column or add the environment."
                 )
         prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
         n_used: Counter[Any] = Counter()
@@ -170,8 +170,8 @@ class Environments:
                 signature.bind(**columns)
             except TypeError as error:
                 raise TypeError(
-                    f"`{label}` can't be called with the columns {[*columns]} ({error}); end its parameters with "
-                    "`**row`, and give those that rows may lack a default."
+                    f"`{label}` can't be called with the columns {[*columns]} ({error}). Add `**row` as its last "
+                    "parameter, and a default to parameters whose column may be missing."
                 ) from None
             observation = None
             with _store_error(failures, i):
@@ -209,7 +209,7 @@ def _make_environment(factory: Callable[[], Any]) -> Any:
     except TypeError as error:
         name = getattr(factory, "__name__", type(factory).__name__)
         raise TypeError(
-            f"`environment_factory` {name!r} is called without arguments ({error}); pass "
+            f"`environment_factory` {name!r} is called without arguments and fails ({error}); pass "
             f"`functools.partial({name}, ...)`."
         ) from None
     except ValueError:  # some builtins have no signature
@@ -239,7 +239,8 @@ def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: 
         raise ValueError("`train_dataset` is required, unless an `environment_factory` has the data.")
     if isinstance(factory, dict):
         raise ValueError(
-            "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
+            "With multiple environments, `train_dataset` is required: its column `environment` names each row's "
+            "environment."
         )
     if args.max_steps <= 0:
         raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else ends the run.")

@@ -159,8 +159,8 @@ def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prom
         return None
     if makes_prompts:
         raise ValueError(
-            "`dynamic_sampling` and `replay_buffer_size` exchange groups of prompts from the dataset, which "
-            "`rollout_func` and `environment_factory` make themselves; use one or the other."
+            "`dynamic_sampling` and `replay_buffer_size` exchange groups of the dataset's prompts, but `rollout_func` "
+            "and `environment_factory` make prompts themselves; set both options to 0, or leave these arguments out."
         )
     n_groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     return GroupExchange(

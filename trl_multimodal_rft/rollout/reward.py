@@ -44,12 +44,15 @@ def checked_functions(
     template_kwargs: dict[str, Any],
     media_rules: MediaRules,
 ) -> dict[str, Callable]:
-    """Returns reward functions by name, with checks of their arguments and results. Reward models get plain text."""
+    """
+    Returns reward functions by name, with checks of their arguments and results. A reward model that is an `nn.Module`
+    reads the conversation as text, without its media.
+    """
     text_model_names = [
         name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)
     ]
     check_text_models(text_model_names, rollout.source.messages, rollout.source.completions)
-    # Reward functions of environments store errors in the list `failures` of the rollout, see `reward_of`
+    # Reward functions of environments store errors in the list `failures` of the rollout, see `environments.reward_of`
     failures = {"failures": rollout.source.failures}
     reward_funcs = [
         partial(function, **failures) if hasattr(function, "stores_failures") else function
@@ -72,7 +75,7 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
     Returns the arguments of reward functions, as TRL passes them, with media as the dataset has them. The arguments
     include `group_ids`, unless a group straddles ranks.
     """
-    # Further columns of `rollout_func` have a list with a value per row, or one value for all rows
+    # A further column of `rollout_func` is a list with one value per row, or a single value for all rows
     rows = [
         {**row, **{key: value[i] if isinstance(value, list) else value for key, value in rollout.source.extra.items()}}
         for i, row in enumerate(rollout.source.rows)
@@ -103,10 +106,10 @@ def reward_early(
     """
     Calls reward functions while the policy is trained, and returns their rewards and the entries that they log.
 
-    Several threads may do this at once. `calls` then lets one thread at a time call a function that isn't async.
+    Several threads may run this at once. `calls` then lets one thread at a time call a function that isn't async.
     """
     log_entries: list[tuple[str, str, Any]] = []
-    # These stand-ins for the logging functions collect the function's name and arguments of each call
+    # Stand-ins for `log_extra` and `log_metric`, which record their calls. `reward_rollout` makes these calls later
     logs = {key: partial(lambda *entry: log_entries.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
     serial_funcs = {
@@ -154,10 +157,10 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
     """
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
     for sums, completion_rewards, completion_turns in zip(turn_sums, rewards, turns, strict=True):
-        for i, item in enumerate(completion_rewards):
-            for end, reward in item.steps if isinstance(item, StepwiseReward) else ():
+        for i, reward in enumerate(completion_rewards):
+            for end, step_reward in reward.steps if isinstance(reward, StepwiseReward) else ():
                 if (turn := bisect_right(completion_turns, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
-                    sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
+                    sums[i, turn] = sums[i, turn].nan_to_num(0.0) + step_reward
     return turn_sums
 
 
@@ -184,20 +187,20 @@ def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float
 
 def check_text_models(names: Collection[str], prompts: Any, completions: Any) -> None:
     """
-    Checks that no media are left out of the text that the named reward models read.
+    Checks whether conversations hold media, which the named reward models of text don't read.
 
     Raises [`MediaError`] if prompts hold media, and warns if tools returned media.
     """
     ref = next(iter_refs(prompts), None)
     if names and ref is not None:
         raise ref.error(
-            f"the reward model '{next(iter(names))}' would be given the text alone; pass its processor in "
-            f"`reward_processing_classes` if it takes {ref.modality}, or use a reward function"
+            f"the reward model '{next(iter(names))}' would read only the text; pass its processor in "
+            f"`reward_processing_classes` if the model takes {ref.modality}, or use a reward function"
         )
     for name in names if next(iter_refs(completions), None) is not None else ():
         logger.warning_once(
-            f"The reward model '{name}' reads text alone and doesn't get the media that tools returned; pass its "
-            "processor in `reward_processing_classes` if it takes them."
+            f"The reward model '{name}' reads text alone and doesn't get the media that tools returned. Pass its "
+            "processor in `reward_processing_classes` if the model takes these media."
         )
 
 
@@ -207,8 +210,8 @@ def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collect
     row = next((row for values, row, error in completions if error is None and {*values} == {None}), None)
     if row is not None:
         logger.warning(
-            f"row {row}: every reward function ({', '.join(map(repr, names))}) returned None for a completion, which "
-            "isn't trained on; return a number from one of them, or remove the row."
+            f"row {row}: every reward function ({', '.join(map(repr, names))}) returned None for a completion, so the "
+            "completion isn't trained on. Return a number from one of the functions, or remove the row."
         )
 
 
@@ -228,7 +231,7 @@ def weighted_sum(
 ) -> torch.Tensor:
     """
     Returns the reward of each completion, `(N,)`: the weighted sum of its rewards by function, `(N, F)`, plus its
-    bonus, `(N,)`. The reward is NaN where no function applies.
+    bonus, `(N,)`. The reward is NaN if every function returned `None`.
     """
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards = rewards if bonus is None else rewards + bonus
@@ -245,8 +248,8 @@ def join_steps(
     """
     Returns the steps of completions. A step ends where a turn ends, or where a stepwise reward is given.
 
-    `turns` has a pair for each turn: the index after its last token, and a text that identifies the state before the
-    turn (the messages that it answers). Steps in equal states get equal ids. A completion's outcome is its `bonus`,
+    `turns` has a pair for each turn: the index after its last token, and a text for the state before the turn, such as
+    [`~rollout.rollout.Turn.state`]. Steps in equal states get equal ids. A completion's outcome is its `bonus`,
     `(N,)`, plus the weighted sum of its `rewards_per_func`, `(N, F)`, by functions that aren't stepwise.
 
     For example, the turns [(3, "a"), (8, "b")] with a stepwise reward at token 1 give steps that end at tokens 1, 2

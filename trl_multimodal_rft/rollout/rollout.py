@@ -50,7 +50,7 @@ Written = TypeVar("Written", torch.Tensor, int)
 def require(value: Written | None) -> Written:
     """Returns a value that an earlier stage wrote into a rollout. Raises `ValueError` if it is `None`."""
     if value is None:
-        raise ValueError("A stage that a later one needs was left out of the step.")
+        raise ValueError("A stage read a field of the rollout before another stage has set it; run that stage first.")
     return value
 
 
@@ -118,7 +118,7 @@ class Rewards(_Part):
 
     by_function: list[list[float | None]] = field(default_factory=list)  # rewards of each completion, by function
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
-    bonus: torch.Tensor | None = None  # (all ranks' N,), for the contrast, added to the sum of rewards
+    bonus: torch.Tensor | None = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
     # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond; else 0
     out_of_range: torch.Tensor | None = None

@@ -181,21 +181,21 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     missing, a prompt with media was tokenized differently, or placeholders were sampled.
     """
     if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
-        raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
+        raise ValueError(f"`rollout_func` returned a dictionary without the keys {missing}; add them.")
     rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
     if rollout.prompts:
         rows = zip(rollout.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
         for i, (prompt, prompt_ids, completion_ids) in enumerate(rows):
             if list(prompt_ids) != prompt.input_ids.tolist():
                 raise ValueError(
-                    f"`rollout_func` gave {len(prompt_ids)} `prompt_ids` for completion {i} that differ from the "
-                    f"{len(prompt)} of its prompt as the processor encodes it, placeholders included; return those of "
+                    f"`rollout_func` returned {len(prompt_ids)} `prompt_ids` for completion {i}, which differ from "
+                    f"the {len(prompt)} ids of its prompt by the processor, placeholders included; return the ids of "
                     "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
                 )
             if not set(placeholders).isdisjoint(completion_ids):
                 raise ValueError(
-                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, but not "
-                    "their media; use `tools` or `environment_factory` to show media to the model."
+                    f"`rollout_func` returned placeholders of media in `completion_ids` of completion {i}, but not "
+                    "the media; use `tools` or `environment_factory` to show media to the model."
                 )
     else:
         ids_by_prompt = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]

@@ -135,8 +135,9 @@ class PromptEncoder:
         if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
             raise ValueError(
                 f"row {row}, column 'prompt': ends with the assistant's message, so a completion would follow the "
-                "answer; move it to a column such as 'solution', as `trl-multimodal-rft prepare ms-swift --task rl` "
-                "does, or let the model continue it with `chat_template_kwargs={'continue_final_message': True}`"
+                "answer; move the answer to a column such as 'solution', as `trl-multimodal-rft prepare ms-swift "
+                "--task rl` does, or let the model continue the answer with "
+                "`chat_template_kwargs={'continue_final_message': True}`"
             )
         return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
 
@@ -444,7 +445,7 @@ class RowStream:
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
-        """Returns the time limit in seconds for a row's media: equal times to download, unpack and decode one."""
+        """Returns a row's time limit in seconds: `media_timeout` to download, to unpack and to decode each medium."""
         chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have neither column
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})
@@ -623,9 +624,9 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], row_indices: Sequence[in
         n_positions = int(prompt.position_ids.max()) + 1
         if n_positions > limit:
             logger.warning(
-                f"Row {row_index} takes {n_positions} positions, more than the {limit} of the model "
-                "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their "
-                "media smaller, or scale its positions (`rope_scaling` of its config).",
+                f"Row {row_index} takes {n_positions} positions, more than the {limit} that the model was trained on "
+                "(`max_position_embeddings`). Remove such rows, make their media smaller, or scale the model's "
+                "positions (`rope_scaling` of its config).",
                 main_process_only=False,
             )
             return True

@@ -15,7 +15,8 @@ from ..spelling import check_settings, load_dotted, split_settings
 
 
 _MIN_SIDE = 28  # smallest side of a box in pixels. In Qwen2.5-VL, a token stands for 28 x 28 pixels
-_MAX_ELONGATION = 100  # largest ratio of a box's sides. Qwen2.5-VL's processor raises an error above 200
+# Largest ratio of a box's sides, well below 200, above which Qwen2.5-VL's processor raises an error
+_MAX_ELONGATION = 100
 
 
 class Zoom:
@@ -27,9 +28,9 @@ class Zoom:
 
     Args:
         scale (`float`, *optional*):
-            Width and height of an image in the coordinates that the model gives: 1000 for Qwen3-VL, 1 for shares. By
-            default coordinates are pixels of the image in the dataset, which must then have the size that the model
-            sees.
+            Width and height of every image in the model's coordinates: 1000 for Qwen3-VL, or 1 if coordinates are
+            shares of the sides. By default, coordinates are pixels of the image in the dataset. This is only right if
+            the processor doesn't resize the image.
     """
 
     def __init__(self, scale: float | None = None):
@@ -75,12 +76,14 @@ class Zoom:
         top, bottom = _enlarged(max(top, 0), min(bottom, height), height)
         sides = right - left, bottom - top
         if min(sides) <= 0:
-            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}, outside of the image; {self._size(width, height)}.")
+            size = self._size_in_words(width, height)
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}, outside of the image; {size}.")
         if max(sides) > _MAX_ELONGATION * min(sides):
             raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; a side is over {_MAX_ELONGATION} times the other.")
         return left, top, right, bottom
 
-    def _size(self, width: int, height: int) -> str:
+    def _size_in_words(self, width: int, height: int) -> str:
+        """Returns a clause about the image's size in the model's coordinates, for an error message."""
         size = (width, height) if self.scale is None else (self.scale, self.scale)
         return f"its size is {size[0]:g} x {size[1]:g}"
 
@@ -110,7 +113,7 @@ def load_tools(names: Sequence[str]) -> dict[str, Any]:
     A name is the name of a ready-made tool, or the dotted path of a function or of a class of environments. At most
     one name may be a class. A class may have settings, as in `zoom(scale=1000)`.
 
-    Raises `ValueError` for an unknown name or setting, or for several classes.
+    Raises `ValueError` for an unknown name or setting, for settings of a function, and for several classes.
     """
     tools, factories = [], []
     for spelling in names:
@@ -121,9 +124,9 @@ def load_tools(names: Sequence[str]) -> dict[str, Any]:
         if inspect.isclass(tool):
             factories.append(partial(tool, **settings) if settings else tool)
         elif settings is not None:
-            raise ValueError(f"The tool {name!r} is a function, which the model calls; leave out its settings.")
+            raise ValueError(f"The tool {name!r} is a function and has no settings; leave them out.")
         else:
             tools.append(tool)
     if len(factories) > 1:
-        raise ValueError(f"{[*names]} has several classes of environments; combine them in one class.")
+        raise ValueError(f"{[*names]} names several classes of environments; combine their tools in one class.")
     return {"tools": tools or None, "environment_factory": factories[0] if factories else None}

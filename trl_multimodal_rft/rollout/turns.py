@@ -301,7 +301,7 @@ class ToolLoop:
     def _replace_failed_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
-        """Returns results, with an error message in place of those with media, or of all results if none has media."""
+        """Replaces the results that have media by an error message, or all results if none has media."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
         # The error doesn't tell which result can't be encoded. Without media, the cause is a placeholder in a text
         failed = with_media or results
@@ -450,7 +450,7 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
     if not are_messages or not messages or messages[-1].get("role") in (None, "assistant"):
         raise ValueError(
             f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
-            "messages with `content` that end with the user's or a tool's, or `None` to keep those so far."
+            "messages with `content`, the last one of the user or a tool, or `None` to keep the context."
         )
     # Paths of an environment aren't relative to the folder of rows' media
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"

@@ -45,8 +45,8 @@ _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL'
 
 # Remedies in error messages. For all other arguments, the remedy is the default value
 _REMEDIES = {
-    "temperature": "completions of a prompt must differ, so take a low one such as 0.1; `trl-multimodal-rft evaluate` "
-    "decodes greedily",
+    "temperature": "set a low temperature such as 0.1, since completions of a prompt must differ; `trl-multimodal-rft "
+    "evaluate` decodes greedily",
     "top_entropy_quantile": "1 trains on all tokens",
     "top_k": "0 samples from all tokens",
     "top_p": "1 samples from all tokens",
@@ -215,8 +215,8 @@ def check_parallelism(args: Any, model: Any) -> None:
     if splits:
         raise ValueError(
             f"{', '.join(f'`{name}={value!r}`' for name, value in splits.items())}: ranks that share a model's layers "
-            "or a row's tokens would train on different rows. Remove it; `fsdp2.yaml`, `hsdp.yaml` and "
-            "`deepspeed_zero3.yaml` split weights, and `max_tokens_per_microbatch` long rows."
+            "or a row's tokens would train on different rows. Remove it. To split weights, use `fsdp2.yaml`, "
+            "`hsdp.yaml` or `deepspeed_zero3.yaml`; to split micro-batches, set `max_tokens_per_microbatch`."
         )
 
 
@@ -226,7 +226,7 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
     if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):
-        remedy = "pass a model, as `from_pretrained` of its class loads it, or none, which takes the one to train"
+        remedy = "pass a loaded model, or leave it out for a reference like the model to train"
         remedy = "pass it as `args`" if isinstance(reference, TrainingArguments) else remedy
         raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
     # Datasets
@@ -251,7 +251,7 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
         for name in ("environment_factory", "rollout_func"):
             if arguments.get(name):
                 raise ValueError(
-                    f"`max_staleness` asks servers for completions of prompts that `{name}` makes only when they are "
+                    f"`max_staleness` sends prompts to servers early, but `{name}` makes prompts only when they are "
                     "sampled; remove one of them."
                 )
         if isinstance(arguments.get("train_dataset"), IterableDataset):
@@ -267,8 +267,8 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
         for name in ("tools", "environment_factory", "rollout_func"):
             if arguments.get(name) and getattr(args, option, None) is not None:
                 raise ValueError(
-                    f"`{option}` samples whole completions from other media than those of their prompt, and `{name}` "
-                    "continues conversations, or samples, with the prompt's own; remove one of them."
+                    f"`{option}` samples completions from a view of the media, but `{name}` samples or continues "
+                    "completions with the original media; remove one of them."
                 )
 
 
@@ -286,7 +286,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
         if has_columns and "train" not in dataset:
             kind, remedy = "dict of columns", "`Dataset.from_dict(columns)`"
     elif isinstance(dataset, (torch.utils.data.Dataset, Generator)):
-        remedy = "`Dataset.from_generator(rows)`, whose generator yields its rows"
+        remedy = "`Dataset.from_generator(rows)` with a function that yields the rows"
     remedies = {"str": f"`{name}=load_dataset(...)`", "DataFrame": "`Dataset.from_pandas(frame)`"}
     problem = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
     raise TypeError(f"{problem} {kind}; pass {remedies.get(kind, remedy)}.")
@@ -309,13 +309,16 @@ def check_output_dir(folder: str) -> None:
 # Options of TRL that the trainers on datasets with completions (SFT, DPO, KTO, reward models) don't use, with their
 # neutral values, and the reason why other values raise an error
 UNUSED_OPTIONS = {
-    "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
-    "pad_to_multiple_of": ((None, "auto"), "rows are as long as they are"),
-    "pad_token": ((None,), "set `processing_class.tokenizer.pad_token`"),
+    "dataset_num_proc": (
+        (None,),
+        "rows are encoded when they are read; to use more processes, raise `dataloader_num_workers`",
+    ),
+    "pad_to_multiple_of": ((None, "auto"), "rows are padded only to the longest row of a batch"),
+    "pad_token": ((None,), "the padding token is `processing_class.tokenizer.pad_token`"),
     "use_liger_kernel": (
         (False,),
-        "its forward takes the place of the one that scores packed rows, and TRL will remove the option; "
-        "`torch_compile=True` fuses the operations of layers",
+        "Liger's forward would replace the forward that scores packed rows; to fuse operations of layers, set "
+        "`torch_compile=True`",
     ),
     "train_sampling_strategy": (("random", "sequential"), "lengths aren't known before rows are read"),
     "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
@@ -326,4 +329,6 @@ def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]],
     """Raises a `ValueError` for options that the method doesn't use, unless they have a neutral value."""
     for name, (neutral, reason) in options.items():
         if getattr(args, name, neutral[0]) not in neutral:  # not every config has every option
-            raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` has no effect in {method} here, so remove it: {reason}."
+            )

@@ -107,7 +107,7 @@ class MultimodalTrainer(CheckpointMixin):
     _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
     _checked_step: int | None = None  # step at which the weights were last checked before sampling
-    _trains_on_reference = True  # `False` if only rewards depend on the reference
+    _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
     sampler: Sampler
     _logit_bias: dict[int, float]
     # TRL's attributes that are kept in `_live` and `_rewards`
@@ -238,7 +238,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-        # Of `stops`, the first item has token ids, and the second has strings
+        # `stops` is a pair: token ids, and strings
         rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
         rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
@@ -305,7 +305,10 @@ class MultimodalTrainer(CheckpointMixin):
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
 
     def offloading(self) -> AbstractContextManager[None]:
-        """Returns a context that, with `offload_during_generation`, frees device memory that sampling doesn't need."""
+        """
+        Returns a context that moves tensors that sampling doesn't need to the host, if `offload_during_generation` is
+        set.
+        """
         if self.host_memory is None:
             return nullcontext()
         # A `rollout_func` may use these models, so they then stay on the device
@@ -348,7 +351,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self._groups is not None and self.model.training:
             rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
             self._run.metrics.add(metrics)
-            if has_old_groups and self._trains_on_reference and rollout.ref_per_token_logps is not None:
+            if has_old_groups and self._loss_needs_reference and rollout.ref_per_token_logps is not None:
                 # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
@@ -489,8 +492,8 @@ class MultimodalTrainer(CheckpointMixin):
                 self.in_flight.load_state_dict(state["in_flight"])
         else:
             logger.warning(
-                f"Batches have changed from {state['batches']} to {self._batch_settings()}, so the run continues with "
-                "new completions."
+                f"The settings of batches have changed from {state['batches']} to {self._batch_settings()}, so the "
+                "run continues with new completions."
             )
 
     # Update

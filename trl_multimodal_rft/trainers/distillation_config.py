@@ -35,12 +35,12 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         > Parameters that control the completions
 
         num_generations (`int`, *optional*, defaults to `1`):
-            Number of completions per prompt in training. Student and teacher forward the prompt once for all of them,
-            and the batch holds fewer prompts by this factor. Evaluation samples one completion per prompt.
+            Number of completions per prompt in training. Student and teacher forward the prompt once for all its
+            completions. With 4, a batch of 32 completions has 8 prompts. Evaluation samples one completion per prompt.
         steps_per_generation (`int`, *optional*):
             Number of micro-batches per generation batch. By default `gradient_accumulation_steps`, as in TRL.
         generation_batch_size (`int`, *optional*):
-            Number of completions that all processes sample at once, in place of `steps_per_generation`.
+            Number of completions that all processes sample at once. Set only this or `steps_per_generation`.
 
         > Parameters that control what teacher and student see
 
@@ -50,7 +50,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         student_view (`str`, *optional*):
             View under which the student samples and is trained; the teacher sees the media as they are.
         self_teacher (`str`, *optional*, defaults to `"current"`):
-            Weights of the student with which it is its own teacher, if there is no other teacher. `"current"` takes
+            Weights with which the student is its own teacher, if there is no other teacher. `"current"` takes
             the weights at each update, without a gradient. `"base"` takes the weights without the adapter, which don't
             change. `"ema"` takes an exponential moving average of the weights. Its setting `rate`, as in
             `"ema(rate=0.05)"`, is the share of the student's weights in the average after each update, as in TRL's
@@ -91,8 +91,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
-    # Fixed values of options that other trainers with samplers have. `beta` interpolates between divergences here, and
-    # is no coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
+    # Fixed values of other sampling trainers' options. `beta` interpolates between divergences here, and isn't the
+    # coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
     needs_rewards = beta_is_kl = False
     teacher_columns = TEACHER_COLUMNS
     num_generations_eval = num_iterations = 1
@@ -144,7 +144,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             )
         for name in ("teacher_model_name_or_path", "teacher_model_init_kwargs", "teacher_model_revision"):
             if getattr(self, name) is not None:
-                raise ValueError(f"`teacher_model_server_url` and `{name}` are of two teachers; remove one of them.")
+                raise ValueError(f"`teacher_model_server_url` and `{name}` name two teachers; remove one of them.")
 
     def _set_batches(self) -> None:
         """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""
@@ -158,7 +158,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         if remainder != 0 or self.steps_per_generation not in (None, steps):
             raise ValueError(
                 f"`generation_batch_size` ({self.generation_batch_size}) must be `steps_per_generation` times the "
-                f"{micro_batch_size} completions of a micro-batch over all processes; set one of both."
+                f"{micro_batch_size} completions of a micro-batch over all processes; set only one of both options."
             )
         self.steps_per_generation = steps
         check_batches(self, ["generation_batch_size"])

@@ -68,9 +68,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Student, as for [`~trl.DistillationTrainer`].
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Teacher with the student's vocabulary. With media, the teacher must be of the student's family, as it gets
-            the student's prompts and features. By default the model that `teacher_model_name_or_path` names. Without a
-            teacher by name or on a server, the student itself, which then needs `teacher_view`, `student_view` or
-            columns for the teacher.
+            the student's prompts and features. Defaults to the model that `teacher_model_name_or_path` names. Without
+            a teacher by name or on a server, the student is its own teacher. Then `teacher_view`, `student_view` or
+            columns for the teacher are needed.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -128,12 +128,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if teacher is not None and args.teacher_model_server_url is not None:
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if tools and args.teacher_model_server_url is not None:
-            raise ValueError("A teacher on a server scores completions of one turn; remove `tools`.")
+            raise ValueError("A teacher on a server can only score completions of one turn; remove `tools`.")
         if args.self_teacher_settings.weights != "current" and (
             teacher is not None or args.teacher_model_server_url is not None
         ):
             raise ValueError(
-                f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
+                f"`self_teacher={args.self_teacher!r}` is for a student that is its own teacher, but there is another "
+                "teacher; leave out one of them."
             )
         teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
@@ -150,8 +151,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             and not is_peft_model(self.model)
         ):
             raise ValueError(
-                "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
-                "`peft_config`, or as `teacher_model` the model that it starts from."
+                "`self_teacher='base'` makes the student without its adapter the teacher, but the student has no "
+                "adapter; pass `peft_config`, or pass the initial model as `teacher_model`."
             )
         if args.self_teacher_settings.weights == "ema":
             self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
@@ -188,7 +189,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         sees_more = self.args.teacher_view or self.args.student_view
         if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
             raise ValueError(
-                "There is no teacher but the student itself, which sees the same, so that it would learn nothing; "
+                "The student is its own teacher and reads the same prompts as the teacher, so it would learn nothing; "
                 "pass `teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' "
                 "or 'teacher_image'."
             )
@@ -210,8 +211,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
-            # `num_items_in_batch` counts the tokens of a generation batch on all ranks, and `n_tokens` those of an
-            # optimizer step, as a mean over ranks
+            # `num_items_in_batch` counts the tokens of a generation batch on all ranks. `n_tokens` becomes the number
+            # of tokens of an optimizer step, as a mean over ranks
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = scores.divergences.sum() / n_tokens  # a divergence outside the mask is 0

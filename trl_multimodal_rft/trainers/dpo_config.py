@@ -17,8 +17,8 @@ _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
     "truncation_mode": (("keep_start",), "prompts have media, which aren't cut"),
-    "precompute_ref_batch_size": ((None,), "`per_device_eval_batch_size` is that of the reference, too"),
-    "label_smoothing_factor": ((0.0,), "DPO's is `label_smoothing`"),
+    "precompute_ref_batch_size": ((None,), "the reference scores batches of `per_device_eval_batch_size`"),
+    "label_smoothing_factor": ((0.0,), "DPO's own option is `label_smoothing`"),
 }
 
 
@@ -29,7 +29,7 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     Configuration class for the [`MultimodalDPOTrainer`].
 
     Holds every argument of [`~trl.DPOConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
-    datasets and about padding have no use here, and raise an error.
+    datasets and about padding have no effect here, and raise an error if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
@@ -38,18 +38,20 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
             Maximum number of tokens of a prompt and a completion together. Longer completions are cut. Rows whose
             prompt leaves no token for a completion are dropped. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
-            `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, one row
-            per completion, with a message, if the model doesn't support it. Both give the same loss and gradient.
+            `"prefix"` forwards a prompt and its media once for both completions, `"padded"` forwards one row per
+            completion. Both give the same loss and gradient. Models that don't support `"prefix"` fall back to
+            `"padded"`, with a message.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             same log-probabilities as in the model's own forward of a prompt with one completion, and that
             log-probabilities depend on the media.
         rejected_view (`str`, *optional*):
-            View of the media with which the chosen completion counts as rejected, such as `"crop(scale=0.4)"`, see
-            [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings stand
-            in the same string, as in `"crop(scale=0.4, conditional_coef=0.5)"`: `conditional_coef` (1.0), the
-            coefficient of this preference; `anchor_coef` (1.0), the coefficient of the term that keeps rewards of
-            chosen completions above `anchor` (0.0). A row without media for the view has neither term.
+            View of the media under which the chosen completion counts as rejected, such as `"crop(scale=0.4)"`, see
+            [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. The loss then also prefers the
+            chosen completion with the media to the same completion under the view. Further settings, as in
+            `"crop(scale=0.4, conditional_coef=0.5)"`, are `conditional_coef` (1.0), the coefficient of this
+            preference, and `anchor_coef` (1.0), the coefficient of a term that keeps rewards of chosen completions
+            above `anchor` (0.0). A row without media for the view has neither term.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of chosen completions move, in nats per token, when sounds of their prompts become
@@ -73,8 +75,8 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
         check_unused(self, _UNUSED_OPTIONS, "DPO")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
-                "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "
-                "drop one of them."
+                "`precompute_ref_log_probs=True` needs a fixed reference, but `sync_ref_model=True` updates it; "
+                "remove one of them."
             )
         settings = self.rejected_view_settings
         if (view := settings.view) is None:
@@ -85,12 +87,13 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
             )
         if self.ld_alpha is not None:
             raise ValueError(
-                "`ld_alpha` compares the lengths of two completions, and `rejected_view` has one; drop one of them."
+                "`ld_alpha` compares the lengths of two completions, but a pair of `rejected_view` has only one; "
+                "remove one of these options."
             )
         if self.precompute_ref_log_probs and view.type.needs_other:
             raise ValueError(
-                f"`precompute_ref_log_probs=True` scores views of a row before the run, and {view.type.name!r} takes "
-                "its media from the rows of a micro-batch; drop one of them."
+                f"`precompute_ref_log_probs=True` scores views of a row before the run, but {view.type.name!r} takes "
+                "media from other rows of the micro-batch; set it to `False`, or choose another `rejected_view`."
             )
 
     @property

@@ -40,7 +40,7 @@ class MovingAverage(TrainerCallback):
         return cls({name: p for name, p in model.named_parameters() if p.requires_grad}, decay, option)
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, option: str = "ema_decay"):
-        self.option = option
+        self.option = option  # the option that asks for the average, for error messages
         self._update_average = get_ema_multi_avg_fn(decay)
         self._parameters = parameters
         self._fsdp_modules: list[FSDPModule] = []
@@ -101,7 +101,7 @@ class MovingAverage(TrainerCallback):
         return self._average
 
     def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
-        """Writes the average into a checkpoint. All ranks must call this."""
+        """Writes the average into a checkpoint, in shards, or whole if this process `writes`. All ranks call this."""
         if writes_shards(accelerator):
             dcp.save(self._average, checkpoint_id=checkpoint / _NAME)
             return

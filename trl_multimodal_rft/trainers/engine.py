@@ -63,10 +63,10 @@ def make_engine(
     run: Run,
     bias: dict[int, float],
     revision: str | None,
-    media_limits: dict[str, int],
+    max_media: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
-    """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `media_limits`."""
+    """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
     # Arguments of sampling
@@ -95,7 +95,7 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         # Each prompt is sent once, so a cache of media is of no use
-        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}
+        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": max_media}
         if (args.vllm_engine_kwargs or {}).get("speculative_config"):
             engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
@@ -230,8 +230,8 @@ def check_sampler(
         if any_rank(run.accelerator, bool(after_end.any())):
             ends = run.tokenizer.convert_ids_to_tokens([*run.completions.ends])
             raise RuntimeError(
-                f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
-                "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
+                f"self-check: completions go on after an end of text, {ends}. Let the sampler stop there (with vLLM, "
+                "remove `ignore_eos` from `generation_kwargs`), or set `self_check=False` to train anyway."
             )
     if sampling_changes(run.args):  # the sampler's distribution isn't the policy's
         return
@@ -259,7 +259,7 @@ def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
         mask = mask & ~rollout.source.from_view[:, None]
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
-    text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
+    text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_checked_logps = not checks.has_checked_logps, True
     if is_first and n_missing == n > 0 and corrects_for_engine:
         raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")

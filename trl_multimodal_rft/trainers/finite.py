@@ -53,16 +53,16 @@ def skip_broken_update(
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         if not accelerator.optimizer_step_was_skipped:
             raise FloatingPointError(
-                f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
-                "ZeRO-1, 2 or 3, which skip such steps."
+                f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from an earlier "
+                "checkpoint with ZeRO-1, 2 or 3, which skip such steps."
             )
         wrapped: Any = optimizer
         wrapped.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
     n_skipped += 1
     if n_skipped > limit:
         raise FloatingPointError(
-            f"The gradient of {n_skipped} updates in a row isn't finite. Look for what changed before step "
-            f"{step - n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
+            f"The gradient of {n_skipped} updates in a row isn't finite. Lower `learning_rate` or `max_grad_norm`, or "
+            f"look in the logs for a change before step {step - n_skipped + 2}, the first of these updates."
         )
     optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
     return True, n_skipped
@@ -82,6 +82,6 @@ def naming_broken_logits(step: int, dtype: torch.dtype) -> Iterator[None]:
         )
         raise FloatingPointError(
             f"Logits aren't finite after step {step}, so no completions can be sampled, although the trained weights "
-            "are finite: lower `learning_rate` first. Else frozen weights aren't finite"
+            "are finite. First lower `learning_rate`. If this doesn't help, frozen weights aren't finite"
             f"{'' if dtype is torch.float32 else overflow}."
         ) from error

@@ -13,6 +13,7 @@ from ..rollout.token_filter import EntropySource
 from ..spelling import as_number, check_choice, read_settings, split_settings
 from ..views.options import LossView, view_option
 from .arguments import Needs, check_values, help_from_docstring
+from .batches import batch_options
 from .multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
@@ -58,8 +59,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the rewards
 
         soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_completion_length` over which a penalty for the length of a completion grows
-            to -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a separate reward function.
+            Number of tokens before `max_completion_length` over which a penalty for long completions falls from 0 to
+            -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a separate reward function.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation over the run so far.
         reward_clip_range (`list[float]`, *optional*):
@@ -69,19 +70,21 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         kl_estimator (`str`, *optional*):
             `"k1"` is subtracted from the rewards. `"k2"` and `"k3"` are added to the loss, since only there they have
-            the gradient of the divergence. Defaults to `"k1"` for `"reinforce"` and `"rloo"`, `"k2"` for
-            `"reinforce_baseline"`, and else `"k3"`, in TRL's form (see `use_bias_correction_kl`).
+            the gradient of the divergence. The default depends on `advantage_estimator`: `"k1"` for `"reinforce"`,
+            `"rloo"`, `"online_dpo"` and PPO's `"gae"`, `"k2"` for `"reinforce_baseline"`, and `"k3"` for the others,
+            in TRL's form (see `use_bias_correction_kl`).
         kl_target (`float` or `str`, *optional*):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
-            at `beta`. `None` keeps the coefficient. The setting `horizon` (10000), as in `"0.05(horizon=1000)"`, is
-            the number of completions, each counted in its first epoch, over which the controller adapts.
+            at `beta`. `None` keeps the coefficient at `beta`. The setting `horizon` (10000), as in
+            `"0.05(horizon=1000)"`, is the number of completions over which the controller adapts. Further epochs on
+            the same completions don't count.
 
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
             Policy loss of [`~algorithms.losses.LOSSES`] by its name, with settings after it, such as
-            `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`. For `"gmpo"`, `epsilon` is in log space (the paper's is 0.4),
-            and the bound of `"dual_clip"` is `delta` (3 by default).
+            `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`. `"gmpo"` takes `epsilon` in log space (0.4 in its paper).
+            `"dual_clip"` takes `delta` (3 by default) as its bound.
 
         > Parameters that control which tokens are trained on, if `top_entropy_quantile` is below 1
 
@@ -89,29 +92,31 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             Policy whose entropies choose tokens: the sampling policy (`"rollout"`) or the `"current"` policy.
             `"rollout"` scores a generation batch once more, unless TRL scores it anyway. `"current"` with the scope
             `'batch'` forwards everything twice. The metric `extra_scoring_time` has the seconds of these passes, per
-            optimizer step. The setting `scope` says where tokens compete for the quantile: in the `'batch'` of an
-            optimizer step over all processes, which is the default, in their `'sequence'`, or in the `'micro_batch'`
-            over all processes. TRL's choice is `"current(scope='micro_batch')"`. With the setting `renormalize=True`,
-            the policy loss is averaged over the tokens that are trained on, instead of over all tokens. GMPO does so
-            anyway.
+            optimizer step. The setting `scope` says which tokens compete for the quantile: tokens of the whole
+            `'batch'` of an optimizer step (the default) or of a `'micro_batch'`, both over all processes, or tokens of
+            one `'sequence'`. TRL's choice is `"current(scope='micro_batch')"`. With the setting `renormalize=True`,
+            the policy loss is averaged over the tokens that are trained on, instead of over all tokens. GMPO's loss
+            always is.
 
-        > Parameters that control a view in the loss, in training; prompts without media are the same under each view
+        > Parameters that control a view of the media in the loss
 
         loss_view (`str`, *optional*):
             View of the media in a second forward of the same completions, a name of [`~views.VIEWS`] or the dotted
-            path of a function of yours, with settings, such as `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Further
-            settings say what the view is for. `kl_coef` is the coefficient of the divergence (k3) between the policy
-            and the policy under the view. Training raises this divergence, with gradients of both, up to `kl_clip`
-            (10) nats per token, see [PAPO](https://huggingface.co/papers/2507.06448). `entropy_coefs` are the
+            path of a function of yours, with settings, such as `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Prompts
+            without media don't change under a view, and evaluation uses none. Further settings are uses of the view;
+            set at least one. `kl_coef` is the coefficient of the divergence (k3) between the policy and the policy
+            under the view. Training raises this divergence, with gradients of both, up to `kl_clip` (10) nats per
+            token, see [PAPO](https://huggingface.co/papers/2507.06448). `entropy_coefs` are the
             coefficients of the entropies of the policy and of the policy under the view. Training lowers both, as in
             PAPO's Double Entropy Loss, which estimates entropies by minus the log-probabilities of the sampled tokens.
-            `advantage_min` is the smallest weight of an advantage, for the completion that depends least on its media.
-            Weights are linear in the divergence of a completion's distributions under the view, with a mean of 1 over
-            the generation batch, see [VPPO](https://huggingface.co/papers/2510.09285). `token_quantile` is the share
-            of each completion's tokens that are trained on, namely the tokens that depend most on the media, as in
-            VPPO. `temperature` is the temperature of token weights, computed from the entropy of the reference under
-            the view minus the entropy of the policy, see [MAPO](https://huggingface.co/papers/2605.27741), but without
-            its loss on attention.
+            `advantage_min` weights advantages by the dependency of completions on their media, see
+            [VPPO](https://huggingface.co/papers/2510.09285), and is the weight of the least dependent completion.
+            Weights are linear in the divergence between a completion's distributions with the media and under the
+            view, with a mean of 1 over the generation batch. `token_quantile` is the share of each completion's tokens
+            that are trained on, namely the tokens that depend most on the media, as in VPPO. `temperature` weights
+            tokens as [MAPO](https://huggingface.co/papers/2605.27741) does, without MAPO's loss on attention: weights
+            are a softmax, at this temperature, of the absolute difference between the reference's entropy under the
+            view and the policy's entropy with the media.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -186,7 +191,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return as_loss(self.loss_type)
 
     def _post_init_trl(self) -> None:
-        """Runs the checks of the base classes, which need groups, also for one completion per prompt."""
+        """Runs the checks of the base classes, which require groups of at least two, also for groups of one."""
         group_size = self.num_generations or 0
         if group_size > 1:
             super().__post_init__()
@@ -198,16 +203,15 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if group_size < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
-        # TRL requires two completions per prompt for any estimator. So TRL's checks get one group of all completions
-        # of a process. If the other checks pass for such a group, they would pass for one completion per prompt, too.
+        # TRL requires two completions per prompt for any estimator. So during TRL's checks, all completions of a
+        # generation batch, or of a process if the size of the batch isn't set, are one group. If the other checks pass
+        # for such a group, they would pass for groups of one completion, too.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
         if self.num_generations == 1:
-            raise ValueError(
-                "`per_device_train_batch_size=1` x `gradient_accumulation_steps=1` is one completion at a time, and "
-                "TRL needs two; raise one of them."
-            )
+            options = " x ".join(f"`{name}={getattr(self, name)}`" for name in batch_options(self))
+            raise ValueError(f"{options} is one completion at a time, and TRL needs two. Raise the number.")
         super().__post_init__()
         self.num_generations = 1
 
@@ -221,8 +225,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         changes_rewards = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
         if self.estimator.step_input and changes_rewards:
             raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps, which "
-                "`reward_running_scale`, `reward_clip_range` and `kl_estimator='k1'` don't change; remove these."
+                f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps. `reward_running_scale`, "
+                "`reward_clip_range` and `kl_estimator='k1'` have no effect on them; remove these options."
             )
         if self.scale_rewards != "group" and self.estimator.name != "group_norm":
             raise ValueError(
@@ -234,9 +238,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             changes_sum = changes_sum or self.reward_clip_range is not None or self.contrast_view is not None
             if self.estimator.name != "group_norm" or changes_sum:
                 raise ValueError(
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
-                    "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
-                    "`reward_clip_range`, `kl_estimator='k1'` and `contrast_view`, which change their sum."
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of each function "
+                    "separately, before their sum. Use `advantage_estimator='group_norm'` with it, and remove "
+                    "`reward_running_scale`, `reward_clip_range`, `kl_estimator='k1'` and `contrast_view`, which "
+                    "change the sum."
                 )
 
     def _check_kl(self) -> None:
@@ -255,7 +260,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         # TRL checks `loss_type` and `importance_sampling_level` only after sampling
         if (name := split_settings(self.loss_type)[0]) not in LOSSES:
             if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
-                raise ValueError(f"`loss_type={name!r}` is spelled otherwise here: {option}.")
+                raise ValueError(f"There is no `loss_type={name!r}`. Instead, {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
         check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
         # Advantages of tokens, or of completions
@@ -277,16 +282,20 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}`{condition} gives one per token. Use another estimator"
                 + (", or `kl_estimator='k3'`." if condition else ".")
             )
-        # TRL checks the mode only when its constructor starts the engine. A mode's name begins with its level
+        # TRL checks the mode only when its constructor starts the engine. A mode's name begins with its level. VESPO
+        # multiplies the ratios of a completion's tokens itself
         required_level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
         if self._corrects_for_vllm and not self.vllm_importance_sampling_mode.startswith(required_level):
+            level = "completions" if required_level == "sequence" else "tokens"
             raise ValueError(
-                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
-                f"'{required_level}_mask' or '{required_level}_truncate', got {self.vllm_importance_sampling_mode!r}."
+                f"`loss_type={self.loss_type!r}` needs the importance ratios of {level}; set "
+                f"`vllm_importance_sampling_mode` to '{required_level}_mask' or '{required_level}_truncate', got "
+                f"{self.vllm_importance_sampling_mode!r}."
             )
         if sequence_level and not loss.sequence_level:
             raise ValueError(
-                f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
+                f"`loss_type={self.loss_type!r}` clips the ratios of tokens, not of completions; remove "
+                "`importance_sampling_level='sequence'`."
             )
         if loss.per_completion and self.entropy_settings.renormalize:
             raise ValueError(
@@ -295,9 +304,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if self.estimator.name == "online_dpo" and (loss.mode != "seq-mean-token-sum" or not self.kl_in_reward):
             raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` is DPO with `beta` above 0, the default "
-                "`kl_estimator`, and a loss that sums the tokens of a completion: set `beta=0.1`, "
-                "`loss_type='luspo'` and `importance_sampling_level='sequence'`."
+                f"`advantage_estimator={self.advantage_estimator!r}` is DPO only with `beta` above 0, the default "
+                "`kl_estimator`, and a loss that sums over the tokens of a completion. Set `beta`, such as to 0.1, "
+                "`loss_type='luspo'` and `importance_sampling_level='sequence'`, and remove `kl_estimator`."
             )
         # Bounds of ratios
         if loss.name == "cpgd" and self.epsilon >= 1:
@@ -325,19 +334,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if view.entropy_coefs is not None and len(view.entropy_coefs) != 2:
             raise ValueError(
-                "`entropy_coefs` of `loss_view` are two, of the policy and of the policy under the view, got "
-                f"{view.entropy_coefs}."
+                "`entropy_coefs` of `loss_view` must be two numbers, for the entropies of the policy without and with "
+                f"the view, got {view.entropy_coefs}."
             )
         if view.temperature is not None:
             if self.beta == 0:
                 raise ValueError(
-                    "`temperature` of `loss_view` compares the policy with its reference under the view, which "
-                    "`beta=0` doesn't have; set `beta`."
+                    "`temperature` of `loss_view` compares the policy with a reference under the view, and `beta=0` "
+                    "loads no reference; set `beta` above 0."
                 )
             if view.measures_divergence:
                 raise ValueError(
-                    "`temperature` of `loss_view` measures the dependency on media by entropies, `advantage_min` and "
-                    "`token_quantile` by a divergence; use one of them."
+                    "`temperature` of `loss_view` measures the dependency on media by entropies, but `advantage_min` "
+                    "and `token_quantile` by a divergence. Remove `temperature`, or the other two."
                 )
         if self.top_entropy_quantile < 1 and (view.token_quantile < 1 or view.temperature is not None):
             raise ValueError(

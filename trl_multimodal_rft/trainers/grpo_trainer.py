@@ -103,8 +103,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media included, and may return
             media as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference of the KL divergence, by default the model that the policy's name loads. Needed if the policy has
-            no name, or isn't this model.
+            Reference of the KL divergence, by default the model that the policy's name loads. Pass it if the policy
+            has no name, or if another model is the reference.
         sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, in place of transformers and vLLM.
 
@@ -303,8 +303,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         has_steps = has_steps or (step_input == "states" and bool(self.tools))
         if rollout.step == 0 and self.model.training and not has_steps:
             raise ValueError(
-                f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards along completions, and the "
-                "first batch has none; let a reward function return a number per turn, or use 'group_norm'."
+                f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards of steps, and the first batch "
+                "has none; let a reward function return a number per turn, or use 'group_norm'."
             )
         return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 

@@ -14,7 +14,7 @@ from .multimodal_config import MediaArguments
 # error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
-    "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),
+    "precompute_ref_batch_size": ((None,), "the reference scores batches of `per_device_train_batch_size`"),
     "label_smoothing_factor": ((0.0,), "the loss has no labels to smooth"),
 }
 _LOSSES = ("kto", "apo_zero_unpaired")
@@ -37,8 +37,8 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
             prompt leaves no token for a completion are dropped. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for its completion and for the completion of the KL
-            estimate, and falls back to `"padded"`, one row per completion, with a message, if the model doesn't
-            support it. Both give the same loss and gradient.
+            estimate, `"padded"` forwards one row per completion. Both give the same loss and gradient. Models that
+            don't support `"prefix"` fall back to `"padded"`, with a message.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             same log-probabilities as in the model's own forward of a prompt with one completion, and that
@@ -64,9 +64,9 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "KTO")
         if self.loss_type not in _LOSSES:
-            raise ValueError(f"`loss_type` is {self.loss_type!r}; KTO has {' and '.join(map(repr, _LOSSES))}.")
+            raise ValueError(f"`loss_type` must be {' or '.join(map(repr, _LOSSES))}, got {self.loss_type!r}.")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
-                "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "
-                "drop one of them."
+                "`precompute_ref_log_probs=True` needs a fixed reference, but `sync_ref_model=True` updates it; "
+                "remove one of them."
             )

@@ -84,7 +84,7 @@ class LabelledCollator(PreferenceCollator):
             [`~trainers.preference_data.PreferenceCollator`].
         """
         encoded, stored = self._encoded_rows(rows), self._stored_rows(rows)
-        # An encoded row has its whole completion as `rejected`. Index `i` is of the row that lends this completion
+        # An encoded row has its whole completion as `rejected`. Row `i` lends this completion to the pair
         others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
         pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]
         completions = [pair.chosen for pair in pairs]
@@ -119,9 +119,9 @@ class LabelledCollator(PreferenceCollator):
             for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
                 if row.get(KL_ROW) != kl_row:
                     raise ValueError(
-                        f"row {row.row_index} has `ref_KL_logps` of the completion of row {row.get(KL_ROW)}, and is "
-                        f"in a micro-batch with that of row {kl_row}; score the reference with the same batch size "
-                        "and order, or drop the column."
+                        f"row {row.row_index}: `ref_KL_logps` scores the completion of row {row.get(KL_ROW)}, but "
+                        f"this micro-batch has the completion of row {kl_row} in its place; score the reference with "
+                        "the same batch size and order, or drop the column."
                     )
         return columns
 
@@ -183,7 +183,7 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
         dataset = concatenate_datasets(
             [dataset.remove_columns(["chosen", "rejected"]), prompts_and_completions], axis=1
         )
-    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # not a completion's
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of pairs
     n, completion_columns = len(dataset), ("chosen", "rejected")
     labelled_datasets = [
         dataset.remove_columns(other).rename_column(column, "completion").add_column("label", [column == "chosen"] * n)
@@ -212,6 +212,7 @@ def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable
     desirable_range = [round(factor * n_undesirable * undesirable_weight / n_desirable, 2) for factor in (1, 1.33)]
     undesirable_range = [round(n_desirable * desirable_weight / n_undesirable / factor, 2) for factor in (1.33, 1)]
     logger.warning(
-        f"{n_desirable} completions are desirable and {n_undesirable} aren't, which the weights of their losses don't "
-        f"make up for: set `desirable_weight` in {desirable_range}, or `undesirable_weight` in {undesirable_range}."
+        f"{n_desirable} completions are desirable and {n_undesirable} aren't, and the weights of their losses don't "
+        f"make up for the difference: set `desirable_weight` in {desirable_range}, or `undesirable_weight` in "
+        f"{undesirable_range}."
     )

@@ -129,7 +129,7 @@ def load_parts(
     if load is load_model and not model.can_generate():
         class_name = policy_class(model.config).__name__
         raise ValueError(
-            f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {class_name}."
+            f"{type(model).__name__} has no LM head; pass the model's name or folder, or load it as {class_name}."
         )
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     processor_source: Any = None
@@ -163,8 +163,8 @@ def load_for_sampling(
     """Loads the parts of [`load_parts`] and the reference, if any, and checks that they can sample as configured."""
     if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
         raise ValueError(
-            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
-            "`use_vllm`."
+            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler` "
+            "instance, and set `use_vllm=False`."
         )
     loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
     model, processing_class = loaded.model, loaded.processing_class
@@ -223,8 +223,8 @@ def first_fallbacks(
     has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **head_options)
     if not has_head:
         logger.warning(
-            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-            "log-probabilities are computed from the model's logits, which needs more memory."
+            f"{model.config.model_type}: TRL's fused head doesn't support this model's computations around the LM "
+            "head, so log-probabilities are computed from the model's logits, which takes more memory."
         )
     # `disable_compile` also turns off CUDA graphs of decoding steps
     allows_graph = not mapping(args.generation_kwargs).get("disable_compile")
@@ -440,15 +440,15 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     name = get_config_model_id(model.config)
     if not name:
         raise ValueError(
-            "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
-            "trainers that take a `ref_model`."
+            "The model has no path from which to load its reference; save the model and pass the folder, or pass a "
+            "copy as `ref_model`, if the trainer takes it."
         )
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
-            f"`cast_lm_head_to_fp32` needs a reference that TRL loads, and TRL can't load that of {name!r}; drop "
-            "it, or set `beta=0`."
+            f"`cast_lm_head_to_fp32` needs a reference that TRL loads, and TRL can't load the reference of {name!r}; "
+            "remove the option, or set `beta=0`."
         )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
     return load_by_name(name, args, {**init_kwargs, **(args.model_init_kwargs or {})}, quantization_config)

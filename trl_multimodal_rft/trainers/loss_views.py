@@ -28,9 +28,9 @@ def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
-            "`advantage_min` and `token_quantile` of `loss_view` compare distributions over the vocabulary from "
-            "hidden states, but what this model does around its LM head is unknown. Use `kl_coef` or `temperature`, "
-            "which don't."
+            "`advantage_min` and `token_quantile` of `loss_view` compute distributions over the vocabulary from "
+            "hidden states, but what this model does around its LM head is unknown. Use `kl_coef` or `temperature` "
+            "instead, which only need log-probabilities and entropies."
         )
     return rule
 

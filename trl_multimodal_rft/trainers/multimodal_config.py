@@ -58,8 +58,8 @@ class MediaArguments(CheckedKeywords, _Config):
 
         freeze (`list[str]` or `str`, *optional*):
             Parts of the model that aren't trained (`vision_tower`, `audio_tower`, `projector`, `language_model`), or
-            patterns of the names of its parameters and modules, such as `model.visual.blocks.[0-3]`; a text holds
-            several with commas between them. Adapters in frozen parts are frozen, too, as are the same parts of PPO's
+            patterns of the names of its parameters and modules, such as `model.visual.blocks.[0-3]`. A text lists
+            several, separated by commas. Adapters in frozen parts are frozen, too, and so are the same parts of PPO's
             critic.
         learning_rates (`dict[str, float]` or `str`, *optional*):
             Learning rates of parts, or of parameters by patterns, as in `freeze`; JSON on a command line. A pattern
@@ -71,26 +71,27 @@ class MediaArguments(CheckedKeywords, _Config):
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
         ignored_media_columns (`list[str]`, *optional*):
-            Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't put
-            into prompts. For other unread columns with media, there is an error if no row has media that are read, and
-            a warning otherwise.
+            Columns with media that only reward functions read. They aren't put into prompts, even if they are called
+            `audio`, `image` or `video`. Other columns with media that no prompt contains raise an error if no row has
+            media that a prompt contains, and cause a warning otherwise.
         special_tokens_in_text (`str`, *optional*):
             How to treat the tokenizer's control tokens, such as `<|im_end|>`, in texts of messages and in results of
-            tools: `"allow"` keeps them, `"strip"` removes them before the text is encoded, and `"raise"` refuses the
-            row, or reports a tool call as failed to the model. By default rows give one warning per token, and results
-            of tools are handled as by `"raise"`. Plain-text prompts, which no chat template wraps, keep control
-            tokens.
+            tools: `"allow"` keeps them, and `"strip"` removes them before the text is encoded. `"raise"` raises an
+            error for the row, or tells the model that the tool call failed. By default, control tokens in rows are
+            kept, with one warning per token, and results of tools are treated as by `"raise"`. Plain-text prompts,
+            which no chat template wraps, keep control tokens.
         media_prefetch (`int`, *optional*, defaults to `1`):
             Number of generation batches, or of optimizer steps in supervised training, whose media are fetched,
-            decoded and run through the processor ahead of need, while the model samples and is trained. At least one
-            process does this, or `dataloader_num_workers` processes. With 0, with streams, and on systems other than
+            decoded and run through the processor ahead of need, while the model samples and is trained.
+            `dataloader_num_workers` processes do this, at least one. With 0, with streams, and on systems other than
             Linux, media are processed when they are needed.
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row. `"skip"`
             puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves it out
-            from then on. The metric `media/skipped` counts such rows. Evaluation leaves them out. The setting
-            `max_rows`, as in `"skip(max_rows=50)"`, is the number of rows that may be skipped before the run ends with
-            an error, or below 1 a share of the dataset's rows, in streams of 1,000 rows. It defaults to 0.1.
+            from then on. Evaluation leaves such rows out, without replacement. The metric `media/skipped` counts them.
+            The setting `max_rows` (0.1), as in `"skip(max_rows=50)"`, is the largest number of skipped rows. If more
+            rows are skipped, the run ends with an error. A value below 1 is a share of the dataset's rows, or for a
+            stream of 1,000 rows.
         media_rules (`dict[str, Any]` or `str`, *optional*):
             Allowed sources and sizes of media, by fields of [`~data.reading.rules.MediaRules`]; JSON on a command
             line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. Other fields keep their
@@ -99,8 +100,9 @@ class MediaArguments(CheckedKeywords, _Config):
             Folder that relative paths of media in rows start from. By default the working directory. Files must be in
             the `allowed_media_folders` of `media_rules` all the same.
         min_pixels (`int`, *optional*):
-            Images, and frames of videos, with fewer pixels are enlarged to this many. A value in a content block wins,
-            and by default the processor decides. The same holds for the next three arguments.
+            Images, and frames of videos, with fewer pixels are enlarged to this many. By default, the processor
+            decides. A value in a content block wins over this option. The same holds for `max_pixels`, `video_fps` and
+            `max_frames`.
         max_pixels (`int`, *optional*):
             Images, and frames of videos, with more pixels are made smaller before their tokens are counted.
         video_fps (`float`, *optional*):
@@ -146,7 +148,7 @@ class MediaArguments(CheckedKeywords, _Config):
         if self.bf16 is None and not (self.fp16 or self.use_cpu or has_bf16):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
-            logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
+            logger.warning("No device here computes in bfloat16, so `bf16` is set to `False`: the run uses float32.")
         if self.bf16 and not (self.use_cpu or has_bf16):
             raise ValueError(
                 "`bf16=True` needs a device that computes in bfloat16, and none is here; leave `bf16` out to train in "
@@ -210,18 +212,18 @@ class SamplingArguments(MediaArguments):
 
         packing (`str`, *optional*, defaults to `"prefix"`):
             How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
-            completions, exactly; it falls back to padded rows, with a message for a model whose completions can't
-            share a prompt, and silently for a generation batch that gains nothing. `"padded"` uses one padded row per
-            completion, as TRL does. Micro-batches hold whole groups, with about equal packed lengths. The setting
-            `shuffle`, as in `"prefix(shuffle=True)"`, shuffles completions as TRL does, with TRL's random numbers,
-            which leaves less of the prompts to share.
+            completions, with the same result. It falls back to padded rows, with a message for a model whose
+            completions can't share a prompt, and silently for a generation batch that gains nothing. `"padded"` uses
+            one padded row per completion, as TRL does. Micro-batches hold whole groups, with about equal packed
+            lengths. The setting `shuffle`, as in `"prefix(shuffle=True)"`, shuffles completions as TRL does, with
+            TRL's random numbers, so that fewer completions of a micro-batch share a prompt.
 
         > Parameters that control the media
 
         max_tool_media (`int`, *optional*):
-            Largest number of images, sounds and videos that tools may return within a completion. A result that
-            exceeds it is left out, and the completion ends with the call, as it does if a result exceeds the length of
-            the completion. `None` allows any number.
+            Largest number of images, sounds and videos that tools may return within a completion. A result with more
+            media is left out, and the completion ends with the call, as with a result that exceeds the length of the
+            completion. `None` allows any number.
         max_context_media (`int`, *optional*):
             Largest number of images, sounds and videos that the policy reads at a time while it calls tools, such as
             the last screenshots of an agent. If more media precede a turn, the first ones are removed from the
@@ -247,15 +249,17 @@ class SamplingArguments(MediaArguments):
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
-            Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
-            separately. `max_model_len` and `vllm_max_model_length` exclude each other. With `{"enable_lora": true}`,
-            the default for 4-bit weights, vLLM gets only the LoRA adapter at each sync. With `false`, it gets all
-            weights, with the adapter merged into them. In both cases, vLLM holds 4-bit weights dequantized, and rounds
-            nothing to 4 bits. `enable_lora` also applies to a server. The server loads the adapter from a folder
-            within `output_dir`, which it must see under the same path.
+            Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. For a server, only
+            `enable_lora` is allowed here; other arguments go to the command that starts the server. `max_model_len`
+            and `vllm_max_model_length` exclude each other. With `{"enable_lora": true}`, the default for 4-bit
+            weights, vLLM gets only the LoRA adapter at each sync. With `false`, it gets all weights, with the adapter
+            merged into them. In both cases, vLLM holds 4-bit weights dequantized, and rounds nothing to 4 bits. A
+            server with `enable_lora` loads the adapter from a folder within `output_dir`, so it must see the folder
+            under the same path.
         vllm_server_base_url (`str`, *optional*):
-            Address of the server with `vllm_mode="server"`, or of several servers, with commas between them: each
-            process asks one of the servers, chosen in turn, and all of them get the weights.
+            Address of the server with `vllm_mode="server"`, or addresses of several servers, separated by commas. With
+            two servers, process 0 asks the first one, process 1 the second one, process 2 the first one, and so on.
+            With `max_staleness`, each process spreads its requests over all servers. All servers get the weights.
 
         > Parameters that control the logging
 
@@ -326,8 +330,8 @@ class SamplingArguments(MediaArguments):
             )
         if self.vllm_mode == "server" and (engine_names := [name for name in engine_kwargs if name != "enable_lora"]):
             raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(engine_names)}) are for the trainer's own engine; start the server "
-                "with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+                f"`vllm_engine_kwargs` ({', '.join(engine_names)}) are for the trainer's own engine. Remove them and "
+                "start the server with these arguments, or set `vllm_mode='colocate'`."
             )
         if engine_kwargs.get("speculative_config"):
             for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
@@ -344,7 +348,7 @@ class SamplingArguments(MediaArguments):
 
     @property
     def packing_settings(self) -> Packing:
-        """The rows of an update, and whether completions are shuffled over micro-batches."""
+        """The kind of rows in an update (packed or padded), and whether completions are shuffled."""
         return read_settings(Packing, "packing", self.packing)
 
 
@@ -358,61 +362,63 @@ class MultimodalArguments(SamplingArguments):
         > Parameters that control which prompts are sampled and trained on
 
         dynamic_sampling (`int`, *optional*, defaults to `0`):
-            Largest number of times to sample for one batch, with further prompts, until it is full of groups with
-            different rewards, see [DAPO](https://huggingface.co/papers/2503.14476). 0 takes groups as they are.
+            Largest number of times to sample for one batch, with other prompts each time, until the batch is full of
+            groups with different rewards, see [DAPO](https://huggingface.co/papers/2503.14476). 0 samples once, and
+            keeps all groups.
         dynamic_sampling_range (`list[float]`, *optional*):
-            Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
-            treat the group like a group with equal rewards, such as `[0.1, 0.9]` of
-            [MM-EUREKA](https://huggingface.co/papers/2503.07365).
+            Range (min, max), such as `[0.1, 0.9]` in [MM-EUREKA](https://huggingface.co/papers/2503.07365). Dynamic
+            sampling and replay treat a group like one with equal rewards unless its mean reward is above min and below
+            max.
         dynamic_sampling_reward (`str`, *optional*):
             Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
-            By default the range bounds the weighted sum of all functions, and the first one measures the difficulty.
+            By default, the range bounds the weighted sum of all functions, and the first function measures the
+            difficulty.
         replay_buffer_size (`int`, *optional*, defaults to `0`):
-            Number of past groups with different rewards that each process keeps, in CPU memory and for 8 optimizer
-            steps, to replace groups with equal rewards.
+            Number of past groups with different rewards that each process keeps in CPU memory, to replace groups with
+            equal rewards. Groups are kept for 8 optimizer steps. 0 keeps none.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
-            Whether to draw rows more often if the share of their right completions, measured in the run itself, is
-            close to a half, see [`~data.rows.difficulty.DifficultySampler`] and
-            [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
-            `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
+            Whether to draw a row more often, the closer the share of its right completions is to a half, see
+            [`~data.rows.difficulty.DifficultySampler`] and
+            [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). The run itself measures the shares. A column
+            `pass_rate` of the dataset, as `trl-multimodal-rft filter` writes it, gives the shares before the first
+            measurement.
 
         > Parameters that control when prompts are sampled, see `docs/vllm.md`
 
         max_staleness (`int`, *optional*, defaults to `0`):
-            Number of generation batches by which servers sample ahead of the update, with `vllm_mode="server"`: a
-            batch is sampled once all but this many of the batches before it are trained on, and batches are trained on
-            in their order. 0 samples a batch when it is needed.
+            Number of generation batches by which servers sample ahead of the update, with `vllm_mode="server"`. With
+            2, servers sample batch 3 while the batches 1 and 2 are trained on. 0 samples a batch when it is needed.
         vllm_importance_sampling_mode (`str`, *optional*):
-            Treatment of ratios of the policy to vLLM that are out of bounds, one of TRL's modes. By default
-            `"sequence_mask"`, as in TRL, and with `max_staleness` `"token_truncate"`, or `"sequence_truncate"` where
-            completions are weighed as a whole.
+            Treatment of ratios of the policy to vLLM that are out of bounds, one of TRL's modes. Defaults to
+            `"sequence_mask"`, as in TRL, or with `max_staleness` to `"token_truncate"`, and for losses with one ratio
+            per completion (RLOO and `"gmpo"`) to `"sequence_truncate"`.
 
         > Parameters that control the rank on which prompts are trained on
 
         balance_ranks (`bool`, *optional*, defaults to `False`):
-            Whether ranks exchange whole groups before the update, prompts and media included, until their packed
-            lengths are about equal, so that no rank waits for the longest. The metric `packing/rank_imbalance` shows
-            the possible gain. The global batch, and so the update, stays the same.
+            Whether ranks exchange whole groups before the update, prompts and media included, so that packed lengths
+            are about equal on all ranks, and no rank waits for another. The metric `packing/rank_imbalance` shows the
+            possible gain. The global batch, and so the update, stays the same.
 
         > Parameters that control views in sampling, see `docs/views.md`
 
         rollout_view (`str`, *optional*):
             View of the media from which a part of each group is sampled in training, such as
-            `"diffusion_noise(step=500)"`, see [NoisyRollout](https://huggingface.co/papers/2504.13055). Everything is
-            scored, rewarded and trained on with the media as they are. Prompts without media for the view are sampled
-            as they are. vLLM's log-probabilities of these completions depend on the view, so no importance ratio
-            corrects them. Further settings are `fraction` (0.5), the share of a group, rounded down, that is sampled
-            from the view (its last completions), and `schedule`, by which the view weakens over the run: `'constant'`,
-            `'linear'` down to 0, or the decay of NoisyRollout, `'sigmoid(midpoint=0.66, steepness=30)'`, whose
-            midpoint is a share of the run.
+            `"diffusion_noise(step=500)"`, see [NoisyRollout](https://huggingface.co/papers/2504.13055). All
+            completions are scored, rewarded and trained on with the original media. Prompts without media for the view
+            are sampled as they are. vLLM's log-probabilities of completions from the view depend on the view, so no
+            importance ratio corrects them. Further settings are `fraction` (0.5), the share of a group, rounded down,
+            that is sampled from the view (its last completions), and `schedule`, the strength of the view over the
+            run: `'constant'`, `'linear'` down to 0, or NoisyRollout's decay `'sigmoid(midpoint=0.66, steepness=30)'`,
+            whose midpoint is a share of the run.
         contrast_view (`str`, *optional*):
             View of the media from which further completions are sampled in training, such as `"shuffle_frames"`, see
             T-GRPO in [Video-R1](https://huggingface.co/papers/2503.21776). They are rewarded by the first reward
             function and not trained on. Prompts without media for the view have no such completions. Further settings
             are `fraction` (0.5), the number of further completions of a group, as a share of its size, rounded down;
-            `reward_ratio` (0.8): the right completions of a group get the bonus if its mean reward is at least this
-            many times the mean reward of its further completions, both by the first reward function; and `bonus`
-            (0.3), which is added to the reward. Completions with more than 0.1 by the first function are right.
+            `bonus` (0.3), which is added to the rewards of a group's right completions; and `reward_ratio` (0.8): the
+            bonus needs a mean reward of the group of at least this many times the mean reward of its further
+            completions. Both means are of the first reward function, which gives right completions more than 0.1.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -434,19 +440,20 @@ class MultimodalArguments(SamplingArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
                 raise ValueError(
-                    "The learning rate follows the metric of `load_best_model_at_end`; set `metric_for_best_model` to "
-                    "'reward', with `lr_scheduler_kwargs={'mode': 'max'}`, or to 'loss'."
+                    "With this `lr_scheduler_type`, the learning rate follows the metric of `load_best_model_at_end`. "
+                    "Set `metric_for_best_model` to 'loss', or to 'reward' with `lr_scheduler_kwargs={'mode': 'max'}`."
                 )
             self.metric_for_best_model, self.greater_is_better = "reward", True
             logger.warning(
-                "`load_best_model_at_end` loads the checkpoint with the highest `eval_reward`: the loss of a policy "
-                "gradient doesn't tell which is best. `metric_for_best_model` names another metric."
+                "`load_best_model_at_end` loads the checkpoint with the highest `eval_reward`, since the loss of a "
+                "policy gradient doesn't tell which checkpoint is best. To use another metric, set "
+                "`metric_for_best_model`."
             )
         super().__post_init__()
         if self.max_staleness > 0 and not (self.use_vllm and self.vllm_mode == "server"):
             raise ValueError(
-                f"`max_staleness={self.max_staleness}` samples while the policy is trained, which takes servers; set "
-                "`use_vllm=True` and `vllm_mode='server'`, or remove it."
+                f"`max_staleness={self.max_staleness}` samples while the policy is trained, which needs servers; set "
+                "`use_vllm=True` and `vllm_mode='server'`, or remove `max_staleness`."
             )
         if self.vllm_importance_sampling_mode is None:
             stale_mode = "sequence_truncate" if self._weighs_completions else "token_truncate"
@@ -486,8 +493,8 @@ def check_views(config) -> None:
     for option, settings in (("rollout_view", rollout_settings), ("contrast_view", contrast_settings)):
         if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
             raise ValueError(
-                f"`fraction` ({settings.fraction}) of `{option}` of `num_generations` ({config.num_generations}) is "
-                "no completion; raise one of them."
+                f"`fraction` ({settings.fraction}) of `{option}`, times `num_generations` ({config.num_generations}) "
+                "and rounded down, is no completion; raise one of them."
             )
     as_schedule(rollout_settings.schedule)(0.0)  # raises for an invalid schedule
     if rollout_settings.schedule != "constant":
@@ -515,10 +522,11 @@ def check_sampling(config) -> None:
             )
     if config.balance_ranks and config.packing_settings.shuffle:
         raise ValueError(
-            f"`balance_ranks` moves whole groups, which `packing={config.packing!r}` shuffles; remove one of them."
+            f"`balance_ranks` moves whole groups between ranks, but `packing={config.packing!r}` shuffles completions "
+            "across groups; remove one of them."
         )
     if config.difficulty_sampling and not config.shuffle_dataset:
         raise ValueError(
-            "`difficulty_sampling` chooses the order of rows, which `shuffle_dataset=False` asks to keep; remove one "
-            "of them."
+            "`difficulty_sampling` chooses the order of rows, and `shuffle_dataset=False` keeps the dataset's; remove "
+            "one of them."
         )

@@ -47,13 +47,17 @@ def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, 
     if not args.learning_rates:
         return
     if optimizer is not None:
-        raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
+        raise ValueError(
+            "`learning_rates` are for the trainer's own optimizer; drop them, and set rates in the groups of your "
+            "optimizer."
+        )
     keys_by_parameter = match_keys(model, [*args.learning_rates], "learning_rates")
     trained_keys = {key for parameter, key in keys_by_parameter.items() if parameter.requires_grad}
     if idle_keys := mapping(args.learning_rates).keys() - trained_keys:
         raise ValueError(
-            f"`learning_rates` has a rate for {min(idle_keys)!r}, in which nothing is trained that no other key "
-            "chooses; remove it, or train it (see `freeze`, and the `target_modules` of an adapter)."
+            f"`learning_rates` has a rate for {min(idle_keys)!r}, but no weight is trained at this rate: the weights "
+            "are frozen, or another key comes first for them. Remove the key, or train its weights (see `freeze`, "
+            "and the `target_modules` of an adapter)."
         )
 
 
@@ -86,7 +90,10 @@ def split_groups_by_rate(
             groups += [{**group, **rate_option, "params": parameters}] if parameters else []
     grouped_ids = {id(parameter) for group in groups for parameter in group["params"]}
     if any(parameter.requires_grad and id(parameter) not in grouped_ids for parameter in keys_by_parameter):
-        raise ValueError(f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no groups; drop one.")
+        raise ValueError(
+            f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no parameter groups; drop one of "
+            "the two options."
+        )
     optimizer.param_groups[:] = groups
 
 
@@ -117,9 +124,9 @@ def parts_mismatch(checkpoint: str | Path, args: TrainerConfig) -> str | None:
     for name, value in _options_of_parts(args).items():
         if saved[name] != value:
             return (
-                f"{checkpoint} was saved with `{name}={saved[name]}`, and this run has `{name}={value}`, so the "
-                f"optimizer's state is of other weights or rates. Resume with the same `{name}`, or start a new run "
-                "with `model` set to the checkpoint."
+                f"{checkpoint} was saved with `{name}={saved[name]}`, but this run has `{name}={value}`, so the "
+                f"saved optimizer state doesn't fit its weights or rates. Resume with the same `{name}`, or start a "
+                "new run with `model` set to the checkpoint."
             )
     return None
 
@@ -155,8 +162,8 @@ def mark_group_parts(
     owners = [{id(parameter) in critic_ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
-            "The optimizer must hold the critic's weights in separate parameter groups. Make the critic first, "
-            "and pass it as `value_model`."
+            "The optimizer must hold the critic's weights in separate parameter groups. Make the critic before "
+            "the optimizer, and pass the critic as `value_model`."
         )
     critic_groups = tuple(owner == {True} for owner in owners)
     for group, is_critic in zip(optimizer.param_groups, critic_groups, strict=True):

@@ -51,12 +51,12 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         > Parameters that control the advantages
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"gae"`):
-            How rewards become advantages. `"gae"` has a critic, and the settings `gamma`, the discount per token, and
-            `lam`, GAE's $\lambda$, as in `"gae(gamma=1.0, lam=0.95)"`, the default. The estimators of
-            [`MultimodalGRPOConfig`] have no critic.
+            How rewards become advantages. `"gae"` trains a critic. Its settings are `gamma`, the discount per token,
+            and `lam`, GAE's $\lambda$, with the defaults `"gae(gamma=1.0, lam=0.95)"`. With the estimators of
+            [`MultimodalGRPOConfig`], there is no critic.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            Whether to add the critic's value at the end of a completion that was cut off at `max_completion_length`,
-            in place of the rewards that would follow. Otherwise a cut completion is worth its reward alone.
+            Whether the critic's value at the end of a completion that was cut off at `max_completion_length` stands in
+            for the rewards that would follow. Otherwise, the return of a cut completion is its reward alone.
 
         > Parameters that control the critic
 
@@ -116,7 +116,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             setattr(self, name, as_number(getattr(self, name)))
         if self.num_iterations not in (1, self.num_ppo_epochs):
             raise ValueError(
-                f"`num_iterations` ({self.num_iterations}) is called `num_ppo_epochs` here; set that instead."
+                f"`num_iterations` ({self.num_iterations}) is called `num_ppo_epochs` here; set `num_ppo_epochs` "
+                "instead."
             )
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
@@ -126,8 +127,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         check_choice("`lr_scheduler_type` of `value_learning_rate`", self.value_schedule.lr_scheduler_type, schedules)
         if self.ptx.coef > 0 and self.temperature != 1:
             raise ValueError(
-                "`ptx_coef` adds the likelihood of a dataset, which has no temperature, so it needs `temperature=1`, "
-                f"got {self.temperature}."
+                "`ptx_coef` adds the likelihood of a dataset, which has no temperature; set `temperature=1`, got "
+                f"{self.temperature}."
             )
         if self.estimator.needs != "critic":
             for name in ("bootstrap_truncated", "shared_trunk", "value_learning_rate", "freezing_actor_steps"):

@@ -172,9 +172,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
         if (ptx_dataset is not None) != (args.ptx.coef > 0):
-            raise ValueError(
-                f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
-            )
+            remedy = "pass `ptx_dataset`" if ptx_dataset is None else "set `ptx_coef` above 0"
+            raise ValueError(f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {remedy}.")
         warn_of_unread_media(args, {"ptx_dataset": ptx_dataset}, supervised=True)
         super().__init__(**arguments)
         checkpointing_kwargs: Any = args.gradient_checkpointing_kwargs or {}
@@ -183,10 +182,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
         if args.ptx.coef > 0 and is_reentrant and reduces_once:
             raise ValueError(
-                "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
-                "apart, and DDP and DeepSpeed take only once. Set "
-                "`gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an adapter under ZeRO-3, where TRL "
-                "sets it to True, `gradient_checkpointing=False`."
+                "`ptx_coef` adds a second forward to each backward. Reentrant checkpointing computes the gradients of "
+                "both forwards separately, but DDP and DeepSpeed take a weight's gradient only once per backward. Set "
+                "`gradient_checkpointing_kwargs={'use_reentrant': False}`. For an adapter under ZeRO-3, TRL sets "
+                "`use_reentrant` to True, so set `gradient_checkpointing=False`."
             )
         if args.ema_decay is not None:
             self.ema = MovingAverage.of(self.model, args.ema_decay, "ema_decay")

@@ -97,13 +97,13 @@ class PreferenceCollator(SupervisedCollator):
         for name, values in columns.items():
             if None in values and name != REFERENCE_COLUMNS[2]:
                 row = rows[values.index(None)].row_index
-                raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
+                raise ValueError(f"row {row} has no `{name}`, but other rows have it; add it, or remove the column.")
         return {
             name: torch.tensor([math.nan if value is None else value for value in columns[name]]) for name in columns
         }
 
     def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
-        """Returns a row as a pair that isn't cut, with checked token ids. `whole` is as for `encode_preference`."""
+        """Returns a row as a pair that isn't cut, with checked ids. With `whole`, texts are tokenized as a whole."""
         pair = self._encoder_of(row).encode_preference(row, whole=whole)
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
@@ -126,7 +126,8 @@ class PreferenceCollator(SupervisedCollator):
         if max_length is not None and len(prompt) >= max_length:
             raise OverlongRow(
                 f"row {row.row_index} has a prompt of {len(prompt)} tokens with its media, which leaves none of "
-                f"`max_length` ({max_length}) to the completions; raise it, or make the prompt or the media smaller"
+                f"`max_length` ({max_length}) to the completions; raise `max_length`, or shorten the prompt or its "
+                "media"
             )
 
     def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
@@ -144,8 +145,8 @@ class PreferenceCollator(SupervisedCollator):
         if n <= end or not answer.learned[:n].any():
             raise OverlongRow(
                 f"row {prompt.row}, column '{name}': `max_length` ({self.args.max_length}) leaves {n} of the answer's "
-                f"{len(answer)} tokens, but its media, up to token {end}, and a text aren't cut; raise it, or make "
-                "the media smaller"
+                f"{len(answer)} tokens, which loses some of its media (up to token {end}) or all of its text; raise "
+                "`max_length`, or make the media smaller"
             )
         return answer.cut(n)
 
@@ -166,8 +167,8 @@ class PreferenceCollator(SupervisedCollator):
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
         """
-        Adds the prompt under the view to the pair of row `i`, if the view applies to its media. `rows` and their
-        `messages` are those of the micro-batch, if the view takes media of another row.
+        Adds the prompt under the view to the pair of row `i`, if the view applies to its media. `rows` is the whole
+        micro-batch if the view takes media of another row, and then needs the rows' `messages`; else the row alone.
         """
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
@@ -196,8 +197,8 @@ class ComparisonCollator(PreferenceCollator):
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if max_length is not None and n_tokens > max_length:
             raise MediaError(
-                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({max_length}), and what is "
-                "judged isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
+                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({max_length}), and completions "
+                "to compare aren't cut; raise `max_length`, or leave such rows out with `on_media_error='skip'`"
             )
         return pair
 

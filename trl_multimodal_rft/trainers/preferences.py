@@ -79,8 +79,8 @@ class PreferenceTrainer(CompletionTrainer):
         """
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
-                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
-                "when training begins; drop the option."
+                "With an adapter, `precompute_ref_log_probs=True` scores with the model before training begins, "
+                "when FSDP or DeepSpeed hasn't sharded it yet; drop the option."
             )
         with replaced(self.args, per_device_eval_batch_size=batch_size):
             self.train_dataset = self._with_reference_columns(self.train_dataset)
@@ -102,7 +102,7 @@ class PreferenceTrainer(CompletionTrainer):
         Returns a dataset with columns of the reference's log-probabilities. Skipped rows get NaN, and -1 as an index.
         """
         if not isinstance(dataset, Dataset):
-            raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
+            raise ValueError("`precompute_ref_log_probs=True` needs a `Dataset`, not a stream; drop the option.")
         batch_columns: list[dict[str, torch.Tensor]] = []
         with evaluation_mode(self.model):
             for batch in self.get_eval_dataloader(dataset):
@@ -124,8 +124,8 @@ class PreferenceTrainer(CompletionTrainer):
             dataset = dataset.add_column(name, whole_column.tolist())
         if not lists_columns(dataset) and self._reference_columns[0] not in dataset[0]:
             raise ValueError(
-                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
-                "the columns that it gets, or use `map` in its place."
+                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let the "
+                "transform keep all columns, or use `map` in its place."
             )
         return dataset
 
@@ -139,8 +139,8 @@ class PreferenceTrainer(CompletionTrainer):
         )
         if self.args.precompute_ref_log_probs and self.ref_model is None and not policy_is_reference:
             raise ValueError(
-                "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
-                "after an update, or whose reference was another model; pass it as `eval_dataset` to the trainer."
+                "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; pass "
+                "the dataset to the trainer as `eval_dataset`."
             )
         return inputs | self._score_reference(inputs)
 

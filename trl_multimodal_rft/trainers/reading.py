@@ -100,8 +100,8 @@ class CompletionTrainer(CheckpointMixin):
         has_heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
         if not all(has_heads):
             logger.warning(
-                f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM "
-                "head, so log-probabilities are taken from its own logits, which needs more memory."
+                f"{models[0].config.model_type}: TRL's fused head doesn't support what the model does around its "
+                "LM head, so log-probabilities are computed from whole logits, which need more memory."
             )
         for model in models:
             install_encoder_attention(model)
@@ -163,7 +163,7 @@ class CompletionTrainer(CheckpointMixin):
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns a micro-batch for TRL's own forward, which keeps logits. By default, raises `ValueError`."""
-        raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
+        raise ValueError("This trainer keeps no logits for `compute_metrics`; drop `compute_metrics`.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """Returns a micro-batch, and notes its columns and media for the model card."""

@@ -14,7 +14,10 @@ from .multimodal_config import MediaArguments
 # error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
-    "label_smoothing_factor": ((0.0,), "the loss has no labels; rows without a better completion have a true `tie`"),
+    "label_smoothing_factor": (
+        (0.0,),
+        "the loss has no labels; a row without a better completion needs `tie=True` in the dataset",
+    ),
 }
 
 
@@ -34,8 +37,9 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
             Maximum number of tokens of a prompt and one completion together. A longer row raises an error, or is
             skipped (`on_media_error`). `None` allows any length.
         packing (`str`, *optional*, defaults to `"prefix"`):
-            `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, one row
-            per completion, with a message, if the model doesn't support it. Both give the same loss and gradient.
+            `"prefix"` forwards a prompt and its media once for both completions, `"padded"` forwards one row per
+            completion. Both give the same loss and gradient. Models that don't support `"prefix"` fall back to
+            `"padded"`, with a message.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             same scores as in the model's own forward of a prompt with one completion, and that scores depend on the

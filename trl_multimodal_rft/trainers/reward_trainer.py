@@ -149,7 +149,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             parameter.requires_grad for parameter in self._unwrapped(self.model).get_submodule("score").parameters()
         ):
             logger.warning(
-                "The adapter leaves `score` as it is, at random unless the model is a reward model; set "
+                "The adapter doesn't train `score`, which is random unless the model is a reward model; set "
                 "`task_type='SEQ_CLS'` or `modules_to_save=['score']` in the PEFT config."
             )
 

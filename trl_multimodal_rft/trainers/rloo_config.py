@@ -20,7 +20,7 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
 
     Parameters:
         advantage_estimator (`str`, *optional*):
-            Not supported, since the loss takes RLOO's single advantage per completion.
+            Not supported, since RLOO's loss takes RLOO's own advantage.
 
         > Parameters that control the tools
 
@@ -32,8 +32,9 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
             Whether to weight completions by the ratio of their probabilities under the policy and under vLLM.
         vllm_importance_sampling_mode (`str`, *optional*):
-            Treatment of a weight outside the bounds: `"sequence_mask"` leaves out the completion,
-            `"sequence_truncate"` uses the bound. Defaults to `"sequence_mask"`, and with `max_staleness` to
+            Treatment of a weight outside of the bounds `vllm_importance_sampling_clip_min` and
+            `vllm_importance_sampling_clip_max`: `"sequence_mask"` leaves the completion out of the loss, and
+            `"sequence_truncate"` uses the bound. Defaults to `"sequence_mask"`, or with `max_staleness` to
             `"sequence_truncate"`.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
             Upper bound of the weight of a completion.
@@ -62,8 +63,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
         super().__post_init__()
         if self.advantage_estimator is not None:
             raise ValueError(
-                "The loss of `MultimodalRLOOTrainer` takes RLOO's one value per completion, so `advantage_estimator` "
-                "can't be chosen. Use `MultimodalGRPOTrainer`, which has 'rloo' too."
+                "The loss of `MultimodalRLOOTrainer` takes RLOO's advantages only; remove `advantage_estimator`, or "
+                "use `MultimodalGRPOTrainer`, which has other estimators and 'rloo', too."
             )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:

@@ -69,12 +69,12 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, or if a processor, a reference or vLLM's
-            model must be loaded by the name of a model without a name.
+        `ValueError`: If the processing class pads audio on the wrong side, or if `model` has no name by which to load
+            its processor, its reference or vLLM's weights.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
-    _trains_on_reference = False
+    _loss_needs_reference = False
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         had_ratios = rollout.importance_sampling_ratio is not None  # as in a later iteration on the same rollout
         scores = super()._score(model, rollout, **options)
         if self._corrects_for_engine(rollout) and not had_ratios:
-            # The loss is proportional to the advantages, so the ratio of a completion weights the loss, too
+            # The loss is proportional to the advantages, so weights of advantages are weights of the loss
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 
     @property
     def _uses_every_score(self) -> bool:
-        return self.aux_loss_enabled
+        return self.aux_loss_enabled  # the router's auxiliary loss also counts completions with advantages of 0
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask

@@ -218,15 +218,15 @@ class EqualRewardsHint(TrainerCallback):
         self._warned_functions: set[str | None] = set()
         self._equal_since: int | None = None  # the step before rewards became equal
 
-    def record_rewards(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
+    def record_rewards(self, rewards: torch.Tensor, has_signal: torch.Tensor, step: int) -> None:
         """
         Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Logs don't
         tell whether rewards differ, because RLOO's logged rewards include the KL penalty, as in TRL.
 
-        Shapes: `rewards` and `live` (whether the completion's group has a signal) `(N,)`, of all ranks.
+        Shapes: `rewards`, and `has_signal` of each completion's group, `(N,)`, of all ranks.
         """
         numbers = rewards[~rewards.isnan()]
-        differs = live if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
+        differs = has_signal if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
         # Keeps the step at which rewards became equal. `None` if they differ, or if all are NaN
         self._equal_since = (
             None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since

@@ -237,9 +237,9 @@ class Run:
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
                 logger.warning(
-                    f"The reward function '{name}' gave the same to all completions of the first batch and reads no "
-                    "message: completions are lists of messages here, as prompts are, which never equal or hold a "
-                    "text; that of one is `completion[-1]['content']`."
+                    f"The reward function '{name}' gave all completions of the first batch the same reward, and reads "
+                    "no messages. Completions are lists of messages here, as prompts are, and a list never equals or "
+                    "contains a text. Use the text `completion[-1]['content']`."
                 )
         rewards_by_completion = [[*row] for row in zip(*by_function.values(), strict=True)]
         warn_of_unscorable(rewards_by_completion, by_function, rollout.source)
@@ -270,7 +270,9 @@ class Run:
         for row, error in failed[:1]:  # one message stands for all failures
             reason = f"row {row}: the environment failed, {type(error).__name__}: {error}"
             if n_failed == n and self.is_training:
-                raise RuntimeError(f"All environments of a batch failed, so none is trained on; {reason}") from error
+                raise RuntimeError(
+                    f"All environments of a batch failed, so no completion can be trained on; {reason}"
+                ) from error
             logger.warning(f"{reason}; its completion isn't trained on.", main_process_only=False)
         if n_failed:
             is_valid = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)

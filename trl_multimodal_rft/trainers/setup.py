@@ -69,7 +69,7 @@ def resolve_config(
     ignore_deprecated_names()
     check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
-        raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
+        raise TypeError(f"`model` is a {type(model).__name__}; pass a name or a folder as a string, or a model.")
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
@@ -87,7 +87,7 @@ def resolve_config(
 
 
 # Start of error messages, which continue with the part of the run that needs the name
-NO_NAME = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+NO_NAME = "The model was passed as an instance, and has no name (`_name_or_path` of its config is empty) by which"
 
 
 def needs_reference(args: SamplingConfig) -> bool:
@@ -116,8 +116,8 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
     # The family that takes audio in base64 is Mistral's
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
-            f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
-            "tokenizer and names of weights, not with those of transformers; set `use_vllm=False`."
+            f"vLLM doesn't take prompts of {type(processing_class).__name__}: it supports this model only with "
+            "Mistral's own tokenizer and weight names, not with the names of transformers. Set `use_vllm=False`."
         )
 
 
@@ -175,7 +175,7 @@ def warn_of_unread_media(
                 if warning is not None:
                     logger.warning(warning)
                 if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
-                    logger.warning(f"{name}: {cells}, whose prompts are without such media.")
+                    logger.warning(f"{name}: {cells}. Their prompts have no such media.")
 
 
 def modalities(model: Any, args) -> Collection[str]:
@@ -229,13 +229,13 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
     # If `accelerate launch` starts one process, it sets `ACCELERATE_USE_CPU`, to `True` or `False`, and leaves
-    # `WORLD_SIZE` unset. It also sets `MASTER_ADDR` if several processes were asked for.
+    # `WORLD_SIZE` unset. It also sets `MASTER_ADDR` if the user requested several processes.
     is_launched_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if is_launched_alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
             "`accelerate launch` was to start several processes, but a config with `distributed_type: 'NO'`, such as "
-            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, on the CPU with "
-            "`ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
+            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, and on the CPU "
+            "also set `ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
             "`MASTER_ADDR`."
         )
     if args.n_gpu > 1:
@@ -250,8 +250,8 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if deepspeed_config.get(section, {}).get(option) is False:
             raise ValueError(
-                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that "
-                "aren't finite; remove it."
+                f"`{section}.{option}` is false in the DeepSpeed config, so DeepSpeed would also apply gradients that "
+                "aren't finite; remove this entry."
             )
 
 
@@ -288,8 +288,9 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
     if unused:
         listed = ", ".join(f"`{name}={reprlib.repr(value)}`" for name, value in sorted(unused.items()))
         logger.warning(
-            f"The checkpoint's generation config recommends {listed}. Training samples without it, by its own config "
-            "and `generation_kwargs` alone; to use it, put it into `generation_kwargs`."
+            f"The checkpoint's generation config recommends {listed}. Training doesn't use it: only the trainer's "
+            "config and its `generation_kwargs` decide how completions are sampled. To use the recommendation, put it "
+            "into `generation_kwargs`."
         )
 
 
@@ -298,9 +299,9 @@ def warn_of_excluded_tokens(args: SamplingConfig) -> None:
     options = [f"`{name}={value}`" for name, value in options_that_exclude_tokens(args).items()]
     if options and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
-            f"With {' and '.join(options)}, vLLM says how likely a token is among those that are left, and the "
-            "trainer among all, so the importance ratios that correct for vLLM are too small, and the self-check "
-            "can't compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
+            f"With {' and '.join(options)}, vLLM's log-probabilities are relative to the tokens that aren't excluded, "
+            "and the trainer's to all tokens. So the importance ratios that correct for vLLM are too small, and the "
+            "self-check can't compare both. Remove these options, or set `vllm_importance_sampling_correction=False`."
         )
 
 
@@ -328,9 +329,9 @@ def prepare_for_tools(processing_class) -> None:
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):
         raise ValueError(
-            f"The chat template of {name} does not support tool calling: it must write what the assistant calls, and "
-            "messages of the role 'tool'. Set `processing_class.chat_template` to one that does, such as that of a "
-            "newer model of the family or one of `trl.chat_template_utils`."
+            f"The chat template of {name} does not support tool calling: it must write the tool calls of assistant "
+            "messages, and messages of the role 'tool'. Set `processing_class.chat_template` to a template that does, "
+            "such as the template of a newer model of the family, or one of `trl.chat_template_utils`."
         )
     if any(getattr(tokenizer, f"response_{suffix}", None) is not None for suffix in ("template", "schema")):
         return
@@ -338,7 +339,8 @@ def prepare_for_tools(processing_class) -> None:
         add_response_schema(processing_class)
     except ValueError as error:
         raise ValueError(
-            f"How a model with the chat template of {name} writes calls of tools is unknown, so that they can't be "
-            "read. Set `response_template` of the tokenizer, such as to `trl.chat_template_utils.qwen3_template` for "
-            'calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.'
+            f"TRL doesn't know the format of tool calls for the chat template of {name}, so calls can't be parsed. "
+            "Set `response_template` of the tokenizer. For calls like "
+            '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, set it to '
+            "`trl.chat_template_utils.qwen3_template`."
         ) from error

@@ -16,9 +16,12 @@ _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
     "dataset_kwargs": (
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
-        "of these options, only `skip_prepare_dataset` is known",
+        "only its entry `skip_prepare_dataset` is known",
     ),
-    "shuffle_dataset": ((False,), "each epoch has another random order; `dataset.shuffle()` does it beforehand"),
+    "shuffle_dataset": (
+        (False,),
+        "each epoch has another random order anyway; to shuffle before, call `dataset.shuffle()`",
+    ),
     "packing_strategy": (("bfd",), "rows are packed whole, and never cut"),
     "padding_free": ((False,), "`packing=True` lays rows out without padding"),
     "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
@@ -44,8 +47,8 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
         packing (`bool`, *optional*, defaults to `False`):
             Whether to concatenate the rows of a micro-batch, without padding, and without attention between rows.
             Unlike in TRL, loss, gradient and the number of rows in an update are the same as with padded rows. If the
-            model doesn't support packing, rows are padded, with a message. `max_tokens_per_microbatch` bounds a
-            forward.
+            model doesn't support packing, rows are padded, with a message. To bound the tokens of a forward, set
+            `max_tokens_per_microbatch`.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             same log-probabilities as in the model's own forward of a single row, and that log-probabilities depend on

@@ -77,7 +77,7 @@ class SupervisedCollator:
         }
 
     def _encoded_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """Returns encoded rows. The stream has encoded an `EncodedRow` before. Other rows are encoded here."""
+        """Returns encoded rows. The stream has already encoded an `EncodedRow`; other rows are encoded here."""
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
     def _stored_rows(self, rows: Sequence[Any]) -> list[Row]:
@@ -118,15 +118,15 @@ class SupervisedCollator:
         if sequence.modalities:
             raise MediaError(
                 f"row {row.row_index} has {len(sequence)} tokens with its media, more than `max_length` "
-                f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
-                "with `on_media_error='skip'`"
+                f"({args.max_length}), and media aren't cut; raise `max_length`, make the media smaller, or leave "
+                "such rows out with `on_media_error='skip'`"
             )
         n_tokens = len(sequence)
         sequence = sequence.cut(args.max_length, from_end=args.truncation_mode == "keep_end")
         if not sequence.learned[1:].any():
             raise OverlongRow(
                 f"row {row.row_index} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
-                "learn; raise it, or make the prompt shorter"
+                "learn; raise `max_length`, or make the prompt shorter"
             )
         return sequence
 
@@ -142,7 +142,7 @@ class SupervisedCollator:
         variables = {name: value for name, value in variables.items() if value is not None}
         if reserved := sorted(_RESERVED_NAMES & variables.keys()):
             raise ValueError(
-                f"row {row.row_index}, column 'chat_template_kwargs': {reserved} are no variables of a row; set "
+                f"row {row.row_index}, column 'chat_template_kwargs': {reserved} can't be set per row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
             )
         # Processors would take names that the template doesn't read, such as `images`, as their own arguments
@@ -208,13 +208,13 @@ class SupervisedCollator:
         if media:
             raise ValueError(
                 f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
-                "give `prompt` and `completion`, or `messages`, or name the columns in `ignored_media_columns`."
+                "give `prompt` and `completion`, or `messages`, or ignore the media by `ignored_media_columns`."
             )
         if "input_ids" in columns:
             return _with_labels(dataset, name, columns, args)
         if args.assistant_only_loss:
             raise ValueError(
-                f"`assistant_only_loss=True` needs `messages`, and the {name} dataset has text; set it to False."
+                f"`assistant_only_loss=True` needs `messages`, but the {name} dataset has plain text; set it to False."
             )
         return dataset
 

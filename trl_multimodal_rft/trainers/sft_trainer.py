@@ -138,8 +138,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
-                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
-                "`max_tokens_per_microbatch`."
+                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing` and "
+                "`eval_packing` to False, and drop `max_tokens_per_microbatch`."
             )
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
@@ -212,9 +212,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         for sequence in sequences:
             if sequence.modalities:
                 raise ValueError(
-                    f"row {sequence.row} has media, of which no logits are kept; without `compute_metrics`, "
-                    "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
-                    "`trl_multimodal_rft.evaluation.evaluate` answers."
+                    f"row {sequence.row} has media, but `compute_metrics`, `compute_loss_func` and prompt learning "
+                    "take only text. Without them, `evaluate()` returns the loss and the metrics, and "
+                    "`trl_multimodal_rft.evaluation.evaluate` samples answers."
                 )
         rows = [
             {

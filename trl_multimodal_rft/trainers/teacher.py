@@ -56,7 +56,7 @@ def load_teacher(
         if init_kwargs:
             raise ValueError(
                 "`teacher_model_init_kwargs` say how to load a teacher by its name, but "
-                + ("there is none" if teacher is None else "`teacher_model` is a model already")
+                + ("no teacher has a name" if teacher is None else "`teacher_model` is a model already")
                 + "; remove them."
             )
         return teacher
@@ -110,7 +110,8 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:
             return (
-                f"token {index} is {token!r} to the student, and {tokenizers[1].convert_ids_to_tokens(index)!r} to it"
+                f"token {index} is {token!r} to the student, and {tokenizers[1].convert_ids_to_tokens(index)!r} to "
+                "the teacher"
             )
     for name in ("image_processor", "video_processor", "feature_extractor"):
         components = [getattr(side, name, None) for side in (student, teacher)]
@@ -129,8 +130,8 @@ def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
-            f"Divergences are computed from hidden states and the LM head, but what the {role} {type(model).__name__} "
-            "does around its head is neither a scale nor a soft cap."
+            f"Divergences are computed from hidden states and the LM head, but the {role} {type(model).__name__} "
+            f"does more around its head than a scale and a soft cap; use another {role}."
         )
     return rule
 
@@ -148,8 +149,8 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         if run.toolbox.tools:
             column = next(name for name in TEACHER_COLUMNS if name in rows[are_separate.index(True)].stored)
             raise ValueError(
-                "Results of tools would follow prompts of another length, so columns of the teacher such as "
-                f"{column!r} can't be used with `tools`; remove one of them."
+                f"Columns for the teacher, such as {column!r}, can't be used with `tools`, since tool results would "
+                "follow prompts of another length; remove the columns or the tools."
             )
         conversations, teacher_prompts_by_id = run.prompts.messages([row.stored for row in rows], TEACHER), {}
         student_messages = rollout.source.messages

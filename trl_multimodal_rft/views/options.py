@@ -18,7 +18,7 @@ class RolloutView:
     """View under which a share of each group is sampled, by the option `rollout_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, from its end, rounded down to whole completions
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group's completions, the last ones, rounded down
     schedule: str = "constant"  # schedule of the view's strength, see `SCHEDULES`
 
 
@@ -42,7 +42,7 @@ class LossView:
     kl_clip: Annotated[float, "(0, inf]"] = 10.0  # largest divergence of a token, in nats, that the loss still raises
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
-    advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the completion that depends least on media
+    advantage_min: Annotated[float | None, "[0, 1]"] = None  # advantage weight of the least dependent completion
     token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on, the most media-dependent first
     temperature: Annotated[float | None, "(0, inf)"] = None  # temperature of token weights by entropy differences
 
@@ -94,7 +94,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
     view_parameters = inspect.signature(view.type.function).parameters
     if ambiguous := sorted(option_fields.keys() & view_parameters):
         raise ValueError(
-            f"The view {name!r} has a setting {ambiguous[0]!r}, as `{option}` does; rename that of the view."
+            f"The view {name!r} has a setting {ambiguous[0]!r}, as `{option}` does; rename the view's setting."
         )
     for key, setting in (settings or {}).items():
         if key in option_fields:
@@ -105,7 +105,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
             # The first two parameters of a view's function are media and the random generator, which aren't settings
             raise ValueError(
                 f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*view_parameters][2:]}, and "
-                f"the option {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
+                f"the option has {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
             )
     view_settings = {key: setting for key, setting in (settings or {}).items() if key not in option_settings}
     check_settings(view.type.function, option, view_settings)

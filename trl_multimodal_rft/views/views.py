@@ -26,7 +26,7 @@ _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
 
 Share, Count = Annotated[float, "(0, 1]"], Annotated[int, "[1, inf)"]
-M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded sound, video or image
+M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # decoded media: a sound or frames, frames, an image
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ViewType:
     paper: Paper | None
     function: Callable[..., np.ndarray]
     modalities: tuple[str, ...] = MODALITIES  # modalities that the view applies to
-    strength: str | None = None  # the setting that a schedule scales
+    strength: str | None = None  # name of the setting that a schedule scales
     needs_other: bool = False  # whether the replacement comes from media of another row
 
 
@@ -79,8 +79,9 @@ class View:
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    modalities: tuple[str, ...] = MODALITIES  # modalities to replace, of those that the type applies to
-    others: Sequence[MediaRef] = ()  # media of another row, which replace the prompt's media in turn
+    modalities: tuple[str, ...] = MODALITIES  # modalities to replace, if the type applies to them
+    # Media of another row. In each modality, the i-th replaces the prompt's i-th, starting over when they run out
+    others: Sequence[MediaRef] = ()
     seed: tuple[int, ...] = (0,)  # seed of random numbers, together with the index of media in the prompt
 
     @property
@@ -122,8 +123,8 @@ class View:
         replacement = np.asarray(self.type.function(original, rng, **settings))
         if replacement.shape != original.shape:
             raise ValueError(
-                f"The view {self.type.name!r} made {replacement.shape} of {original.shape}; keep the shape of the "
-                "medium, and so the tokens of its prompt."
+                f"The view {self.type.name!r} returned the shape {replacement.shape} for the shape {original.shape}; "
+                "return the same shape, so that the prompt keeps its tokens."
             )
         replacement = np.ascontiguousarray(replacement, original.dtype)  # torch takes no array with negative strides
         if isinstance(media, PIL.Image.Image):
@@ -206,7 +207,7 @@ def mask_patches(
 @view("diffusion_noise", modalities=("image", "video"), strength="step")
 def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated[int, "[1, 999]"] = 500) -> np.ndarray:
     r"""
-    Gaussian noise of a diffusion process after some of its 1,000 steps, as in
+    Gaussian noise of a diffusion process after `step` of its 1,000 steps, as in
     [NoisyRollout](https://huggingface.co/papers/2504.13055).
 
     The view is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.

@@ -51,7 +51,7 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
     if not _MEDIA_STARTS.match(start) or _PLAYLIST_TEXTS.search(start.partition(b"\0")[0]):
         fix = "WAV or FLAC" if ref.modality == "audio" else "MP4"
         raise ref.error(
-            f"this is no file of {ref.modality} that can be read, it starts with {start[:16]!r}; convert it to {fix}"
+            f"this isn't a readable {ref.modality} file: it starts with {start[:16]!r}; convert it to {fix}"
         )
 
 
@@ -229,8 +229,8 @@ def _ogg_checksum(page: bytes) -> bytes:
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
     """
     Yields, for each page, its flags, the serial number of its stream, and its start and end in the file. Skips other
-    data. A page has 27 bytes, of which the last counts segments, then one byte with the length of each segment, then
-    the segments.
+    data. A page begins with 27 bytes, the last of which is the number of its segments. The lengths of the segments
+    follow, one byte per segment, and then the segments.
     """
     offset = stream.tell()
     for _ in range(_MOST_PARTS):

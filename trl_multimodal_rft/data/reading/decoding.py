@@ -135,8 +135,8 @@ def load_audio(
         if max_seconds is not None and count > max_seconds * rate:
             if not should_truncate:
                 raise ref.error(
-                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
-                    "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
+                    f"the audio of {count / rate:.2f} s is longer than the model's window of {max_seconds:g} s; cut "
+                    "it, or set `audio_overlong='truncate'` to keep its beginning"
                 )
             count = max_seconds * rate  # after truncation, because the rest is never decoded
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -147,8 +147,12 @@ def load_audio(
             for chunk, rate in decoded_chunks:
                 if rate is None:
                     if isinstance(ref.source, dict) and "sample_rate" in ref.source:
-                        raise ref.error("array without a rate; rename the key 'sample_rate' to 'sampling_rate'")
-                    raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
+                        raise ref.error(
+                            "the array has no sampling rate; rename the key 'sample_rate' to 'sampling_rate'"
+                        )
+                    raise ref.error(
+                        "the array has no sampling rate; give {'array': ..., 'sampling_rate': ...} or a file"
+                    )
                 count += len(chunk)
                 if not np.isfinite(chunk).all():
                     raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
@@ -249,7 +253,9 @@ def load_video(
             frames[n_decoded : n_decoded + len(chunk)] = chunk
             n_decoded += len(chunk)
         if frames is None or n_decoded != len(indices):
-            raise ref.error(f"the video has {n_decoded} of {len(indices)} frames; repair it or remove the row")
+            raise ref.error(
+                f"{n_decoded} of {len(indices)} selected frames can be decoded; repair the video or remove the row"
+            )
         video_metadata = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
         return frames, {**video_metadata, "frames_indices": indices}
 
@@ -328,7 +334,7 @@ def require_module(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise ImportError(f"{package} is missing or broken: `{install(extra)}`") from error
+        raise ImportError(f"{package} is missing or broken; install it with `{install(extra)}`") from error
 
 
 def install(extra: str) -> str:
@@ -347,7 +353,7 @@ def encoded_source(ref: MediaRef) -> Any:
     for key in ("bytes", "path", "url"):
         if source.get(key) is not None:
             return source[key]
-    raise ref.error(f"a dictionary of {sorted(source)}; give 'bytes', 'path' or 'url'")
+    raise ref.error(f"the dictionary has only {sorted(source)}; give 'bytes', 'path' or 'url'")
 
 
 def open_source(ref: MediaRef) -> BinaryIO:
@@ -416,7 +422,7 @@ def read_audio_chunks(
 
     with closing(_decode_audio_chunks(ref, max_seconds, check)) as chunks:
         for chunk, rate in chunks:
-            # Without a limit, more samples are left than the chunk has, so that no chunk is the last one
+            # Samples up to the limit. Without a limit, one more than the chunk has, so that reading goes on.
             n_left = len(chunk) + 1 if max_seconds is None or rate is None else int(max_seconds * rate) - count
             chunk = chunk[:n_left]
             count += len(chunk)
@@ -430,7 +436,7 @@ def read_audio_chunks(
             if len(chunk) >= n_left:
                 break
     if 0 < loudest < math.inf and loudest_average < _CANCELLATION_RATIO * loudest:
-        raise ref.error("its channels cancel each other out; give one of them")
+        raise ref.error("its channels cancel each other out; give one channel")
 
 
 def _decode_audio_chunks(
@@ -503,8 +509,8 @@ def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np
         loudest = np.abs(samples.astype(np.int64)).max(initial=0)
         if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
             raise ref.error(
-                f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
-                "others as floats in -1 to 1"
+                f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits, so their scale is "
+                "unknown; give 16-bit samples as int16, and others as floats in -1 to 1"
             )
         samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (kind == "u")  # 128 is silence in unsigned 8 bits
     samples = samples.astype(np.float32)
@@ -526,7 +532,8 @@ def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     last_index = math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
     if first_index > last_index:
         raise ref.error(
-            f"no frames from {start} s to {end} s of {metadata.total_num_frames} at {metadata.fps} per second; "
+            f"no frame lies between {start} s and {end} s: the video has {metadata.total_num_frames} frames at "
+            f"{metadata.fps} per second; "
             "correct 'video_start' and 'video_end', or encode the video as MP4, which stores its number of frames"
         )
     metadata.total_num_frames = last_index - first_index + 1
@@ -583,9 +590,7 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
     options_without_effect = sorted(_FRAME_OPTIONS & ref.options.keys())
     if options_without_effect:
-        raise ref.error(
-            f"{', '.join(options_without_effect)} has no effect on a list of frames, which is used whole; remove it"
-        )
+        raise ref.error(f"{', '.join(options_without_effect)} has no effect on a list of frames; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     max_frames = count if ref.rules.max_frames is None else ref.rules.max_frames
@@ -610,7 +615,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
         for i in range(0, len(indices), chunk_size):
             batch = decoder.get_frames_at(indices[i : i + chunk_size])
             if (batch.pts_seconds.diff() <= 0).any():
-                raise ref.error("its decoder gives other frames than it counts; give the file itself")
+                raise ref.error("its decoder returns frames whose times don't increase; give the file itself")
             frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)  # (N, C, H, W) by default
 

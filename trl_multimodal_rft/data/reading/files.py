@@ -55,6 +55,7 @@ class MediaFile:
     rules: MediaRules = DEFAULT_RULES  # limits for decoding the file
 
     def ref(self) -> MediaRef:
+        """Returns a reference to the file, with its modality as the column of errors."""
         return MediaRef(self.modality, self.data, {}, self.modality, 0, self.rules)
 
 

@@ -210,7 +210,7 @@ def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
         if n_read > max_bytes:
             raise TooLarge
         if time.monotonic() > until:
-            raise NoAnswer(f"{n_read} bytes in time")
+            raise NoAnswer(f"only {n_read} bytes arrived in time")
     if n_expected is not None and n_read < n_expected:
-        raise NoAnswer(f"{n_read} of {n_expected:.0f} bytes")
+        raise NoAnswer(f"only {n_read} of {n_expected:.0f} bytes arrived")
     return b"".join(chunks)

@@ -42,7 +42,9 @@ class _ImageFile(Bounded):
         if self.max_bytes < math.inf and data.startswith(b"Exif\0\0"):
             self.exif_bytes += len(data)
             if self.exif_bytes > _MOST_EXIF:  # Pillow joins all segments before it parses them
-                raise self._ref.error("its EXIF data exceeds 65,536 bytes; save it without them, or remove the row")
+                raise self._ref.error(
+                    "its EXIF data exceeds 65,536 bytes; save it without EXIF data, or remove the row"
+                )
         return data
 
 
@@ -74,7 +76,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
 def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
     """Raises a [`MediaError`] for a `size` (width and height in pixels) beyond the limits."""
     if max(size) > _LONGEST_EDGE:
-        raise ref.error(f"{size[0]} x {size[1]} pixels exceed {_LONGEST_EDGE:,} on an edge; cut it or remove the row")
+        raise ref.error(f"{size[0]} x {size[1]} pixels exceed {_LONGEST_EDGE:,} on an edge; crop it or remove the row")
     if size[0] * size[1] > ref.rules.max_image_pixels:
         raise ref.error(
             f"{size[0]} x {size[1]} pixels exceed the limit of {ref.rules.max_image_pixels:,}; make it smaller, or "
@@ -176,7 +178,7 @@ def _png_pixel_bytes(header: bytes) -> int:
 def check_pil_image(ref: MediaRef, image: PIL.Image.Image) -> None:
     """Raises a [`MediaError`] for a PIL image that an external program would render."""
     if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
-        raise ref.error(f"a document of format {image.format}; render it before, and give the pixels")
+        raise ref.error(f"this is a document of format {image.format}; render it, and give the pixels")
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:

@@ -151,7 +151,7 @@ class MediaRef:
             `str`: The text for a message.
         """
         for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
-            # The source is one path or URL, also with spaces, at which a search for URLs in the text would stop
+            # Masked as one URL, because `without_credentials` would end a URL at its first space
             if isinstance(source, str):
                 text = text.replace(source, masked_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))

@@ -43,16 +43,16 @@ class MediaRules:
             Files must still be in `allowed_media_folders`.
         min_pixels (`int`, *optional*):
             Budget: images and frames with fewer pixels are enlarged to this many, unless the content block of the
-            media in its message sets `min_pixels`.
+            image or video sets `min_pixels`.
         max_pixels (`int`, *optional*):
-            Budget: images and frames with more pixels are shrunk to this many, unless the content block of the media
-            in its message sets `max_pixels`.
+            Budget: images and frames with more pixels are shrunk to this many, unless the content block of the image
+            or video sets `max_pixels`.
         video_fps (`float`, *optional*):
-            Budget: frames per second that are sampled from a video, unless the content block of the video in its
-            message sets `fps` or `nframes`.
+            Budget: frames per second that are sampled from a video, unless the content block of the video sets `fps`
+            or `nframes`.
         max_frames (`int`, *optional*):
-            Budget: most frames of a video, evenly spaced, unless the content block of the video in its message sets
-            `max_frames` or `nframes`.
+            Budget: most frames of a video, evenly spaced, unless the content block of the video sets `max_frames` or
+            `nframes`.
         use_audio_in_video (`bool`, *optional*, defaults to `False`):
             Whether the model hears the sound of a video with its frames.
 
@@ -127,9 +127,9 @@ def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
         raise ValueError(f"`media_rules` must be a dictionary such as {{'max_audio_seconds': 60}}, got {limits!r}.")
     for name in limits:
         if name not in LIMIT_NAMES:
-            remedy = f"`{name}` is an option of its own." if name in OPTION_NAMES else ""
-            remedy = remedy or did_you_mean(name, LIMIT_NAMES).strip() or f"There are {', '.join(LIMIT_NAMES)}."
-            raise ValueError(f"`media_rules` has no limit {name!r}. {remedy}")
+            remedy = f"Set the trainer's option `{name}` instead." if name in OPTION_NAMES else ""
+            remedy = remedy or did_you_mean(name, LIMIT_NAMES).strip() or f"Its keys are {', '.join(LIMIT_NAMES)}."
+            raise ValueError(f"`media_rules` has no key {name!r}. {remedy}")
     return MediaRules(**limits, **options)
 
 

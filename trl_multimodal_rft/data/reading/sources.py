@@ -66,7 +66,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     else:
         _check_protocol(ref, protocol)
         if "::" in location:
-            raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
+            raise ref.error(f"'{protocol}' can't be chained; chain zip:// alone, and once")
         if protocol in _HOST_PROTOCOLS:
             _check_domain(ref, location)
         file = None
@@ -98,7 +98,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         # For an unknown protocol, `fsspec` raises a `ValueError`
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
-        raise ImportError(str(ref.error(f"no installed package reads {protocol}: {error}"))) from error
+        raise ImportError(str(ref.error(f"no installed package reads the protocol '{protocol}': {error}"))) from error
 
 
 class Bounded:

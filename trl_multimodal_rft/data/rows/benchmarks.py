@@ -210,7 +210,7 @@ def _read_rows_and_audio(
             )
     if len(audio_files) < len(rows):
         logger.warning(
-            f"{len(rows) - len(audio_files)} of {len(rows)} rows are skipped, whose audio files don't exist."
+            f"{len(rows) - len(audio_files)} of {len(rows)} rows are skipped, as their audio files don't exist."
         )
     if not audio_files:
         raise FileNotFoundError(f"None of the {len(rows)} audio files exists; pass their folder as `audio_dir`.")
@@ -235,7 +235,7 @@ def _assemble_dataset(
         if isinstance(answer, int) and not 0 <= answer < len(row_choices):
             raise ValueError(
                 f"row {index}: the answer {shortened(repr(row['answer']))} is none of the choices "
-                f"{shortened(row_choices)}; correct either of them."
+                f"{shortened(row_choices)}; correct the answer or the choices."
             )
         choice_texts = without_letters(row_choices)
         text = template.format(question=required(row, index, *question_columns), choices=choice_texts)

@@ -161,9 +161,13 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
     likely_prompt = next(
         (column for prompt_name in _PROMPT_NAMES for column in columns if column.strip().lower() == prompt_name), None
     )
-    remedy = "rename the right one" if likely_prompt is None else f"rename {likely_prompt!r} to 'prompt'"
+    remedy = (
+        "rename the column of prompts to 'prompt'"
+        if likely_prompt is None
+        else f"rename {likely_prompt!r} to 'prompt'"
+    )
     if likely_prompt == "messages":  # the last message may be the answer
-        remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
+        remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; if they don't end with an answer, {remedy}"
     layout = other_layout(row)
     if layout is not None:
         # Options of `prepare` for rows with prompts, by layout
@@ -451,17 +455,21 @@ class _RowReader:
             blocks, refs = placeholders[modality], media[modality]
             if blocks and not refs:
                 raise blocks[0][modality].error(
-                    f"placeholder without {modality}; add the {modality} inline, or in column '{modality}s'"
+                    f"the placeholder has no {modality}; add the {modality} to its block, or to column '{modality}s'"
                 )
             if blocks and len(blocks) != len(refs):
                 form = f"{{'type': '{modality}'}}"
-                problem = f"{modality} placeholders in the messages; write one {form} block for each, or none at all"
+                problem = (
+                    f"{modality} placeholders in the messages; write one {form} block per {modality}, or no block"
+                )
                 if modality in tag_modalities:
                     problem = (
-                        f"'<{modality}>' in the text of the prompt; write one for each, or {form} blocks, which make "
-                        f"'<{modality}>' plain text"
+                        f"'<{modality}>' in the text of the prompt; write one per {modality}, or one {form} block per "
+                        f"{modality}, with which '<{modality}>' stays text"
                     )
-                raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {problem}")
+                raise self.error(
+                    refs[0].column.split("[")[0], f"has {len(refs)} {modality}s for {len(blocks)} {problem}"
+                )
             for block, ref in zip(blocks, refs, strict=False):
                 block[modality] = replace(ref, options=block[modality].options)
             if not blocks and refs:
@@ -471,7 +479,7 @@ class _RowReader:
                 # A tag of another tool, such as `<img>`, shows that the medium belongs at another place
                 tag_pattern = rf"<(?!(?-i:{modality})>)({_TAG_WORDS[modality]})[ _-]?\d*\s*/?>"
                 if foreign_tag := re.search(tag_pattern, text, re.IGNORECASE):
-                    remedy = f"write '<{modality}>' where each goes, or blocks, which make such texts plain text"
+                    remedy = f"write '<{modality}>' where each {modality} goes, or add blocks of type '{modality}'"
                     raise self.error(name, f"{foreign_tag[0]!r} in the text is no placeholder; {remedy}")
                 unplaced_blocks += [{"type": modality, modality: ref} for ref in refs]
 
@@ -479,7 +487,7 @@ class _RowReader:
             user_message = next((message for message in messages if message["role"] == "user"), None)
             if user_message is None:
                 raise next(iter_refs(unplaced_blocks)).error(
-                    "no user message to put it in; add one, or a placeholder block"
+                    "there is no user message to put it in; add a user message, or a placeholder block"
                 )
             user_message["content"] = unplaced_blocks + (_as_blocks(user_message).get("content") or [])
         return messages

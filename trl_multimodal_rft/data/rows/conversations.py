@@ -67,8 +67,8 @@ def conversation(
         turns = required(row, index, column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError(
-                f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
-                "of another layout?"
+                f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; correct the "
+                "row, or choose another layout."
             )
         turns = [message for turn in turns for message in _messages_of(turn)]
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
@@ -78,8 +78,8 @@ def conversation(
         chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
         if chat[-1]["role"] not in _ROLES.values() or not isinstance(chat[-1]["content"], str):
             raise ValueError(
-                f"row {index}, column '{column}[{i}]': {shortened(turn)} is no text of a user, an assistant "
-                "or a system; write it as one (calls of tools and blocks aren't converted), or remove the row."
+                f"row {index}, column '{column}[{i}]': {shortened(turn)} isn't a text of the user, the assistant or "
+                "the system; write it as one (tool calls and blocks aren't converted), or remove the row."
             )
     return chat, column
 
@@ -100,6 +100,9 @@ def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int)
         *context, answer = conversation({name: value if isinstance(value, list) else [value]}, index, (name,))[0]
         # The messages before the answer are absent, or repeat the prompt, with or without its first (system) message
         if answer["role"] != "assistant" or context not in ([], chat, chat[1:]):
-            raise ValueError(f"row {index}: its {name} answer isn't the assistant's to the same prompt; correct it.")
+            raise ValueError(
+                f"row {index}: its {name} answer must be one message of the assistant, alone or after the messages of "
+                "the prompt; correct it."
+            )
         pair[name] = [answer]
     return pair

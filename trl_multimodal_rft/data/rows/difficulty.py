@@ -52,8 +52,8 @@ class DifficultySampler:
         for row_index, rate in enumerate(rates):
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(
-                    f"row {row_index}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or "
-                    "remove it."
+                    f"row {row_index}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct "
+                    "the value, or remove the column."
                 )
         self.rates = torch.tensor([math.nan if value is None else value for value in rates], dtype=torch.float64)
         self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched

@@ -241,8 +241,8 @@ def _media(decoded: Decoded) -> Any:
             name = type(feature).__name__
             error = ref.error(
                 "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "
-                f"Install both (`{install('audio')}`), or cast the column to `{name}(decode=False)` and read its "
-                "files yourself"
+                f"Install FFmpeg and torchcodec (`{install('audio')}`), or cast the column to "
+                f"`{name}(decode=False)` and read its files yourself"
             )
             raise ImportError(str(error))
         media = feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})

@@ -69,7 +69,7 @@ def check_empty(folder: str | os.PathLike) -> None:
     """Raises a `ValueError` unless a folder is empty or missing."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")
+        raise ValueError(f"'{path}' isn't an empty folder; name another folder, or move its files.")
 
 
 def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar: tqdm) -> None:

@@ -119,7 +119,8 @@ def load_conversations(
             label_column = None if is_pair else next((name for name in LABELS if row.get(name) is not None), None)
             if label_column is not None:
                 raise ValueError(
-                    f"row {index} has one answer and its '{label_column}', no pair; convert with 'kto' as the task."
+                    f"row {index} has one answer and a '{label_column}', so it isn't a pair; convert with 'kto' as "
+                    "the task."
                 )
             return preference_pair(chat, row, index)
         has_answer = chat[-1]["role"] == "assistant"
@@ -360,8 +361,8 @@ def load_video_r1(
         paths = path if isinstance(path, dict) else {data_type: path}
         if data_type not in ("image", "video", "image_audio", "video_audio") or [*paths] != data_type.split("_"):
             raise ValueError(
-                f"row {index}, column 'data_type': {data_type!r} with the path {shortened(repr(path))} is neither "
-                "'image' nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
+                f"row {index}, column 'data_type': {data_type!r} doesn't fit the path {shortened(repr(path))}; write "
+                "'image' or 'video' and one path, or 'image_audio' or 'video_audio' and a path for each modality."
             )
         options = {"nframes": nframes, "max_pixels": max_pixels}
         block_options = {
@@ -495,7 +496,8 @@ def load_omni_preference(
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"row {index}: its 'messages' have no '### Context' with a question and two candidates, or its "
-                "'solution' is no JSON of a verdict and their scores; is it of another layout?"
+                "'solution' isn't JSON with 'better', 'score_A' and 'score_B'; correct the row, or choose another "
+                "layout."
             ) from error
         ranked_scores = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
         return {**_pair(question, *answers[::step]), **ranked_scores, TIE: verdict["better"] == "equal"}
@@ -506,7 +508,7 @@ def load_omni_preference(
     if task == "dpo":
         row_indices = [index for index, tie in enumerate(dataset[TIE]) if not tie]
         logger.warning(
-            f"{len(dataset) - len(row_indices)} of {len(dataset)} pairs are skipped, which are equally good."
+            f"{len(dataset) - len(row_indices)} of {len(dataset)} pairs are skipped, as both answers are equally good."
         )
         dataset = dataset.select(row_indices).remove_columns(TIE)
     return _convert_for_task(dataset, task, template)
@@ -539,7 +541,9 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
         names = next((names for names in _GENERATION_COLUMNS if all(row.get(name) for name in names)), None)
         if names is None:
             layouts_text = " or ".join(", ".join(names) for names in _GENERATION_COLUMNS)
-            raise ValueError(f"row {index} has {sorted(row)}, and needs {layouts_text}; is it of another layout?")
+            raise ValueError(
+                f"row {index} has {sorted(row)}, but needs {layouts_text}; correct the row, or choose another layout."
+            )
         return names
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -596,7 +600,7 @@ def _plain_name(name: str) -> str:
 
 
 def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
-    """Reads the lines of a file of Charades-STA as rows. Skips spans that end before they start, with a warning."""
+    """Reads a file of Charades-STA as rows. Skips spans that don't end after their start, with a warning."""
     rows, lines = [], file.read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
         video_and_span, separator, sentence = line.partition("##")
@@ -610,7 +614,7 @@ def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, A
             rows.append({"video_id": video, "span": [start, end], "sentence": query, "videos": media})
     if len(rows) < len(lines):
         logger.warning(
-            f"{len(lines) - len(rows)} of {len(lines)} rows are skipped, whose spans end before they start."
+            f"{len(lines) - len(rows)} of {len(lines)} rows are skipped, as their spans don't end after their start."
         )
     return rows
 
@@ -673,7 +677,9 @@ def _load_converted(
         try:
             datasets.append(Dataset.from_dict({name: values}, features))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ValueError(f"column '{name}': its values are of several types ({error}); make them one.") from error
+            raise ValueError(
+                f"column '{name}': its values are of several types ({error}); convert them to one type."
+            ) from error
     return concatenate_datasets([datasets[0], *media, *datasets[1:]], axis=1)
 
 
@@ -696,11 +702,13 @@ def _read_rows_and_media(
         rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
     n_stored = len(media)
     if not rows:
-        raise ValueError(f"{path} has no rows; is it another file that holds them?")
+        raise ValueError(f"{path} has no rows; name the file that holds them.")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             type_name = type(row).__name__
-            raise ValueError(f"row {index} is a {type_name}, not an object with columns; is it another layout?")
+            raise ValueError(
+                f"row {index} is a {type_name}, not an object with columns; correct the row, or choose another layout."
+            )
         if row.get("objects"):
             raise ValueError(
                 f"row {index}, column 'objects': boxes depend on the model and aren't converted; write them into the "

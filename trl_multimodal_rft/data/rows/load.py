@@ -46,7 +46,7 @@ def check_separator(columns: Collection[str]) -> None:
     for column in columns:
         if separator := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
             raise ValueError(
-                f"column {column!r} is several, with {separator[0]!r} between them; save the table with commas as "
+                f"column {column!r} is several columns, joined by {separator[0]!r}; save the table with commas as "
                 f".csv or with tabs as .tsv, or load it with "
                 f"`load_dataset('csv', data_files=..., sep={separator[0]!r})`"
             )
@@ -89,11 +89,13 @@ def one_line_errors(label: str) -> Iterator[None]:
         elif reason.startswith("Unknown split"):
             reason = f"{reason.rstrip('.')}; `--help` lists the options that choose a split"
         elif reason.startswith("Dataset scripts"):
-            reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
+            reason += (
+                "; name a file of its rows, or save them as Parquet with a version of `datasets` that runs scripts"
+            )
         elif reason.startswith("Unable to find") and " [" in reason:
             reason = f"{reason.split(' [')[0]}, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv in UTF-8"
         elif isinstance(cause, UnicodeDecodeError) or reason.startswith("Error tokenizing"):
-            reason += "; save it in UTF-8, with commas between cells, and quotes around those that hold some"
+            reason += "; save it in UTF-8, with commas between cells, and quotes around cells with commas"
         raise ValueError(f"{label} can't be read: {reason}") from error
 
 
@@ -167,5 +169,6 @@ def required(row: dict[str, Any], index: int, *names: str) -> Any:
         if row.get(name) is not None:
             return row[name]
     raise ValueError(
-        f"row {index} has no {' or '.join(map(repr, names))}, only {sorted(row)}; is it of another layout?"
+        f"row {index} has no {' or '.join(map(repr, names))}, only {sorted(row)}; correct the row, or choose another "
+        "layout."
     )

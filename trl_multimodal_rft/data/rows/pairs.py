@@ -70,7 +70,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     check_pairs(dataset)
     template_parts = _SLOTS.split(template)  # texts and names of slots alternate
     if sorted(template_parts[1::2]) != ["answer_a", "answer_b", "question"]:
-        raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
+        raise ValueError("`template` must contain {question}, {answer_a} and {answer_b}, once each; correct it.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
     pairs = dataset.select_columns([name for name in (*_PAIR_COLUMNS, TIE) if name in dataset.column_names])
     for index, row in enumerate(pairs):
@@ -106,7 +106,7 @@ def check_pairs(dataset: Dataset) -> None:
     if missing := [name for name in _PAIR_COLUMNS if name not in dataset.column_names]:
         raise ValueError(
             f"Pairs need the columns `prompt`, `chosen` and `rejected`, but the dataset has {dataset.column_names}; "
-            f"add {missing}, or, where both completions contain the prompt, call `dataset.map(trl.extract_prompt)`."
+            f"add {missing}, or, if both completions contain the prompt, call `dataset.map(trl.extract_prompt)`."
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no pairs; pass at least one row.")
@@ -121,7 +121,8 @@ def read_answer(
         return [{**messages[0], "role": "assistant"}]
     if (role := messages[0]["role"]) != "assistant":
         raise ValueError(
-            f"row {row_index}, column '{column}': an answer must be the assistant's, got one of {role!r}."
+            f"row {row_index}, column '{column}': an answer must be the assistant's, but the role is {role!r}; "
+            "correct the role, or remove the row."
         )
     return messages
 
@@ -130,8 +131,8 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
     """Raises a [`MediaError`] for media in answers."""
     if (medium := next(iter_refs(messages), None)) is not None:
         raise medium.error(
-            "assistant messages are text here, as only DPO and reward models read media of answers; move it into a "
-            "message before"
+            "assistant messages must be text, as only DPO and reward models read media of answers; move it to an "
+            "earlier message"
         )
 
 

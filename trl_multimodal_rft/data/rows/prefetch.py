@@ -128,14 +128,14 @@ class PrefetchPool(Generic[T]):
         except _HangingWorkers as error:
             self.close()
             raise MediaError(
-                f"row {row_index}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove "
-                "it, or raise `media_timeout`"
+                f"row {row_index}: reading its media timed out twice, as a decoder or a folder may hang; remove the "
+                "row, or raise `media_timeout`"
             ) from error
         except BrokenProcessPool as error:
             self.close()
             raise MediaError(
-                f"row {row_index}: the process that decoded its media was killed, by a decoder that crashed or out of "
-                "memory; remove the row, or write its media again"
+                f"row {row_index}: the process that decoded its media was killed, because a decoder crashed or memory "
+                "ran out; remove the row, or encode its media again"
             ) from error
         finally:
             self.prefetch(other_row_indices)
@@ -157,8 +157,8 @@ class PrefetchPool(Generic[T]):
 
     def _fork_workers(self, row_index: int) -> Future:
         """Starts the workers, and has them read a first row."""
-        collects = gc.isenabled()
-        initial_arguments = (self._read, collects)
+        gc_enabled = gc.isenabled()
+        initial_arguments = (self._read, gc_enabled)
         self._pool = ProcessPoolExecutor(
             self._num_workers, multiprocessing.get_context("fork"), _start_worker, initial_arguments
         )
@@ -168,7 +168,7 @@ class PrefetchPool(Generic[T]):
         try:
             return self._pool.submit(_read_and_pickle, row_index)
         finally:
-            if collects:
+            if gc_enabled:
                 gc.enable()
             self._workers = [*self._pool._processes.values()]
 
@@ -176,11 +176,11 @@ class PrefetchPool(Generic[T]):
 _read: Callable[[int], object]  # set in a worker by `_start_worker`
 
 
-def _start_worker(read: Callable[[int], object], collects: bool) -> None:
+def _start_worker(read: Callable[[int], object], gc_enabled: bool) -> None:
     global _read
     _read = read
     gc.freeze()
-    if collects:
+    if gc_enabled:
         gc.enable()
     torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it

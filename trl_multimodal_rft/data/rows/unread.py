@@ -171,8 +171,8 @@ def check_columns(
         if knows_modalities and not modalities.intersection(option_targets):
             modalities_text = ", ".join(sorted(modalities)) or "text alone"
             message = (
-                f"{name}: {option} changes {' or '.join(sorted(option_targets))}, and prompts hold {modalities_text}; "
-                "remove it."
+                f"{name}: {option} changes {' or '.join(sorted(option_targets))}, but prompts hold {modalities_text}; "
+                f"remove {option}."
             )
             if dataset_part == "all":
                 raise ValueError(message)
@@ -259,7 +259,7 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
         if isinstance(medium, Encoded):
             continue  # stored in a dataset, whose features show the medium when they are checked
         if isinstance(medium, str):
-            evidence = f"what looks like files, such as {masked_url(medium)[:60]!r}"
+            evidence = f"texts that look like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
                 column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell
             )

@@ -66,8 +66,8 @@ class Actor(nn.Module):
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`list[str]`, *optional*):
-            Suffixes of the names of linear layers for LoRA, by default all linear layers except the LM head. Frozen
-            encoders get no LoRA.
+            Suffixes of the names of layers for LoRA; by default, all linear layers except the LM head. Frozen encoders
+            get no LoRA.
         ds_config, device_map (`dict`, *optional*):
             DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded.
         packing_samples (`bool`, *optional*, defaults to `False`):
@@ -133,18 +133,18 @@ class Actor(nn.Module):
             loading_arguments = ("use_flash_attention_2", "ds_config", "device_map", "load_in_4bit")
             if passed := [name for name in loading_arguments if arguments[name]]:
                 raise ValueError(
-                    f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or drop it."
+                    f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or remove it."
                 )
             model, base = pretrain_or_model, unwrapped(None, pretrain_or_model)
             if lora_rank > 0 and model is not base:
-                raise ValueError("The instance has an adapter already; pass the base model, or `lora_rank=0`.")
+                raise ValueError("The instance already has an adapter; pass the base model, or set `lora_rank=0`.")
             if bf16 and not getattr(base, "is_quantized", False):
                 _cast_parameters(model, base, torch.bfloat16)
         base = unwrapped(None, model)
         if family_of(base).indexed_media:
             raise ValueError(
-                f"{base.config.model_type} has media tensors that index others, which breaks when experiences are "
-                "split by rows; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
+                f"{base.config.model_type} has media tensors that index others, and a split of experiences would "
+                "break the indices; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
             )
         keep_differentiable(base)
         base.config.use_cache = False
@@ -165,7 +165,7 @@ class Actor(nn.Module):
             lora_settings = {"r": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
             model = _add_lora(base, lora_settings, target_modules, frozen_towers)
         elif target_modules is not None:
-            raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
+            raise ValueError("`target_modules` have no effect without LoRA; set `lora_rank` above 0, or remove them.")
         self.model = model
         self.training = base.training
 
@@ -348,7 +348,7 @@ class Actor(nn.Module):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if not attention_mask[:, -1].all():
-            raise ValueError("Prompts must be padded on the left, so that completions follow them.")
+            raise ValueError("Prompts must be padded on the left, so that completions follow directly.")
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         kwargs |= dict(zip(_VISION_NAMES, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -452,9 +452,7 @@ class Actor(nn.Module):
             )
         ratio = self.high_entropy_token_ratio
         if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
-            raise ValueError(
-                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` to the same."
-            )
+            raise ValueError(f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile={ratio}`.")
         return self.model
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
@@ -530,7 +528,10 @@ def sampling_options(actor_temperature: float, options: dict[str, Any]) -> dict[
             f"{actor_temperature}; make the actor with `temperature={chosen['temperature']}`."
         )
     if chosen["top_p"] < 1.0 or chosen["top_k"] > 0:
-        logger.warning("`top_p` and `top_k` cut off tokens that log-probabilities count: importance ratios are off.")
+        logger.warning(
+            "`top_p` and `top_k` cut off tokens that log-probabilities count, so importance ratios are wrong; turn "
+            "both off."
+        )
     return chosen
 
 
@@ -566,7 +567,7 @@ def _add_lora(
     except peft.utils.error.NoMatchingPeftModuleError as error:
         raise ValueError(
             f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
-            "`target_modules=None` takes all."
+            "`target_modules=None` takes all layers."
         ) from error
     for module in peft_model.modules():
         if module not in base_modules:

@@ -205,7 +205,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 
 
 def media_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns argument names of the model's forward by names in experiences, as far as the two names differ."""
+    """Returns argument names of the model's forward, by names in experiences, for tensors with two names."""
     accepted = inspect.signature(type(model).forward).parameters
     return {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
@@ -308,18 +308,20 @@ def _check_modalities(
             and modality not in present_modalities
             and not (modality == "image" and videos_as_images)
         ):
-            raise MediaError(f"row {row_index} holds placeholders for {modality} but there is no {modality}; pass it.")
+            raise MediaError(
+                f"row {row_index} holds placeholders for {modality}, but there is no {modality}; pass the {modality}."
+            )
         if modality not in present_modalities:
             continue
         if row_index is None and not (modality == "video" and first_row_indices["image"] is not None):
             raise MediaError(
-                f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
-                "make the ids with the model's processor."
+                f"there is {modality}, but the sequences hold no placeholder for it, so the model would ignore the "
+                f"{modality}; make the ids with the model's processor."
             )
         if grid in accepted and grid not in features:
-            raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
+            raise MediaError(f"there is {modality} but no `{grid}`; pass the processor's `{grid}`.")
         if modality == "audio" and audio_masks and not audio_masks & features.keys():
-            raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass what the processor returns.")
+            raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass the processor's mask.")
     return videos_as_images
 
 
@@ -394,7 +396,10 @@ def _count_media(
             counts.append(count)
             n_used += count
         if n_used < len(token_counts):
-            raise MediaError(f"{len(token_counts) - n_used} {modality}s have no placeholder in any row.")
+            raise MediaError(
+                f"{len(token_counts) - n_used} {modality}s have no placeholder in any row; make ids and "
+                f"{modality}s with the same processor call."
+            )
         return counts
     # Token counts are unknown. The result is the first of three guesses that adds up to `n_media`: one image, video or
     # clip per run of placeholders, one per row with placeholders, or one per equal number of placeholders

@@ -124,12 +124,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if initial_model is not None and initial_model.temperature != actor.temperature:
             raise ValueError(
                 f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
-                f"{actor.temperature}, so that their KL divergence has no meaning; make them equal."
+                f"{actor.temperature}, so their KL divergence has no meaning; make the temperatures equal."
             )
         needs_critic = strategy.estimator.name == "gae"
         if needs_critic != (critic is not None):
-            problem = "none was passed" if needs_critic else "one was passed, which would not be used"
-            raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {problem} as `critic`.")
+            problem = "needs a `critic`; pass one" if needs_critic else "doesn't use the `critic`; pass `None`"
+            raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}` {problem}.")
         sources = reward_model, remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe
         self.reward_sources = RewardSources(*sources, strategy.label_column, strategy.media_rules)
         check_processor(processor)
@@ -209,7 +209,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         max_new_tokens = generate_kwargs.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
         overlong_cache = self.strategy.soft_overlong_cache
         if overlong_cache is not None and max_new_tokens is None:
-            raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
+            raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass `max_new_tokens`.")
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
         experiences = [self.make_experience(batch) for batch in bar]
@@ -288,7 +288,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             if len(prompt) > self.prompt_max_len:
                 raise ValueError(
                     f"Prompt {index} has {len(prompt)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
-                    "and messages aren't cut; raise it or drop the prompt."
+                    "and messages aren't cut; raise this limit, or drop the prompt."
                 )
         return encoded
 

@@ -364,9 +364,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(WHOLE_WEIGHTS)
         if self._policy.fallbacks.isolate is not None and args.num_generations % size != 0:
             raise ValueError(
-                f"A {self.actor.config.model_type} mixes media with their padding, so that an experience must hold "
-                f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
-                "or a divisor of it."
+                f"A {self.actor.config.model_type} mixes media with their padding, so an experience must hold a "
+                f"single prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` "
+                f"({args.num_generations}) or a divisor of it."
             )
         # Fields that both configs have get the trainer's values, unless the dictionary below replaces them
         common_fields = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
@@ -404,7 +404,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
 def _no_rewards(**kwargs):
     """Stands in for the reward function that the trainer's constructor requires. Training doesn't call it."""
-    raise RuntimeError("Rewards come from the experience maker; call `fit`.")
+    raise RuntimeError("Rewards come from the experience maker; call `PPOTrainerVL.fit`.")
 
 
 # Metrics of samples of all ranks

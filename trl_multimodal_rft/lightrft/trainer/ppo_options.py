@@ -48,19 +48,16 @@ def config_of(
     defaults = {field.name: field.default for field in fields(strategy)}
     for name in _ROLLOUT_OPTIONS:
         if getattr(strategy, name) != defaults[name]:
-            hint = f"; pass `{name}` to the trainer itself" if name in SAMPLING_OPTIONS else ""
-            raise ValueError(
-                f"`{name}` of `strategy` has no effect in these steps{hint or ', only in `MultimodalPPOTrainer`'}; "
-                "remove it."
-            )
+            trainer = "pass it to `PPOTrainerVL` itself" if name in SAMPLING_OPTIONS else "use `MultimodalPPOTrainer`"
+            raise ValueError(f"`{name}` of `strategy` has no effect in `PPOTrainerVL`; remove it, or {trainer}.")
     if strategy.entropy_settings.policy != "rollout":
         raise ValueError(
-            "`entropy_source` of `strategy` has no effect in these steps but for the settings of 'rollout', only in "
-            "`MultimodalPPOTrainer`; remove it."
+            f"`entropy_source={strategy.entropy_source!r}` of `strategy` has no effect in `PPOTrainerVL`, which takes "
+            "entropies of the rollout; set 'rollout', or use `MultimodalPPOTrainer`."
         )
     if strategy.top_entropy_quantile < 1 and actor.high_entropy_token_ratio == 0:
         raise ValueError(
-            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs the entropies of the rollouts; make the "
+            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs entropies of the rollouts; make the "
             f"actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
     for name, minimum, value in (
@@ -71,7 +68,7 @@ def config_of(
             raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     if reference is None or options["beta"] == 0:
         if options["kl_target"]:
-            raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
+            raise ValueError("`kl_target` needs a reference `initial_model` and an `init_kl_coef` above 0; pass both.")
         options |= {"beta": 0.0, "kl_estimator": None}
     # Arguments of the trainer by settings of GAE
     discounts = {"gamma": "gamma", "lam": "lambd"}
@@ -149,7 +146,7 @@ def rollout_sizes(
     if n_prompts < prompts_per_rollout or (n_prompts % prompts_per_rollout != 0 and not dataloader.drop_last):
         raise ValueError(
             f"{n_prompts} prompts don't fill whole batches of {dataloader.batch_size} on {n_processes} processes; set "
-            "another `batch_size`, or `drop_last=True` if there are enough for one."
+            "another `batch_size`, or, if the prompts fill at least one batch per process, `drop_last=True`."
         )
     n_samples = dataloader.batch_size * args.num_generations
     if buffer_limit > 0:
@@ -157,7 +154,7 @@ def rollout_sizes(
     samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if n_samples % samples_per_step != 0:
         raise ValueError(
-            f"A batch of {dataloader.batch_size} prompts leaves {n_samples} samples in the buffer, which don't fill "
+            f"A batch of {dataloader.batch_size} prompts puts {n_samples} samples into the buffer, which don't fill "
             f"whole optimizer steps of {samples_per_step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
     return n_samples // samples_per_step * args.num_ppo_epochs, prompts_per_rollout

@@ -60,8 +60,8 @@ class PPOTrainerVL:
             Decay of the moving average, and weights of the KL divergence and of the supervised loss. With a
             `ptx_coef` of 0, supervised rows are ignored.
         kl_target, kl_horizon (`float` and `int`, *optional*, default to `None` and `10000`):
-            Target of the KL divergence per token, in nats, for an adaptive coefficient, and number of completions over
-            which the coefficient adapts.
+            Divergence per token, in nats, that an adaptive coefficient holds, and number of completions in which the
+            coefficient changes by about 20 % at most. `None` keeps the coefficient constant.
         micro_train_batch_size, micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
             Number of samples per device in a training forward, and number of samples that are sampled and scored at
             once.
@@ -229,7 +229,7 @@ class PPOTrainerVL:
         """
         trainer = self.trainer
         if trainer.is_prepared:
-            raise RuntimeError("There have been updates already, on which the schedules depend; `fit` a new trainer.")
+            raise RuntimeError("There have been updates already, so schedules can't start; `fit` a new trainer.")
         if args.eval_strategy != "no" and eval_dataloader is None:
             raise ValueError("`eval_strategy` needs prompts to evaluate on; pass an `eval_dataloader`.")
         if args.save_strategy == "best":
@@ -381,7 +381,7 @@ class PPOTrainerVL:
         episode: float = 0,
     ) -> None:
         """
-        Logs, evaluates and saves, as far as the action's interval has ended since the last call.
+        Runs each action (log, evaluate, save) whose interval has ended since the last call.
 
         Args:
             args ([`MultimodalPPOConfig`]):
@@ -432,8 +432,8 @@ class PPOTrainerVL:
         last_step: int | None = None,
     ) -> None:
         """
-        Logs, evaluates and saves, as far as the action's strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`,
-        the action's interval must also have ended since that step: an interval of 10 ends between steps 8 and 12.
+        Runs each action (log, evaluate, save) whose strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`, the
+        action's interval must also have ended since that step: an interval of 10 ends between steps 8 and 12.
         """
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler

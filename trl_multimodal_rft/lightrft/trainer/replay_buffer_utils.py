@@ -233,7 +233,7 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
         if item.action_mask is not None:
             is_token[length - n_actions :] |= item.action_mask.bool()
     else:
-        raise ValueError(f"Item {index} has no `attention_mask`, so `pad_token_id` is needed to find its padding.")
+        raise ValueError(f"Item {index} has no `attention_mask` that shows its padding; pass `pad_token_id`.")
     tokens = is_token.nonzero()
     if len(tokens) == 0:
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
@@ -343,7 +343,7 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     media = {name: tensor for name in names if (tensor := getattr(record, name)) is not None}
     extra = record.extra_media or {}
     if duplicates := media.keys() & extra.keys():
-        raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time.")
+        raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time; remove them from `extra_media`.")
     return media | extra
 
 
@@ -387,7 +387,7 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
                 if sum(counts) != len(tensor):
                     raise ValueError(
                         f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
-                        f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
+                        f"aren't patches, pass the number of rows of each sample in `media_rows['{name}']`."
                     )
             # A tensor of 5 dimensions could also have a row per sample, padded to the largest number of images. Then
             # the lengths don't show which of the two forms the tensor has.
@@ -420,6 +420,6 @@ def _media_counts(key: str, value: torch.Tensor | list | float, size: int) -> li
 
 def _ambiguity_error(name: str, tensor: torch.Tensor, size: int) -> ValueError:
     return ValueError(
-        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; pass how many "
-        f"belong to each in `media_rows['{name}']`."
+        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; pass the "
+        f"number of rows of each sample in `media_rows['{name}']`."
     )

@@ -42,8 +42,8 @@ class RolloutAdvantages:
         in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
-                f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
-                "experiences of a rollout."
+                f"There are {sum(sizes)} samples, which don't form whole groups of {args.n_samples_per_prompt}; pass "
+                "all experiences of a rollout."
             )
         if (accelerator := args.accelerator) is not None:
             counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
@@ -176,7 +176,7 @@ def normalize_advantages_cross_batch(
     rows, masks = [], []
     for index, experience in enumerate(experiences):
         if experience.advantages is None or experience.action_mask is None:
-            raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; make both, and normalize then.")
+            raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; compute both before the call.")
         rows += [*experience.advantages]
         masks += [*experience.action_mask]
     values, mask = torch.cat(rows), torch.cat(masks).bool()

@@ -81,7 +81,10 @@ def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> s
         return None
     runs = ((saved_algorithm, is_adapter), (algorithm, has_adapter))
     labels = [f"{name!r} {'with' if with_adapter else 'without'} an adapter" for name, with_adapter in runs]
-    return f"{checkpoint} is of a run of {labels[0]}, and this one is of {labels[1]}; resume as that run was started."
+    return (
+        f"{checkpoint} is of a run of {labels[0]}, and this one is of {labels[1]}; resume with the trainer and, if it "
+        "had one, the adapter of that run."
+    )
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:

@@ -122,7 +122,7 @@ class CheckpointMixin(Trainer):
         `TypeError` if the trainer lacks an attribute that this class needs.
         """
         if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
-            raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
+            raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}; set it before `_finish_setup`.")
         keep_differentiable(self.model)
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
         self.add_callback(SaveBeforePush(self._save_before_first_push))
@@ -239,7 +239,7 @@ class CheckpointMixin(Trainer):
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
         has_manifest = Path(folders[0], "manifest.json").is_file()
-        remedy = ", or delete the manifest.json of this one to resume from what is left" if has_manifest else ""
+        remedy = ", or delete manifest.json in this one to resume from the remaining files" if has_manifest else ""
         raise ValueError(
             f"{reasons[0]} Resume from another checkpoint (`resume_from_checkpoint=True` finds the newest whole one "
             f"in `output_dir`){remedy}."

@@ -33,7 +33,10 @@ def saving_whole_weights(accelerator: Accelerator) -> AbstractContextManager[Non
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
-    """Saves a module's weights in shards or whole, as the run saves the policy's. All ranks must call this."""
+    """
+    Saves a module's weights as the run saves the policy's: in shards, or whole if this process `writes`. All ranks
+    must call this.
+    """
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
@@ -72,8 +75,8 @@ def layout_mismatch(accelerator: Accelerator, checkpoint: str | Path) -> str | N
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
         return (
             f"{checkpoint} was saved with DeepSpeed, and this run is without, so that it would begin with a new "
-            "optimizer. Resume with the `--accelerate_config` of that run, such as `zero2`, or train the weights of "
-            f"{checkpoint} anew."
+            "optimizer state. Resume with the `--accelerate_config` of that run, such as `zero2`, or train the "
+            f"weights of {checkpoint} anew."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     run_layout = "" if plugin is None else plugin.state_dict_type.name  # `""` stands for a run without FSDP
