@@ -119,7 +119,7 @@ def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
     # A view of sounds also changes the sound of a video that the model hears
     return {
-        name: modalities | {"video"} if config["use_audio_in_video"] else modalities
+        name: modalities | {"video"} if config["use_audio_in_video"] and "audio" in modalities else modalities
         for name, modalities in modalities_by_option.items()
     }
 
