@@ -94,7 +94,7 @@ def test_rounding_of_a_released_model_passes(family, rows):
     check = released(family, rows(2)).check()
     assert max(check.padded, check.packed, check.rows, check.sampled) > TOLERANCE
     assert check.fallbacks == Fallbacks() and check.features == 0
-    assert re.search(r"rounding noise +\de-0[12] +4 times a token's adds to its tolerance\n", str(check))
+    assert re.search(r"rounding noise +\de-0[12] +a token's tolerance is raised by 4 times its noise\n", str(check))
 
 
 def padding(name, change):

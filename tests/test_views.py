@@ -12,7 +12,7 @@ from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rollout.stages import view_prompts
-from trl_multimodal_rft.views.options import RolloutView, view_option
+from trl_multimodal_rft.views.options import RolloutView, changed_media, view_option
 from trl_multimodal_rft.views.views import VIEWS, View, ViewType, as_view
 
 
@@ -195,6 +195,15 @@ def test_views_that_change_no_medium_of_the_rows_are_refused(option, held, tmp_p
         ValueError, match=f"`{option}` changes audio, but prompts hold {held.strip()}; remove `{option}`"
     ):
         make_trainer(TRAINERS[kind], "qwen2_5_omni", Dataset.from_list([row] * 8), tmp_path, **options)
+
+
+def test_only_views_of_sounds_change_the_sound_of_videos(monkeypatch):
+    monkeypatch.setitem(VIEWS, "mirror", ViewType("mirror", None, flip, ("image",)))
+    config = {"rollout_view": "mirror", "contrast_view": "mask_audio", "loss_view": "shuffle_frames"}
+    changes = {"`rollout_view`": {"image"}, "`contrast_view`": {"audio"}, "`loss_view`": {"video"}}
+    assert changed_media({**config, "use_audio_in_video": False}) == changes
+    changes["`contrast_view`"] = {"audio", "video"}
+    assert changed_media({**config, "use_audio_in_video": True}) == changes
 
 
 def test_views_of_media_that_only_reading_tells(tmp_path, caplog):

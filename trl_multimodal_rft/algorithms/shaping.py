@@ -7,7 +7,7 @@ from .returns import TOLERANCE
 
 
 # Reward above which a completion counts as right, as in the code of Video-R1
-_RIGHT = 0.1
+_RIGHT_ABOVE = 0.1
 
 
 def contrast_bonus(
@@ -16,13 +16,13 @@ def contrast_bonus(
     r"""
     Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
     get a bonus $\alpha$ if the mean reward of their group is at least $\mu$ times the mean reward of the prompt's
-    completions from a view.
+    completions under a view.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
+            Rewards of all ranks, group by group, `NaN` where unscorable, shape `(N,)`.
         contrast_rewards (`torch.Tensor`):
-            Rewards of completions from the view, shape `(N,)`, group by group. A prompt with fewer than `group_size`
+            Rewards of completions under the view, shape `(N,)`, group by group. A prompt with fewer than `group_size`
             such completions has `NaN` in the remaining entries of its group.
         group_size (`int`):
             Completions per prompt.
@@ -37,12 +37,12 @@ def contrast_bonus(
     """
     means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast_rewards))
     gets_bonus = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false
-    return torch.where(gets_bonus & (rewards > _RIGHT), bonus, 0.0)
+    return torch.where(gets_bonus & (rewards > _RIGHT_ABOVE), bonus, 0.0)
 
 
 class RunningScale:
     """
-    The standard deviation of all rewards of the run so far, by which rewards are divided, see
+    Running standard deviation of all rewards of the run so far, the divisor of rewards in
     [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The split of rewards
     over calls of [`update`] doesn't change the result.
     """
@@ -58,7 +58,7 @@ class RunningScale:
 
         Args:
             rewards (`torch.Tensor`):
-                Rewards of all processes, `NaN` where unscorable, shape `(N,)`.
+                Rewards of all ranks, `NaN` where unscorable, shape `(N,)`.
         """
         rewards = rewards[~rewards.isnan()].double()
         if len(rewards) == 0:

@@ -39,7 +39,7 @@ _MIN_EFFECT = 1e-2
 
 
 class Case(NamedTuple):
-    """A prompt of one rank, which all ranks check."""
+    """A prompt of one rank that all ranks check, and a processor's outputs for it."""
 
     prompt: EncodedPrompt
     # Outputs of the processor that `AutoProcessor.from_pretrained` loads; empty if the prompt isn't compared with them
@@ -204,7 +204,7 @@ class Measure:
         `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
         """
 
-        # A prompt without media isn't processed again, since `plain` doesn't write the run's tools into the text
+        # A prompt without media has no features to compare, and `plain` would leave the run's tools out of its text
         def process_again(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
@@ -254,7 +254,7 @@ class Measure:
         scores: torch.Tensor,
         mask: torch.Tensor,
     ) -> float:
-        """Returns how far other media of a modality move a prompt's scores, or NaN if there are no other media."""
+        """Returns the largest change of a prompt's scores by other media of a modality, or NaN without other media."""
         other_prompt = with_other_media(prompt, modality, donor)
         if all(torch.equal(prompt.media[name], other_prompt.media[name]) for name in prompt.media):
             return math.nan
@@ -273,7 +273,7 @@ class Measure:
     # Decisions common to all ranks
 
     def difference(self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor) -> float:
-        """Returns the largest difference over all ranks, or infinity if `a` is missing, has another shape or NaN."""
+        """Returns the largest difference over all ranks; infinity if `a` is missing, or has another shape or NaN."""
         value = math.inf
         if a is not None and a.shape == b.shape:
             value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
@@ -283,7 +283,7 @@ class Measure:
         self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor, noise: Callable[[], torch.Tensor | None]
     ) -> tuple[float, bool]:
         """
-        Returns the largest difference over all ranks, and whether rounding explains the differences on every rank.
+        Returns the largest difference over all ranks, and whether rounding explains the differences of all ranks.
         `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. It is called if a difference
         exceeds `tolerance`. Before the comparison with noise, `tolerance` rises to twice the dtype's spacing at the
         largest logit, divided by the temperature, if that is larger.
@@ -321,7 +321,8 @@ class Measure:
         last. If packed scores aren't exact then, turns packing off. Raises a `RuntimeError` if padded scores are never
         exact.
         """
-        # From the defaults, the fused head with `isolate` of `None`, "media" and "prompt", then the model's logits
+        # If the fallbacks are the defaults, the order with `tries_isolation` is: the fused head with `isolate` `None`,
+        # "media" and "prompt", then the model's logits with the same three
         scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]
         for from_model, isolate in itertools.product(sorted({was_from_model, True}), isolate_values):

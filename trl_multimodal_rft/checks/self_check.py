@@ -37,7 +37,7 @@ Messages = str | list[dict[str, Any]]  # of a prompt
 
 _N_NEW_TOKENS = 4
 
-# If rounding lifts the limit of a difference above this number of nats, a warning says that it could hide errors
+# Limit of a difference, in nats, above which a warning says that rounding could hide errors
 _WARNING_LIMIT = 1.0
 
 
@@ -51,7 +51,8 @@ class SelfCheck:
     logits, because its attention within a prompt differs, the logits of `generate` are the truth.
     """
 
-    features: float | None = None  # media tensors against the loaded processor's, relative to the largest value
+    # Media tensors against those of `AutoProcessor.from_pretrained`'s processor, see `Measure.compare_features`
+    features: float | None = None
     padded: float  # padded rows against the truth
     packed: float | None = None  # packed rows against the truth; `None` without packing
     # Effect of other media by modality; NaN if the batch holds no other media
@@ -59,19 +60,20 @@ class SelfCheck:
     rows: float | None = None  # scores with several prompts per forward against scores with one prompt per forward
     sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
-    # How far the changes move log-probabilities of sampled tokens; `None` if sampling returns no scores
+    # Effect of `changes` on the log-probabilities of sampled tokens; `None` if sampling returns no scores
     changed: float | None = None
     training: float | None = None  # training mode against evaluation mode
     tolerance: float  # limit of a difference without noise, from the dtype of the computation
     fallbacks: Fallbacks  # the fallbacks under which the differences hold
     engine_positions: bool = False  # whether the truth has the positions that a sampling engine computed
     # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
-    # weights have moved, and after the first media that a tool returned
+    # updates of the weights, and on tokens after tool media
     engine: tuple[float, float] | None = None
     engine_updated: tuple[float, float] | None = None
     engine_conversation: tuple[float, float] | None = None
-    conversation: float | None = None  # tokens after the first media that a tool returned, against the truth
-    rounding: float | None = None  # largest noise of a token, measured in half precision, see `rounding`
+    # Tokens after the last tool result, of the first completion with tool media, against the truth
+    conversation: float | None = None
+    rounding: float | None = None  # largest noise of a token, measured in half precision, see `checks/rounding.py`
 
     def __str__(self) -> str:
         facts = self._facts()
@@ -82,15 +84,15 @@ class SelfCheck:
     def _facts(self) -> list[tuple[str, str, str]]:
         """Returns the name, the figure and the note of each line."""
         fallbacks = self.fallbacks
-        notes = ["with the model's logits"] * fallbacks.logits_from_model
-        notes += ["at the engine's positions"] * self.engine_positions
-        # The line is shown if there are changes. For NaN, it says "not measured".
+        padded_notes = ["with the model's logits"] * fallbacks.logits_from_model
+        padded_notes += ["at the engine's positions"] * self.engine_positions
+        # `None` hides the line of changes, and NaN shows "not measured"
         changed = (math.nan if self.changed is None else self.changed) if self.changes else None
         trains_alike = (self.training or 0.0) <= self.tolerance + NOISE_FACTOR * (self.rounding or 0.0)
         comparisons = [
-            ("rounding noise", self.rounding, f"{NOISE_FACTOR} times a token's adds to its tolerance"),
+            ("rounding noise", self.rounding, f"a token's tolerance is raised by {NOISE_FACTOR} times its noise"),
             ("features vs. processor", self.features, ""),
-            ("padded rows vs. model's forward", self.padded, ", ".join(notes)),
+            ("padded rows vs. model's forward", self.padded, ", ".join(padded_notes)),
             ("packed rows vs. model's forward", self.packed, "" if fallbacks.packing else "falls back to padded rows"),
             ("batched vs. one by one", self.rows, FORWARDS[fallbacks.isolate] if fallbacks.isolate else ""),
             ("sampled vs. model's forward", self.sampled, "" if fallbacks.shared_prefill else "separate prefills"),
@@ -98,18 +100,18 @@ class SelfCheck:
             ("training vs. evaluation mode", self.training, "" if trains_alike else "dropout or batch norm"),
             ("tool media vs. model's forward", self.conversation, ""),
         ]
-        engines = [  # with a mean and a largest difference, or `None`
+        engines = [  # pairs of a mean and a largest difference, or `None`
             ("engine vs. recomputed", self.engine),
             ("engine vs. recomputed, updated", self.engine_updated),
             ("engine vs. recomputed, tool media", self.engine_conversation),
         ]
-        media = [
+        media_effects = [
             (f"effect of another {modality}", _figure(change, ".2g"), "") for modality, change in self.media.items()
         ]
         return [
             *((name, _figure(value), note) for name, value, note in comparisons if value is not None),
             *((name, _figure(pair[0]), f"on average, at most {pair[1]:.0e}") for name, pair in engines if pair),
-            *(media or ([] if self.training is None else [("effect of media", "no media yet", "")])),
+            *(media_effects or ([] if self.training is None else [("effect of media", "no media yet", "")])),
         ]
 
 
@@ -127,7 +129,7 @@ class RunSettings:
     eos_token_ids: Sequence[int]
     # Samples completions by a config and fallbacks; `None` if transformers doesn't sample
     sample: Callable[[list[EncodedPrompt], GenerationConfig, Fallbacks], Any] | None
-    generating: Callable[[], AbstractContextManager[nn.Module]]  # context with the model, ready to generate
+    generating: Callable[[], AbstractContextManager[nn.Module]]  # returns a context of the model, ready to generate
     samples_rollouts: bool = True  # whether transformers also samples the rollouts
     changes: Sequence[str] = ()  # options that change the sampled distribution, such as `top_p`
     audio_overlong: Literal["raise", "truncate"] = "raise"
@@ -171,7 +173,8 @@ def check_conversation(
     Measures the tokens that follow tool media in a completion. Returns their difference from the truth and the
     fallbacks, or `None` if no rank has such a completion.
 
-    The truth is the model's own forward on the prompt and `later`, the part of the completion up to the last result.
+    The truth is the model's own forward on the prompt, the completion up to the last tool result
+    (`Conversation.later`), and the tokens after it, which are compared.
     """
     # At most one completion of this rank. The first rank that has one sends it to the others.
     local_case = [
@@ -179,7 +182,7 @@ def check_conversation(
         for prompt, ids in zip(prompts, completion_ids, strict=True)
         if isinstance(prompt, Conversation) and len(ids) > len(prompt.later)
     ][:1]
-    holders = [process for process, holds in enumerate(gather_object([bool(local_case)])) if holds]
+    holders = [rank for rank, has_case in enumerate(gather_object([bool(local_case)])) if has_case]
     if not holders:
         return None
     measure = Measure(policy, model, has_engine_positions)
@@ -419,7 +422,7 @@ class _Check(Measure):
     ) -> None:
         """
         Checks that only suppressed tokens change the distribution, unless options of the run change it, too. `logits`
-        and `scores` `(2, N, vocabulary)` are the model's, and those after the processors of `generate`.
+        `(2, N, vocabulary)` are the model's, and `scores` the same after the logits processors of `generate`.
         """
         suppressed_ids = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn_logps = _logps(scores, ids)

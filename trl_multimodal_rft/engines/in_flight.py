@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards and log entries of reward functions that run while a batch is in flight, such as judges on servers."""
+    """Rewards of a batch in flight, such as those of judges on servers, and log entries of the reward functions."""
 
     values: dict[str, list[float | None]]  # rewards by the name of the function
     log_entries: list[tuple[str, str, Any]]  # (logging function such as `log_metric`, name, value)
@@ -37,8 +37,8 @@ class EarlyRewards(NamedTuple):
 
 class EarlyCalls:
     """
-    Caller of reward functions from several threads. Calls of the same function run one after another, because a single
-    call already opens as many connections as the function allows. After an error, further calls raise that error.
+    Caller of reward functions from several threads. It serializes the calls of a function, because one call already
+    opens as many connections as the function allows. After an error, further calls raise that error.
     """
 
     def __init__(self):
@@ -97,9 +97,9 @@ class InFlight:
         max_staleness (`int`):
             Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):
-            Limit of the total wait between a request's attempts, in seconds.
+            Limit of the sum of the waits between a request's attempts, in seconds.
         changes_weights (`bool`):
-            Whether a request continues with new weights as soon as its server has them.
+            Whether new weights of a server also apply to the rest of the requests that it is working on.
         settings (`dict`, *optional*):
             Sampling settings that aren't part of requests. Answers in a checkpoint are used only with equal settings.
     """
@@ -117,13 +117,14 @@ class InFlight:
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
-        self._checkpoint_rows: dict[int, list[int]] = {}  # row indices of generation batches, from a checkpoint
+        self._checkpoint_rows: dict[int, list[int]] = {}  # row indices by batch index, from a checkpoint
         self._checkpoint_answers: dict[Key, Answer] = {}
-        self._n_sent = 0  # number of requests so far, by which requests are spread over servers
-        self._n_clears = 0  # number of calls of `clear`. A thread whose number is older ends.
+        self._n_sent = 0  # number of requests so far; spreads requests over servers
+        self._n_clears = 0  # number of calls of `clear`. Ends the threads that are older than the last one.
         self.processor: Any = None  # decodes completions in the threads
         self.calls = EarlyCalls()
-        self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
+        # Probes of the batch that was taken last; set by `AsynchronousSampling`
+        self.probes: list[tuple[Any, EngineRequest]] = []
 
     def __contains__(self, batch_index: int) -> bool:
         return batch_index in self._pending
@@ -138,8 +139,9 @@ class InFlight:
         **more: Any,
     ) -> None:
         """
-        Requests the completions of a batch, unless a checkpoint has them. `reward_functions`, by request key, get the
-        completions of a request as soon as they arrive. `more` has the other fields of the [`PendingBatch`].
+        Requests the completions of a batch, except for those in a checkpoint. `reward_functions` maps keys to
+        functions that get the completions of a request as soon as they arrive. `more` has the other fields of the
+        [`PendingBatch`].
         """
         checkpoint_answers = self._checkpoint_answers
         outdated = [
@@ -149,8 +151,8 @@ class InFlight:
         ]
         if outdated:
             logger.warning(
-                f"{len(outdated)} answers of the checkpoint are of other settings, or of older weights than "
-                "`max_staleness` allows. Their requests are sent again."
+                f"{len(outdated)} answers of the checkpoint are of other settings or of too old weights, and are "
+                "requested again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
         # The salt is the version of the weights that this batch waits for. Requests for different versions then don't
@@ -169,8 +171,8 @@ class InFlight:
 
     def take(self, batch_index: int) -> tuple[PendingBatch, list[Answer], tuple[float, float]]:
         """
-        Removes and returns a batch and the answers to its requests. Also returns two times in seconds: this call's
-        wait for the answers, and the answers' mean wait for this call.
+        Removes and returns a batch and the answers to its requests. Also returns two times in seconds: the wait of
+        this call for the answers, and the mean time from an answer's arrival to this call.
         """
         start, pending = time.monotonic(), self._pending[batch_index]
         answers = [future.result() for future in pending.answers.values()]
@@ -221,7 +223,7 @@ class InFlight:
 
     def _check_not_cleared(self, n_clears: int) -> None:
         if n_clears != self._n_clears:
-            raise RuntimeError("The run has ended.")  # ends the thread; nobody reads the error
+            raise RuntimeError("This request was forgotten by `clear`.")  # ends the thread; nobody reads the error
 
     def _fits_request(self, key: Key, request: EngineRequest) -> bool:
         """Returns whether the checkpoint's answer fits this request, and comes from weights that are new enough."""
@@ -257,8 +259,8 @@ def request_keys(
     prompts: Sequence[Any], row_indices: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
-    Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` has each
-    completion's row index, and `indices` its index in the batch of all ranks.
+    Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` and
+    `indices` hold, per completion, the row index and the index in the batch of all ranks.
 
     A request's seed is a 32-bit hash of the run's `seed`, the batch and the row, plus the first completion's index. So
     the parts of a group that straddles ranks get different seeds, such as `hash + 2` for completions 2 and 3, and

@@ -30,21 +30,26 @@ class ContrastView:
     fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
     # The bonus applies if the mean reward of the group is at least this many times the mean reward under the view
     reward_ratio: Annotated[float, "[0, inf)"] = 0.8
-    bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
+    bonus: Annotated[float, "(0, inf)"] = 0.3  # addition to the rewards of the group's right completions
 
 
 @dataclass(frozen=True)
 class LossView:
-    """View in the loss, by the option `loss_view`."""
+    """View under which completions are scored again, for terms and weights of the loss, by the option `loss_view`."""
 
     view: View | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the policy's divergence from itself under the view
-    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # largest divergence of a token, in nats, that the loss still raises
+    # Weight of a term that increases the policy's divergence from itself under the view
+    kl_coef: Annotated[float, "[0, inf)"] = 0.0
+    # Divergence of a token, in nats, above which training doesn't increase it further
+    kl_clip: Annotated[float, "(0, inf]"] = 10.0
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
-    advantage_min: Annotated[float | None, "[0, 1]"] = None  # advantage weight of the least dependent completion
+    # Factor on the advantage of the completion that depends least on media. The mean factor of a batch is 1.
+    advantage_min: Annotated[float | None, "[0, 1]"] = None
     token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on, the most media-dependent first
-    temperature: Annotated[float | None, "(0, inf)"] = None  # temperature of token weights by entropy differences
+    # Temperature of the softmax that turns absolute differences of tokens' entropies, under the view minus with the
+    # media, into weights of the tokens in the loss
+    temperature: Annotated[float | None, "(0, inf)"] = None
 
     @property
     def has_term(self) -> bool:
@@ -53,12 +58,12 @@ class LossView:
 
     @property
     def has_gradient(self) -> bool:
-        """`True` if terms in the loss have a gradient under the view."""
+        """`True` if a term of the loss has a gradient through the scores under the view."""
         return self.kl_coef != 0 or (self.entropy_coefs or (0, 0))[1] != 0
 
     @property
     def measures_divergence(self) -> bool:
-        """`True` if the sampling policy's distributions without and with the view are compared."""
+        """`True` if a setting needs the divergence between distributions with the media and under the view."""
         return self.advantage_min is not None or self.token_quantile < 1
 
     @property
@@ -69,7 +74,7 @@ class LossView:
 
 @dataclass(frozen=True)
 class RejectedView:
-    """View under which a chosen completion is rejected, by the option `rejected_view`."""
+    """View under which the chosen completion counts as rejected, by the option `rejected_view`."""
 
     view: View | None = None
     conditional_coef: Annotated[float, "[0, inf)"] = 1.0  # weight of the preference for the media over the view
@@ -119,7 +124,7 @@ def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     modalities_by_option = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
     # A view of sounds also changes the sound of a video that the model hears
     return {
-        name: modalities | {"video"} if config["use_audio_in_video"] else modalities
+        name: modalities | {"video"} if config["use_audio_in_video"] and "audio" in modalities else modalities
         for name, modalities in modalities_by_option.items()
     }
 
