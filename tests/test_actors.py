@@ -928,7 +928,7 @@ def test_print_trainable_parameters():
     layers = adapted(make("qwen2_5_omni", lora_rank=2, **both))
     assert len(names) == 2 and layers and not any(layer.startswith(names) for layer in layers)
     for flag in FREEZE.values():
-        with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
+        with pytest.raises(ValueError, match=f"has no (image|audio) encoder. Remove `{flag}`"):
             text_actor(**{flag: True})
 
 

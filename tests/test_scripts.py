@@ -115,6 +115,19 @@ def test_command_line_is_read_as_by_trl(script):
     assert parsed == {name: expected[name] for name in parsed} and len(parsed) == len(words)
 
 
+@pytest.mark.parametrize("script", [grpo, evaluate])
+def test_help_of_a_script_that_is_run_as_a_file(script, capsys):
+    texts = []
+    for words in (["--help_all"], ["--help-all"], ["--help"]):
+        with pytest.raises(SystemExit):
+            parse(script.ARGUMENTS, words)
+        texts.append(capsys.readouterr().out)
+    full, same, short = texts
+    assert same == full and "None" not in short.splitlines()
+    for option in ("--num_machines", *["--adam_beta1"] * (script is grpo)):
+        assert f"{option} " in full and f"{option} " not in short
+
+
 # Prompts
 
 ROWS = {
@@ -185,6 +198,9 @@ def test_system_prompt_before_what_a_teacher_reads(kind):
     made = prompted(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system_prompt="Be brief.")
     assert [row["teacher_prompt"] for row in read(made)] == [[SYSTEM, user], [own, user], None]
     assert [row["prompt"][0] for row in read(made)] == [SYSTEM] * 3
+    empty = Dataset.from_dict({"prompt": ["What?"] * 2, "teacher_prompt": [[user], []]})
+    with pytest.raises(ValueError, match="row 1, column 'teacher_prompt': it has no prompt"):
+        list(prompted(empty if kind == "dataset" else empty.to_iterable_dataset(), system_prompt="Be brief."))
 
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])

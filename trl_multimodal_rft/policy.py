@@ -35,8 +35,8 @@ from .models.parts import CRITIC, find_towers, named_parts
 from .models.wrapped import is_unsharded, unwrapped
 
 
-# Rows are packed if they have at most this share of the padded tokens. Smaller savings make no measurable difference
-# on a CPU, see `benchmarks/`.
+# Completions are packed if packed rows have at most this share of the tokens of padded rows. Smaller savings make no
+# measurable difference on a CPU, see `benchmarks/`.
 _WORTH_PACKING = 0.9
 
 # Type of layers whose sliding window counts only completion tokens. `generate` applies the window, but `forward`
@@ -88,7 +88,7 @@ class Fallbacks:
     """
 
     packing: bool = True  # whether prompts are forwarded once for all their completions
-    isolate: Literal["media", "prompt"] | None = None  # prompts that get separate forwards, see `ScoreRequest`
+    isolate: Literal["media", "prompt"] | None = None  # prompts that need separate forwards, see `ScoreRequest`
     logits_from_model: bool = False  # whether the model's logits are used instead of the fused head
     shared_prefill: bool = True  # whether prompts are prefilled once for all their completions
     graph: bool = True  # whether decoding steps run as a CUDA graph, on devices that support it
@@ -103,7 +103,7 @@ class Live:
 
     trainer_name: str  # name of the trainer's class, a prefix in logs of profiled blocks
     report_to: list[str] = field(default_factory=list)  # trackers that log the durations of profiled blocks
-    model: nn.Module = field(init=False)  # the policy, as prepared for training
+    model: nn.Module = field(init=False)  # the policy without the wrappers of DDP or DeepSpeed, but with FSDP's
     model_wrapped: nn.Module = field(init=False)  # the policy with the wrappers of DDP, FSDP or DeepSpeed
     # `None` if there is no reference, or if the reference is the policy with its adapter disabled
     ref_model: nn.Module | None = None
@@ -116,7 +116,7 @@ class Live:
         return ProfilingContext(f"{self.trainer_name}.{name}", self.report_to, is_main, step)
 
     def feature_dtype(self) -> torch.dtype | None:
-        """Returns the dtype of the policy, the reference and the critic, or `None` if their dtypes differ."""
+        """Returns the dtype for features: that of policy, reference and critic, or `None` if their dtypes differ."""
         models = self.model, self.ref_model, getattr(self.critic, "model", None)
         weights = [filter(torch.is_floating_point, model.parameters()) for model in models if model is not None]
         dtypes = {next(model_weights).dtype for model_weights in weights}  # a model's first weight stands for all
@@ -125,8 +125,8 @@ class Live:
 
 class Processes:
     """
-    Numbers of forwards and dummy prompts that make collectives alike on all ranks. Dummy prompts make encoders run on
-    ranks whose prompts don't need the encoders.
+    Keeps collectives alike on all ranks: chooses the number of forwards that a rank runs, and the dummy prompts that
+    it adds. Dummy prompts make encoders run on ranks whose prompts don't need the encoders.
 
     Without an `accelerator`, there is one process. The model's `processor` encodes the dummy prompts.
     """
@@ -173,8 +173,8 @@ class Processes:
             # With `find_unused_parameters`, DDP needs no dummy prompts. It accepts weights that the last forward
             # doesn't use, and also reduces gradients of weights that only an earlier forward has used.
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
-            present = _encoders(present)
-        # A batch of text alone, although the language model and the critic are frozen
+            present = _encoders(present)  # as `needed` has encoders, and videos share the encoder of images
+        # If the language model and the critic are frozen, the loss of a batch of text alone would have no gradient
         if (
             torch.is_grad_enabled()
             and not (present | needed or with_other_batch)
@@ -212,8 +212,9 @@ class Processes:
         n_forwards = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
         if not is_unsharded(self.accelerator):
             modalities_by_forward = [modalities_of([*(prompts[i] for i in part), *dummies]) for part in parts]
+            # Surplus forwards repeat the last part
             modalities_by_forward += modalities_by_forward[-1:] * (n_forwards - len(modalities_by_forward))
-            # `(1, forwards, modalities)`; surplus forwards repeat the last part
+            # Shape `(1, forwards, modalities)`
             has_modality = torch.tensor(
                 [[[modality in present for modality in MODALITIES] for present in modalities_by_forward]],
                 device=device,
@@ -233,7 +234,7 @@ class Processes:
         return self._dummies[modality]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """Returns the [`trained_encoders`] at the first call with a wrapped model. Wrappers ignore later freezing."""
+        """Returns the [`trained_encoders`] at the first call with this model, as wrappers ignore later freezing."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
@@ -249,8 +250,8 @@ class Processes:
 
 def check_one_run(num_processes: int, consequence: str) -> None:
     """
-    Raises an error if a launcher started several processes that Accelerate would silently run independently. The
-    template `consequence` ends the message, and may have the field `launched`, the number of processes.
+    Raises a `RuntimeError` if a launcher started several processes, but Accelerate runs each of them alone. The
+    message ends with `consequence`, which may have the field `{launched}` for the number of processes.
     """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:
@@ -362,8 +363,9 @@ class PolicyForward:
         it, see [`~forward.split_groups.KeptPrompt`]. Otherwise each chunk forwards the prompt again.
 
         Completions outside the request's `rows` aren't forwarded. With `max_tokens`, padded rows of completions
-        without tokens aren't forwarded, either. Dummy prompts replace the media of such completions, so that all ranks
-        run the same encoders. If the context of a completion was rewritten, one row per context is forwarded.
+        without tokens aren't forwarded, either. If only such completions have media of a modality, a dummy prompt
+        stands for these media, so that all ranks run the same encoders. If the context of a completion was rewritten,
+        one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         contexts = context_rows(request.prompts, request.ids.size(1))
@@ -381,8 +383,8 @@ class PolicyForward:
             request = selected.with_dummies(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
-            # With `whole`, no tokens follow the prompts. For the auxiliary loss, packed rows also hold the last token
-            # of each completion.
+            # Whole sequences are prompts that no tokens follow. For the auxiliary loss, packed rows also hold the last
+            # token of each completion.
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
 
         def score(index: int, part: ScoreRequest) -> Scores:
@@ -418,7 +420,7 @@ class PolicyForward:
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
-        # By index in `parts`, for chunks of split groups: whether the chunk is the group's first, and its last
+        # Maps the indices in `parts` of chunks of split groups to `(is_first, is_last)` in the group
         chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
@@ -463,7 +465,7 @@ class PolicyForward:
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
 
         def score(index: int, part: ScoreRequest) -> Scores:
-            n, part = len(part), self._with_options(self._with_dummies(model, part), fallbacks)
+            n, part = len(part), self._with_isolation(self._with_dummies(model, part), fallbacks)
 
             def rewards(call: Forward) -> dict[str, torch.Tensor]:
                 return {"values": completion_rewards(call, reward_model, part)}
@@ -492,8 +494,8 @@ class PolicyForward:
         if request.supervised is not None:
             n_supervised = len(request.supervised)
             supervised = self._with_dummies(model, request.supervised, with_other_batch=True)
-            supervised = replace(self._with_options(supervised, fallbacks), logit_bias=request.logit_bias, **fields)
-        request = self._with_options(self._with_dummies(model, request), fallbacks)
+            supervised = replace(self._with_isolation(supervised, fallbacks), logit_bias=request.logit_bias, **fields)
+        request = self._with_isolation(self._with_dummies(model, request), fallbacks)
         request = replace(request, logps=logps and request.target is None, **fields)
         if needs_policy:
             _gather_head(policy)
@@ -532,8 +534,8 @@ class PolicyForward:
             return {**tensors, score_name: tensors[score_name] + zero}
         return tensors
 
-    def _with_options(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
-        """Sets `isolate` of a request, and the number of separate forwards that all ranks must run."""
+    def _with_isolation(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
+        """Returns the request with the fallback `isolate`, and with the number of forwards that all ranks must run."""
         n_forwards = self.processes.n_forwards(request.prompts, fallbacks.isolate)
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 

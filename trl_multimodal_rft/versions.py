@@ -83,7 +83,7 @@ OVERRIDDEN = {
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}
     ),
 }
-ALL_OVERRIDDEN = {path: names for methods in OVERRIDDEN.values() for path, names in methods.items()}
+ALL_OVERRIDDEN = {path: parameters for methods in OVERRIDDEN.values() for path, parameters in methods.items()}
 
 # Undocumented functions and methods that this package calls, with the parameters that it passes. Parameters before `/`
 # are passed by position. `|` separates names of a parameter in different versions.
@@ -187,14 +187,17 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 def compare_with_tested(installed_version: str, tested: str) -> int:
     """Returns -1 for a version below the tested ones, 1 above them, else 0. A pre-release counts as its release."""
-    # Integers of the installed version, and of the lower and the upper bound, if there are bounds
+    # Versions as lists of integers: the installed version, and the lower and the upper bound, if there are bounds
     texts = [re.split(r"[^\d.]", installed_version)[0].strip("."), *re.findall(r"[\d.]+", tested)]
     current, *ends = ([*map(int, text.split("."))] for text in texts)
     return (current >= ends[1]) - (current < ends[0]) if ends else 0
 
 
 def missing_parts() -> dict[str, str]:
-    """Returns a text about the names and parameters that this package needs and a package lacks, by package."""
+    """
+    Returns texts by installed package, with the names and parameters that this package uses and the installed one
+    lacks. Packages that lack none are left out.
+    """
     missing: dict[str, list[str]] = {name: [] for name in installed_versions(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
@@ -207,8 +210,8 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
-            # Looks for arguments by position beyond the function's positional parameters, and for arguments by name
-            # that the function has under none of their names. Kinds up to `VAR_POSITIONAL` are positional.
+            # An argument is missing if it is passed by position and the function takes fewer (kinds of parameters up
+            # to `VAR_POSITIONAL` are positional), or passed by name and the function has none of its spellings (`a|b`)
             first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
@@ -236,7 +239,7 @@ def check_versions() -> None:
 
 
 def warn_of_newer(newer: dict[str, str]) -> None:
-    """Warns of versions newer than the tested ones, once for this process and all processes that it starts."""
+    """Warns of the packages `newer`, with their versions, once for this process and the processes that it starts."""
     listing = ", ".join(f"{name} {number}" for name, number in newer.items())
     earlier = os.environ.get(WARNED, "").split("; ")
     if newer and listing not in earlier and os.environ.get("RANK", "0") == "0":
@@ -270,7 +273,7 @@ def unfit_packages(error: BaseException) -> str | None:
     cause = error
     while is_wrapper_text(str(cause)) and cause.__cause__ is not None:
         cause = cause.__cause__
-    if getattr(cause, "name", None) == PACKAGE:
+    if getattr(cause, "name", None) == PACKAGE:  # raised by [`check_versions`]
         return str(cause)
     if cause is error and not _is_import_failure(error):
         return None
@@ -284,7 +287,8 @@ def unfit_packages(error: BaseException) -> str | None:
 
 def _is_import_failure(error: BaseException) -> bool:
     """Returns whether an import failed in an installed package or in this one, not in a user's module."""
-    is_import_error = isinstance(error, ImportError) and error.name  # else only statements at the top of modules count
+    # Other errors count only if a statement at the top of a module raised them
+    is_import_error = isinstance(error, ImportError) and error.name
     frames = [
         frame
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_versions()
         from ..progress import announce
 
-        parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
+        parser = _parser(str(name))
         args = parser.parse_with_config(argv[1:], getattr(parsers, f"options_for_{name}", None))
         announce("loading libraries")
         if name in LAUNCHED:
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _parser(name: str, shows_all: bool = False) -> Parser:
+def _parser(name: str) -> Parser:
     prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
-        return launched_command_parser(prog, options_of(name), description, shows_all=shows_all)
+        return launched_command_parser(prog, options_of(name), description)
     parser = Parser(prog, description)
     getattr(parsers, name, lambda parser: None)(parser)  # `families` has no options
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -32,7 +32,6 @@ GROUPS = {
     "transformers": "transformers.TrainingArguments",
     "launch": "accelerate launch",
 }
-_ONLY_IN_FULL_HELP = ("transformers", "launch")
 # Options in the first block of `--help`: an example, a README, `first_run.md` or a tenth of the recipes sets them
 FIRST_OPTIONS = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze")
 FIRST_OPTIONS += ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt")
@@ -251,7 +250,7 @@ class _Help(argparse.Action):
 def _first_options(parser: Parser) -> str:
     """Returns the options of examples and recipes in groups, one line each."""
     width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
-    lines, n_first = [f"usage: {parser.usage}", "", str(parser.description)], 0
+    lines, n_first = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])], 0
     for group, title in GROUPS.items():
         rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
         lines += ["", f"{title}:"] if rows else []
@@ -309,15 +308,11 @@ def options_of(command: str) -> list[dict[str, Any]]:
     return [option for option in table()["options"] if command in option["commands"]]
 
 
-def launched_command_parser(
-    prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
-) -> Parser:
-    """Returns the parser of a launched command. `shows_all` adds the help of options in `_ONLY_IN_FULL_HELP`."""
+def launched_command_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
+    """Returns the parser of a launched command, or of a script that is run as a file."""
     epilog = (
-        "The first options are those of the examples and recipes. The command line and the file of `--config` also "
-        "take the other options of transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and "
-        "of `accelerate launch`, such as `--num_machines`; `--help_all` shows them. `--no_NAME` turns off the option "
-        "NAME."
+        "The first options are those of the examples and recipes. The file of `--config` takes the same options as "
+        "the command line. `--no_NAME` turns off the option NAME."
     )
     parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog, add_help=False)
     parser.argument_default = argparse.SUPPRESS
@@ -343,24 +338,22 @@ def launched_command_parser(
     for group, rows in sections.items():
         section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
-            _add_option(section, option if shows_all or group not in _ONLY_IN_FULL_HELP else {**option, "help": None})
+            _add_option(section, option)
             if option["optional"]:
                 parser.nullable.add(option["name"])
     return parser
 
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
-    """Adds an option of [`table`] to a parser or group. `--help` hides an option without a help text."""
+    """Adds an option of [`table`] to a parser or group."""
     name, type_name, choices = option["name"], option["type"], option["choices"]
     arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
-    text = argparse.SUPPRESS
-    if option["help"] is not None:
-        text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
+    text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
     if choices is None:
         arguments["metavar"] = "TEXT" if type_name == "str" else type_name.upper()
     elif len(choices) > _MAX_LISTED:
         arguments["metavar"] = "NAME"
-        text += f" One of {', '.join(choices)}." * (text != argparse.SUPPRESS)
+        text += f" One of {', '.join(choices)}."
     convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": _parse_json}.get(
         type_name, str
     )

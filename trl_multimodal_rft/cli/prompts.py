@@ -120,11 +120,13 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
 def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) -> Prompt | None:
     """Adds a system message to a prompt. Only a teacher's prompt may be missing, or have a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if column != "prompt" and (messages is None or messages[0]["role"] == "system"):
-        return messages
+    if messages is None and column != "prompt":
+        return None
     if not messages:
-        raise ValueError(f"row {row_index}, column 'prompt': it has no prompt; write one, or drop the row.")
+        raise ValueError(f"row {row_index}, column {column!r}: it has no prompt; write one, or drop the row.")
     if messages[0]["role"] == "system":
+        if column != "prompt":
+            return messages
         raise ValueError(f"row {row_index}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     has_blocks = isinstance(messages[0]["content"], list)
     return [{"role": "system", "content": [{"type": "text", "text": text}] if has_blocks else text}, *messages]

@@ -42,11 +42,11 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
     n, c = np.broadcast_arrays(np.asarray(n), np.asarray(c))
     if n.size and not 1 <= k <= n.min():
         raise ValueError(
-            f"`k` is {k}, but must be between 1 and the number of samples ({n.min()}); sample more, or lower it."
+            f"`k` is {k}, but must be between 1 and the smallest `n` ({n.min()}); sample more, or lower `k`."
         )
     if ((c < 0) | (c > n)).any():
-        raise ValueError("`c` must be between 0 and `n`, for it counts the right ones of `n` samples.")
-    # Probability that try `i` draws a wrong completion, if tries 0 to `i - 1` did; 0 if no wrong one is left
+        raise ValueError("`c`, the number of right completions among `n`, must be between 0 and `n`.")
+    # Probability that draw `i`, without replacement, is wrong if all earlier draws are; 0 if all wrong ones are drawn
     failures = [np.clip(n - c - i, 0, None) / (n - i) for i in range(k)]
     return 1 - np.prod(failures, axis=0)
 
@@ -125,7 +125,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(
-            f"{successes} of {n} is no proportion; pass at least one trial and at most as many successes."
+            f"`successes` is {successes} and `n` is {n}; pass at least one trial, and between 0 and `n` successes."
         )
     low, high = binomtest(successes, n).proportion_ci(confidence, method="wilson")
     return float(low), float(high)
@@ -188,7 +188,7 @@ def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[f
         `tuple[float, float]`: Lower and upper end, within -1 and 1.
 
     Raises:
-        `ValueError`: If there is no difference, or one is out of range.
+        `ValueError`: If `differences` is empty, or if a difference isn't between -1 and 1.
 
     Example:
     ```python

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 CRITIC = "critic"
 
-# Patterns of the last part of an encoder's dotted name, for encoders that `get_encoder` doesn't return, such as the
-# second encoder of DeepSeek-VL
+# Patterns of the last component of an encoder's dotted name, such as `visual` of `model.visual`, for encoders that
+# `get_encoder` doesn't return, such as the second encoder of DeepSeek-VL
 _ENCODERS = {
     "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
     "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
@@ -52,12 +52,12 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
     if not name:
-        raise ValueError(f"{type(model).__name__} has no {modality} encoder to freeze; don't freeze it.")
+        raise ValueError(f"{type(model).__name__} has no {modality} encoder.")
     return name
 
 
 def find_towers(model: PreTrainedModel) -> dict[str, str]:
-    """Returns the dotted names of a model's encoders by modality, without modalities that have no known encoder."""
+    """Returns the dotted names of a model's encoders by modality. Modalities without a known encoder are left out."""
     towers = {}
     for modality in ("image", "audio"):
         with suppress(ValueError):
@@ -92,14 +92,14 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     parts_by_name = _parts_by_name(base)
     for name, parameter in model.named_parameters():
-        path = name.removeprefix(prefix)
+        short_name = name.removeprefix(prefix)
         if name.startswith(f"{CRITIC}."):
             yield name, CRITIC, parameter
         elif not name.startswith(prefix):  # PEFT's weights of prompt learning, outside the base model
             yield name, "language_model", parameter
         else:
-            short_name = path
-            # From the weight outwards, the first module with a part
+            path = short_name
+            # The part of the innermost module around the weight that has one
             while path not in parts_by_name:
                 path = path.rpartition(".")[0]
             yield short_name, parts_by_name[path], parameter
@@ -116,9 +116,9 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
     for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
             parts_by_name[names[module]] = "language_model"
-    # A decoder that is the whole base model may have encoders inside
+    # Encoders are outside the language model, unless the decoder is the whole base model
     language_names = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]
-    # Encoders by the patterns, the outermost alone, and then the encoders that `find_towers` returns
+    # Encoders that match a pattern and are inside no other encoder, and the encoders that `find_towers` returns
     towers = {}
     for name in names.values():
         is_inside = any(name.startswith(f"{outer}.") for outer in [*language_names, *towers])
@@ -139,8 +139,8 @@ def match_keys(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Pa
     """
     Maps each parameter to one of the `keys`: the first pattern that matches the parameter's name, or else its part.
 
-    A pattern matches names of parameters, or names of modules with all their parameters. The result lacks parameters
-    that no key chooses.
+    A pattern that matches the name of a module matches all parameters of the module. Parameters that no key chooses
+    are left out.
 
     Raises:
         `ValueError`: If a key chooses nothing.
@@ -194,7 +194,7 @@ def check_trainable(model: nn.Module) -> None:
     if any(parameter.requires_grad for name, parameter in model.named_parameters() if not name.startswith(CRITIC)):
         return
     base = unwrapped(None, model)
-    remedy = "call `model.requires_grad_(True)` before, or pass `peft_config`"
+    remedy = "call `model.requires_grad_(True)` first, or pass `peft_config`"
     if base is not model:
         remedy = "load its adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
     elif getattr(base, "_hf_peft_config_loaded", False):
@@ -244,11 +244,11 @@ def kept_requires_grad(model: nn.Module) -> Iterator[None]:
     Restores each parameter's `requires_grad` on exit. PEFT makes all weights of an adapter trainable when it enables
     the adapter again.
     """
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for parameter, requires_grad in trained:
+        for parameter, requires_grad in flags:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
 
@@ -289,10 +289,11 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
     rates: dict[str, list[float]] = {}
     for _, part, parameter in named_parts(model):
         if parameter.requires_grad:
-            rate = rate_by_key[keys_by_parameter[parameter]] if parameter in keys_by_parameter else args.learning_rate
-            if part == CRITIC:
-                schedule = getattr(args, "value_schedule", None)
-                rate = args.learning_rate if schedule is None else schedule.rate
+            rate = args.learning_rate
+            if parameter in keys_by_parameter:
+                rate = rate_by_key[keys_by_parameter[parameter]]
+            elif part == CRITIC and (schedule := getattr(args, "value_schedule", None)) is not None:
+                rate = schedule.rate
             if rate not in rates.setdefault(part, []):
                 rates[part].append(rate)
     return rates

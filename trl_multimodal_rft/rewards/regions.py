@@ -39,12 +39,12 @@ _CORNERS = (("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax"), ("left",
 _CONFIDENCE_KEYS = ("confidence", "score")
 _LABEL_KEYS = ("label", "category")
 
-# Size of the image in the coordinates of an answer or a reference: a number for both sides, or (width, height)
+# Size of the image in the coordinates of an answer or a solution: a number for both sides, or (width, height)
 Scale = float | tuple[float, float] | None
 
 
 class Box(NamedTuple):
-    """A box in an answer or a reference, in the coordinates of the answer or the reference."""
+    """A box in an answer or a solution, in the coordinates of the answer or the solution."""
 
     left: float
     top: float
@@ -97,7 +97,7 @@ def boxes_in(text: str) -> list[Box]:
 
 
 def share_of_boxes(text: str) -> float:
-    """Returns the share of entries in a JSON list that are boxes with a label."""
+    """Returns the share of boxes with a label among the entries of a JSON list, or of one entry without a list."""
     value = _json_in(text)
     entries = value if isinstance(value, list) else [value]
     boxes = [_as_box(entry) for entry in entries if isinstance(entry, dict)]
@@ -119,29 +119,29 @@ def spans_in(text: str) -> list[tuple[float, float]]:
     Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the span's end: "1 to 2
     min" is (60.0, 120.0).
     """
-    # (start, end) of each match. The groups of the other form of spans are empty.
+    # (start, end) of each match. `_SPAN` has two alternatives, and the groups of the one that doesn't match are empty.
     times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _QUANTITY.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
 
 
 def boxes_of(solution: Json) -> list[Box]:
-    """Returns the boxes of a reference: a text, a box, a dictionary or a list of boxes and dictionaries."""
+    """Returns the boxes of a solution: a text, a box, a dictionary or a list of boxes and dictionaries."""
     return _items_of(solution, boxes_in, _as_box)
 
 
 def points_of(solution: Json) -> list[tuple[float, float]]:
-    """Returns the points of a reference: a text, or a list of points or boxes."""
+    """Returns the points of a solution: a text, or a list of points or boxes."""
     return _items_of(solution, points_in, _as_point)
 
 
 def spans_of(solution: Json) -> list[tuple[float, float]]:
-    """Returns the spans of a reference: a text, a pair of seconds, or a list of pairs."""
+    """Returns the spans of a solution: a text, a pair of seconds, or a list of pairs."""
     return _items_of(solution, spans_in, _as_span)
 
 
 def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
-    """Returns the items of a reference, or an empty list if the reference has an unreadable item."""
+    """Returns the items of a solution, or an empty list if the solution has an unreadable item."""
     if isinstance(solution, str):
         return read_text(extract_answer(solution))
     items, n_unreadable = _read_items(solution, as_item)
@@ -149,14 +149,14 @@ def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Call
 
 
 def of_row(setting: list[T] | T, position: int) -> T:
-    """Returns a setting for a row. A list is a column with an entry per row; any other setting holds for all rows."""
+    """Returns the setting of a row: its entry if the setting is a column (a list), else the setting of all rows."""
     return setting[position] if isinstance(setting, list) else setting
 
 
 def scales_of(
     solution_scale: list[Scale] | Scale, answer_scale: list[Scale] | Scale, position: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns an image's (width, height) in the coordinates of reference and answer. Both are 1 without scales."""
+    """Returns an image's (width, height) in the coordinates of solution and answer, or `(1, 1)` without scales."""
     settings = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
     if all(size is None for size in settings.values()):
         return (1.0, 1.0), (1.0, 1.0)
@@ -209,7 +209,7 @@ def _read_items(value: Json, read_item: Callable[[Json], T | None]) -> tuple[lis
 
 
 def _as_box(value: Json) -> Box | None:
-    """Returns the box that four numbers, two corners or a dictionary describe, or `None` without a positive area."""
+    """Returns the box of four numbers, two corners or a dictionary, or `None` if none has a positive area."""
     confidence = label = None
     if isinstance(value, dict):
         entries = {str(key).lower(): item for key, item in value.items()}
@@ -259,7 +259,7 @@ def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
 
 
 def _is_number(value: Json) -> TypeGuard[float]:
-    """Returns whether a value is a number, neither NaN nor larger than any coordinate or time."""
+    """Returns whether a value is a number that can be a coordinate or time, thus neither NaN nor huge."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
 
 

@@ -148,8 +148,13 @@ class Actor(nn.Module):
             )
         keep_differentiable(base)
         base.config.use_cache = False
-        freezes_tower = {"image": freeze_vision_tower, "audio": freeze_audio_tower}
-        frozen_towers = [find_tower(base, modality) for modality, freeze in freezes_tower.items() if freeze]
+        frozen_towers = []
+        for modality, argument in {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}.items():
+            if arguments[argument]:
+                try:
+                    frozen_towers.append(find_tower(base, modality))
+                except ValueError as error:
+                    raise ValueError(f"{error} Remove `{argument}`.") from error
         for name in frozen_towers:
             base.get_submodule(name).requires_grad_(False)
         if packing_samples:
