@@ -95,7 +95,7 @@ def test_wrong_input_is_refused():
     model, processor = FAMILIES["qwen2_audio"].build()
     critic = Critic(model)
     prompt = next(p for p in encode_chats(model, processor, FAMILIES["qwen2_audio"].prompts()) if p.media)
-    with pytest.raises(MediaError, match="pass it"):
+    with pytest.raises(MediaError, match="pass the audio"):
         critic(prompt.input_ids[None], 2)
     with pytest.raises(ValueError, match="`num_actions`"):
         critic(torch.ones(1, 3, dtype=torch.long), 3)

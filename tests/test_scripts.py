@@ -205,7 +205,7 @@ def test_system_prompt_before_what_a_teacher_reads(kind):
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_prompts_that_cant_be_made(kind):
-    with pytest.raises(ValueError, match=r"no column 'quest', .*\['audio', 'n', 'question'\]"):
+    with pytest.raises(ValueError, match=r"names the column 'quest', .* only \['audio', 'n', 'question'\]"):
         prompted(rows_of(kind), prompt="{quest}")
     with pytest.raises(ValueError, match="no column 'prompt' for `--system_prompt`"):
         prompted(rows_of(kind), system_prompt="Be brief.")
