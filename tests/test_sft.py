@@ -556,7 +556,9 @@ NUMBERS = [{"text": 3}, {"text": None}, {"prompt": "a", "completion": 3}, {"prom
 
 @pytest.mark.parametrize("row", [*NUMBERS, {"messages": 3}, {"prompt": "a", "completion": float("nan")}], ids=str)
 def test_numbers_for_texts_are_refused(row, tmp_path):
-    with pytest.raises(ValueError, match=r"row \d.*(of type int; give|needs `prompt` and|(int|NoneType) and no text)"):
+    with pytest.raises(
+        ValueError, match=r"row \d.*(of type int; give|needs `prompt` and|(int|NoneType) in place of text)"
+    ):
         make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path).train()
 
 

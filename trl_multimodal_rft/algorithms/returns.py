@@ -17,7 +17,7 @@ from .kl import approx_kl
 
 
 # Numbers that differ by less count as equal, since rounding makes float32 sums of the same rewards depend on their
-# order. The difference is absolute, or a fraction of a mean above 1.
+# order. The tolerance is absolute up to a mean of 1, and relative to larger means.
 TOLERANCE = 1e-6
 
 
@@ -85,7 +85,7 @@ class Step(NamedTuple):
     end: int  # index of the step's last token, -1 for the only step of a completion without tokens
     turn: int  # index of the step's turn in the completion
     reward: float | None  # weighted sum of the step's rewards by all functions, `None` without any
-    state: int  # id of the prompt or tool results that the step's turn answers, if the estimator takes states
+    state: int  # id of the prompt or tool results before the step's turn, if the estimator takes states
 
 
 @dataclass(eq=False)
@@ -147,7 +147,8 @@ def whiten(
         values, mask (`torch.Tensor`):
             Values, and 1 on the values that count, of the same shape.
         weights (`torch.Tensor`, *optional*):
-            How often each value counts in mean and variance, of the same shape, by default once.
+            How often each value counts in mean and variance, of the same shape; by default once in the mask, and not
+            outside. Values outside the mask count as 0.
         reduce (`Callable`, *optional*):
             Function that sums a tensor over processes, so that mean and variance are over all processes.
 

@@ -19,7 +19,10 @@ from .prompts import EncodedPrompt
 
 
 def same_prompt(a: Any, b: Any) -> bool:
-    """Returns whether two prompts have equal messages and media. Media are compared by value, decoders by class."""
+    """
+    Returns whether two prompts have equal messages and media. Media are compared by value, but decoder objects, which
+    have no equality, by class.
+    """
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -83,7 +86,7 @@ def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
     """
     Extends a token field of prompts `(B, P, ...)` by `n_new` text tokens, to `(B, P + n_new, ...)`. A mask of
-    cross-attention repeats the last token's value, other fields continue with their value on text.
+    cross-attention repeats the last token's value. In other fields, new tokens get the field's value for text.
     """
     family = family_of(model)
     new = values[:, -1:]

@@ -32,12 +32,15 @@ class SupervisedSequence(EncodedPrompt):
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
     def example(self) -> tuple[list[int], list[int], None]:
-        """Returns ids before the first learned token, learned ids, and `None` for rejected ids."""
+        """Returns ids before the first learned token, learned ids, and `None`, as there is no rejected completion."""
         start = int(self.learned.int().argmax())
         return self.input_ids[:start].tolist(), self.input_ids[self.learned].tolist(), None
 
     def cut(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """Returns the first or last `n` tokens, with all media, at the positions of the first `n` tokens."""
+        """
+        Returns the first or last `n` tokens, with all media. In both cases, the positions are those of the first `n`
+        tokens.
+        """
         span = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
@@ -65,7 +68,7 @@ class PreferencePair(EncodedPrompt):
         return self.input_ids.tolist(), self.chosen, self.rejected
 
     def learned(self, column: str) -> torch.Tensor:
-        """Returns the mask of learned tokens of the completion of `C` tokens in a column, `(C,)`."""
+        """Returns the mask of learned tokens, `(C,)`, for the completion in a column."""
         ids: list[int] = getattr(self, column)
         return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
 
@@ -154,15 +157,16 @@ class SupervisedEncoder:
             )
         if is_conversation:
             read_messages(row["messages"], "messages", row.row_index)
-        chat, completion = (list(row["messages"]), []) if is_conversation else _chat(row, label)
+        prompt_messages, completion = (list(row["messages"]), []) if is_conversation else _split_messages(row, label)
         try:
-            messages = self._messages(row, chat, completion)
+            messages = self._messages(row, prompt_messages, completion)
             check_text_only([message for message in messages if message["role"] == "assistant"])
             if is_conversation:  # the whole conversation takes the place of the prompt
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
-                prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
-                ids = self._completion_ids(row, messages, len(chat), label, self._end)
+                n = len(prompt_messages)
+                prompt = self._encode(_text_or_messages(row, messages[:n]), row)
+                ids = self._completion_ids(row, messages, n, label, self._end)
         except MediaError as error:
             if not is_conversation:
                 raise
@@ -190,8 +194,9 @@ class SupervisedEncoder:
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
-        Encodes rows of `ptx_dataset`: prompts with their media, and the completions to learn. The completion of
-        `messages` is the last message, which must be the assistant's.
+        Encodes rows of `ptx_dataset` as pairs of a prompt, with its media, and the completion to learn. For pairs of
+        preferences, see [`encode_preference`]. The completion of `messages` is the last message, which must be the
+        assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
@@ -211,10 +216,10 @@ class SupervisedEncoder:
         for index, columns in enumerate(rows):
             row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             label = f"row {row.row_index} of `ptx_dataset`"
-            chat, completion = _chat(row, label)
-            messages = self._messages(row, chat, completion)
-            prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
-            ids = self._completion_ids(row, messages, len(chat), label)
+            prompt_messages, completion = _split_messages(row, label)
+            messages, n = self._messages(row, prompt_messages, completion), len(prompt_messages)
+            prompt = self._encode(_text_or_messages(row, messages[:n]), row)
+            ids = self._completion_ids(row, messages, n, label)
             prompts.append(prompt)
             end_indices = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
@@ -240,7 +245,7 @@ class SupervisedEncoder:
             `ValueError`: If a completion is missing, or isn't the assistant's, or if the chat template can't render it
                 after the prompt.
             [`MediaError`]: If media can't be decoded or don't match their placeholders, if a completion has media
-                that the model takes in prompts alone, or if a completion has media and no text and `whole` is `False`.
+                that the model takes only in prompts, or if a completion has media and no text and `whole` is `False`.
         """
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
@@ -257,7 +262,8 @@ class SupervisedEncoder:
                 *(self._encode_text(selected_row, messages) for selected_row, messages, _ in selections.values())
             )
         selected_row, messages, n = selections["chosen"]
-        prompt, answers, completions = self._encode(_prompt_of(selected_row, messages[:n]), selected_row), {}, {}
+        prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
+        answers, completions = {}, {}
         for column, (selected_row, messages, n) in selections.items():
             if next(iter_refs(messages[n:]), None) is None:
                 completions[column] = self._completion_ids(selected_row, messages, n, label, self._end)
@@ -285,7 +291,7 @@ class SupervisedEncoder:
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
         selected_row, messages, n = self._select_completion(row, "completion")
         ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
-        return self._encode(_prompt_of(selected_row, messages[:n]), selected_row), ids
+        return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
@@ -295,16 +301,20 @@ class SupervisedEncoder:
             row ([`~data.rows.batches.Row`]):
                 Row.
             answer (`str`, *optional*):
-                Column of a pair's completion, to include it after the prompt.
+                For a pair with media, the column of the completion to include after the prompt.
 
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
         if row.get("chosen") is not None:
             selected_row, messages, n = self._select_completion(self._with_answer_media(row), answer or "chosen")
-            return _prompt_of(selected_row, messages[: None if answer else n])
-        chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
-        return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
+            return _text_or_messages(selected_row, messages[: None if answer else n])
+        if row.get("messages"):
+            prompt_messages, completion = list(row["messages"]), []
+        else:
+            prompt_messages, completion = _split_messages(row, f"row {row.row_index}")
+        messages = self._messages(row, prompt_messages, completion)
+        return _text_or_messages(row, messages[: len(prompt_messages)])
 
     def encode_view(self, row: Row, view: View) -> EncodedPrompt:
         """
@@ -322,7 +332,7 @@ class SupervisedEncoder:
         return self._encode(self.conversation(row), row, view)
 
     def _with_answer_media(self, row: Row) -> Row:
-        """Returns a row with preferences and a prompt. If an answer has media, the row's media are in the messages."""
+        """Returns a pair's row with a prompt. If a completion has media, all media of the row are in its messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
@@ -334,8 +344,9 @@ class SupervisedEncoder:
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
         selected_row = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
-        chat, completion = _chat(selected_row, f"row {row.row_index}", column)
-        return selected_row, self._messages(selected_row, chat, completion, column), len(chat)
+        prompt_messages, completion = _split_messages(selected_row, f"row {row.row_index}", column)
+        messages = self._messages(selected_row, prompt_messages, completion, column)
+        return selected_row, messages, len(prompt_messages)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
@@ -363,7 +374,7 @@ class SupervisedEncoder:
             raise ValueError(
                 f"{label}, column 'input_ids': it has placeholders without media; give `messages` with media."
             )
-        # Token fields and positions are the same for all texts, so any text provides them
+        # The first token's fields and position are the same for all texts, so any text provides them
         first_token = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
         sequence = _with_text(replace(first_token, input_ids=ids[:1]), row["input_ids"][1:], self.model)
         sequence.learned = labels != -100
@@ -387,30 +398,35 @@ class SupervisedEncoder:
             `ValueError`: If `text` isn't a string.
         """
         if not isinstance(text, str):
-            raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
+            raise ValueError(
+                f"row {row_index} has {type(text).__name__} in place of text; write a text, or remove the row."
+            )
         ids = self.processing_class(text=_with_end(text, self._end))["input_ids"]
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
-    def _messages(self, row: Row, chat: list, completion: list, column: str = "completion") -> list:
-        """Returns the messages of a row with its media. First checks the control tokens in messages or texts."""
-        columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
+    def _messages(self, row: Row, prompt_messages: list, completion: list, column: str = "completion") -> list:
+        """
+        Returns the messages of a row with its media. First applies `special_tokens_in_text` to messages; plain text
+        may hold control tokens.
+        """
+        n, columns = len(prompt_messages), Row(row.row_index, {**row, "prompt": [*prompt_messages, *completion]})
         [row_with_media] = rows_to_messages(
             [columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules
         )
         messages = row_with_media["prompt"]
-        parts = {"prompt": messages[: len(chat)], "completion": messages[len(chat) :]}
+        parts = {"prompt": messages[:n], "completion": messages[n:]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
         if is_text:
             parts = {name: row[name] for name in parts}
         options = self.processing_class, self.special_tokens_in_text, row.row_index
         source_columns = {"prompt": "prompt", "completion": column}
         parts = {name: checked_prompt(part, *options, source_columns[name]) for name, part in parts.items()}
-        if is_text:  # the checks don't change texts, and no template renders them
+        if is_text:  # `checked_prompt` leaves plain text unchanged, and no template renders it
             return messages
         messages = [*parts["prompt"], *parts["completion"]]
         template_arguments = self.processing_class, self.template_kwargs
-        check_written(messages, *template_arguments, row.row_index, column, first_index=len(chat))
+        check_written(messages, *template_arguments, row.row_index, column, first_index=n)
         return messages
 
     def _encode(
@@ -428,7 +444,7 @@ class SupervisedEncoder:
 
     def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
         """Encodes a prompt and its completion, without media, as one sequence."""
-        if isinstance(_prompt_of(row, messages), str):
+        if isinstance(_text_or_messages(row, messages), str):
             return self.encode_text(row["prompt"] + row["completion"], row.row_index)
         return self._encode(messages, row, add_generation_prompt=False)
 
@@ -437,7 +453,7 @@ class SupervisedEncoder:
     ) -> SupervisedSequence:
         """
         Encodes a completion with media after the prompt, which is the first `n` messages. With `learns_text_alone`,
-        only tokens that the template also writes without the media are learned.
+        a token is learned only if the template also writes it for the completion without its media.
         """
         label = f"row {prompt.row}"
         prompt_text, whole_text = self._render(messages, n, label)
@@ -480,7 +496,7 @@ class SupervisedEncoder:
         Tokenizes the completion after the prompt, which is the first `n` messages. If prompt and completion are texts
         without media, they are joined without a template, and `end` is added to a completion that lacks it.
         """
-        if isinstance(prompt_text := _prompt_of(row, messages[:n]), str):
+        if isinstance(prompt_text := _text_or_messages(row, messages[:n]), str):
             whole_text = prompt_text + _with_end(row["completion"], end)
         else:
             prompt_text, whole_text = self._render(messages, n, label)
@@ -488,7 +504,8 @@ class SupervisedEncoder:
             self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt_text, whole_text)
         )
         if ids[: len(prompt_ids)] == prompt_ids:
-            ids = ids[len(prompt_ids) :]  # some tokenizers would mark the start of a completion as the start of a text
+            # Tokenized alone, a completion would get the mark of a text's start from some tokenizers
+            ids = ids[len(prompt_ids) :]
         else:  # a token would cross the boundary, unlike in sampled completions
             ids = self._tokenizer(whole_text.removeprefix(prompt_text), add_special_tokens=False)["input_ids"]
         placeholders = all_placeholder_ids(self.model, self.processing_class)
@@ -627,13 +644,13 @@ def _is_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
 
-def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
+def _text_or_messages(row: Mapping[str, Any], messages: list) -> str | list:
     """Returns the text prompt if prompt and completion are texts without media, or else the messages."""
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
-def _chat(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
-    """Returns the messages of the prompt and of the completion. Errors name the completion's `column`."""
+def _split_messages(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
+    """Returns the messages of a row's prompt and of its completion, for which errors name the `column`."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
         read_messages(row["messages"], "messages", row.row_index)

@@ -55,7 +55,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
         return None
-    # TRL multiplies by the head's weight instead of calling the head, which would skip an adapter of the head. PEFT's
+    # TRL doesn't call the head but multiplies by its weight, so an adapter of the head would be skipped. PEFT's
     # wrapper for `modules_to_save` is no obstacle: its `weight` is the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         is_plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
@@ -85,7 +85,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     # Factors that the model applies before the head, to its inputs, and after it, to its logits. Small logits show the
     # scale without the soft cap.
     scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
-    # One factor must describe all entries, and not be 0. With a bias, a factor of the inputs scales no logits.
+    # One factor must describe all entries, and not be 0. With a bias, a factor of the inputs isn't a factor of the
+    # logits, as it doesn't scale the bias.
     is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
     if (
         not is_constant
@@ -96,7 +97,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     # 12 digits drop rounding errors
     scale = float(f"{scale_before[0].item() * scale_after[0].item():.12g}")
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    # The replaced head ignores its inputs, so `result` has only the second factor
+    # The replaced head ignores its inputs, so `result` has only the factor after the head
     for rule in (HeadRule(scale), HeadRule(scale, softcap)):
         if _is_close(result, _apply_rule(HeadRule(scale_after[0].item(), rule.softcap), logits)):
             return rule
@@ -113,9 +114,9 @@ def add_fused_head(
     """
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
-    The model's forward then takes the arguments that TRL's `add_fused_lm_head` adds. Scale and soft cap are measured,
-    not read from the config. The forward also takes `label_index`, the indices `(N,)` of labels in flattened
-    `shift_labels`, which saves a host sync. Without labels, it returns the hidden states before the head.
+    The model's forward then takes the arguments that TRL's `add_fused_lm_head` adds, and `label_index`, the indices
+    `(N,)` of labels in flattened `shift_labels`. With `label_index`, the host needn't wait for the device to find the
+    labels. Without labels, the forward returns the hidden states before the head.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -127,7 +128,8 @@ def add_fused_head(
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
             Fields of TRL's `FusedCausalLMOutput` to compute.
         rule ([`HeadRule`], *optional*):
-            Scale and soft cap of the logits, for a head that FSDP2 has already sharded. By default, they are measured.
+            Scale and soft cap of the logits, for a head that FSDP2 has already sharded. By default, they are measured,
+            not read from the config.
 
     Returns:
         `bool`: `True` if the head was added, `False` if it can't reproduce log-probabilities of the model's logits.
@@ -237,7 +239,7 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
 
 
 def _selects_labels(device: str) -> bool:
-    """Returns whether a device scores only positions with labels. Others would recompile for each number of labels."""
+    """Returns whether a device scores only positions with labels. Other devices would recompile for each number."""
     return device in ("cuda", "xpu")
 
 
@@ -256,7 +258,7 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module before the head. In a model without a `base_model`, it is a child beside the head."""
+    """Returns the module before the head. In a model without a `base_model`, both are children of one module."""
     if model.base_model is not model:
         return model.base_model
     head, decoder = model.get_output_embeddings(), model.get_decoder()

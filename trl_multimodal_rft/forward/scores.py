@@ -67,29 +67,32 @@ def split_lengths(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> t
 
 
 def with_media(
-    model: PreTrainedModel, prompt: EncodedPrompt, media_turns: Sequence[EncodedPrompt], whole: EncodedPrompt
+    model: PreTrainedModel,
+    prompt: EncodedPrompt,
+    media_turns: Sequence[EncodedPrompt],
+    prompt_and_completion: EncodedPrompt,
 ) -> EncodedPrompt:
     """
-    Returns the prompt for scoring a completion that holds the media of `media_turns`. `whole` is the prompt and the
-    completion up to the last turn, encoded as one sequence, as by [`encode_prefix`].
+    Returns the prompt for scoring a completion with media.
+
+    `media_turns` are the turns of the completion that hold media. `prompt_and_completion` is the prompt, and the
+    completion up to and with the last such turn or a later one, encoded as one sequence by [`encode_prefix`].
     """
     if not media_turns:
         return prompt
-    # If media after the prompt change the prompt's positions or masks, the completion can't share the prompt
-    positions = whole.position_ids[..., : len(prompt)]
+    # If media after the prompt change the prompt's positions or masks, completions can't share its forward
+    positions = prompt_and_completion.position_ids[..., : len(prompt)]
     is_same = torch.equal(positions, prompt.position_ids.expand_as(positions))
-    is_causal = is_same and all(mask is None for mask in linear_masks(model, whole, 0).values())
-    return conversation(prompt, media_turns, whole, is_causal)
+    is_causal = is_same and all(mask is None for mask in linear_masks(model, prompt_and_completion, 0).values())
+    return conversation(prompt, media_turns, prompt_and_completion, is_causal)
 
 
-def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
-    """
-    Returns the prompt for scoring `answer`, a completion that holds media. Without `answer`, returns `prompt` itself.
-    """
-    if answer is None:
+def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, completion: EncodedPrompt | None) -> EncodedPrompt:
+    """Returns the prompt for scoring a completion with media, or `prompt` itself if `completion` is `None`."""
+    if completion is None:
         return prompt
-    whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)
-    return with_media(model, prompt, [answer], whole)
+    prompt_and_completion = encode_prefix(prompt, completion.input_ids.tolist(), [(0, completion)], model)
+    return with_media(model, prompt, [completion], prompt_and_completion)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +108,8 @@ class ScoreRequest:
         packed (`bool`, *optional*, defaults to `True`):
             Whether prompts are forwarded once for all their completions.
         logps, hidden (`bool`, *optional*, default to `True` and `False`):
-            Whether to compute log-probabilities and entropies, and to return the LM head's inputs, `(B, C, H)` with
-            hidden size `H`.
+            Whether to compute log-probabilities and entropies, and whether to return the LM head's inputs,
+            `(B, C, H)` with hidden size `H`, respectively.
         compute_aux_loss (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a mixture of experts, in which a prompt counts once for each
             of its completions.
@@ -118,16 +121,22 @@ class ScoreRequest:
         target ([`~forward.divergence.Target`], *optional*):
             Target to compare distributions of tokens with. The scores are then divergences and entropies.
         supervised ([`ScoreRequest`], *optional*):
-            Supervised completions, whose log-probabilities are computed in the same forward of the wrapped model.
+            Request for supervised completions. Their log-probabilities are computed in the same forward of the
+            wrapped model.
         rows (`Sequence[int]`, *optional*):
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
-            Prompts that get separate forwards: `"media"` separates prompts whose media can't be encoded together with
-            the same result, see [`~forward.layout.split_samples`]; `"prompt"` separates all prompts; by default, all
-            share one forward. At least `min_forwards` forwards run, and surplus forwards have weight 0.
-        logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
-            For models without a fused head, whose logits are in memory for all tokens: temperature of
-            log-probabilities, biases to add to logits, by token, and further fields of the head's output to compute.
+            Prompts that get separate forwards: `"media"` separates prompts whose media would give other features if
+            they were encoded together, see [`~forward.layout.split_samples`]; `"prompt"` separates all prompts; by
+            default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus forwards
+            have weight 0.
+        logits_temperature (`float`, *optional*):
+            Temperature of log-probabilities that are computed from the model's logits, which are then in memory for
+            all tokens. By default, the fused head computes them. The next two options need a temperature.
+        logit_bias (`dict[int, float]`, *optional*):
+            Biases to add to logits, by token.
+        extra_outputs (`Collection[str]`, *optional*, defaults to `()`):
+            Fields of TRL's `FusedCausalLMOutput` to compute in addition.
         states (`dict`, *optional*):
             [`~forward.logprobs.prompt_states`] of a single prompt, so that only its completions are forwarded.
     """
@@ -156,7 +165,7 @@ class ScoreRequest:
 
     @property
     def needs_policy(self) -> bool:
-        """`True` if a score needs a forward of the policy."""
+        """`False` if the values of a separate critic are the only scores."""
         return self.logps or self.hidden or self.target is not None or not isinstance(self.critic, Critic)
 
     def select(self, index: Sequence[int]) -> "ScoreRequest":
@@ -238,7 +247,7 @@ class Scores:
     router: torch.Tensor = _NONE  # `router_statistics` of `E` experts, `(2, E)`, summed over parts of a batch
     supervised: torch.Tensor = _NONE  # log-probabilities of `ScoreRequest.supervised`
     deferred: "DeferredParts | None" = field(default=None, init=False)  # parts whose gradients are pending
-    view: "Scores | None" = field(default=None, init=False)  # scores of the completions after a view of their prompts
+    view: "Scores | None" = field(default=None, init=False)  # scores of the completions after prompts under a view
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape[:2]) for name, value in self.tensors(per_completion=True).items()}
@@ -288,8 +297,8 @@ class Scores:
     def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
         Joins scores of parts of a batch in the order of the batch. `indices` holds the batch indices of each part.
-        Router statistics are summed. `supervised` is that of the first part with supervised completions. The caller
-        computes `aux_loss` from the sum.
+        `supervised` is that of the first part with supervised completions. Router statistics are summed, and the
+        caller computes `aux_loss` from the summed router statistics.
         """
         of_parts = [part.tensors(per_completion=True) for part in parts]
         order = [index for rows in indices for index in rows]

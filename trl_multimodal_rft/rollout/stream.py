@@ -87,8 +87,8 @@ class PromptEncoder:
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
         """
-        Returns the encoded prompt of a row, or `None` for text, whose format depends on the batch's other rows.
-        `prompt` is the row's prompt as text or messages, by default read from the row.
+        Returns the encoded prompt of a row, or `None` without media, as its format then depends on the batch's other
+        rows. `prompt` is the row's prompt as text or messages, by default read from the row.
         """
         check_has_prompt(row)
         if prompt is None:
@@ -130,7 +130,10 @@ class PromptEncoder:
         return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 
     def checked_prompt(self, prompt: Any, row: int) -> Any:
-        """Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn."""
+        """
+        Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn that the
+        model doesn't continue.
+        """
         ends_with_answer = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
         if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
             raise ValueError(
@@ -278,7 +281,7 @@ class RowStream:
             self._check_whole_groups(shape)
             self._rows, read_batch = None, self._read_training_batch
             self._batches = StreamBatches(
-                undecoded(dataset), shape, read_batch, self._columns, skip_to_readable=self._from_first
+                undecoded(dataset), shape, read_batch, self._columns, skip_to_readable=self._from_first_readable
             )
             return _batch_loader(self._batches, **options)
         args, get_skipped = self._args, lambda: self.skipped  # a function, as a checkpoint replaces the dictionary
@@ -287,7 +290,7 @@ class RowStream:
         dataset = self._select_columns(dataset)
         self._rows, self._extra_rows = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
         self._batches = EpochBatches(len(dataset), shape, self._read_training_batch, order, self.sampler, get_skipped)
-        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # workers are forked
+        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # the pool forks
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             # Workers leave out messages, because a pickled `MediaRef` becomes a text. `_as_encoded_rows` adds them.
             self._pool = PrefetchPool(
@@ -362,12 +365,12 @@ class RowStream:
             batch_index, self._args.gradient_accumulation_steps
         )
 
-    def restore_batches(self, keys: dict[int, list[int]]) -> None:
+    def restore_batches(self, row_indices: dict[int, list[int]]) -> None:
         """
-        Restores the row indices of batches, by batch index, from a checkpoint. If the batches were formed again, other
-        rows would replace the rows that were skipped meanwhile.
+        Restores the row indices of batches, by batch index, from a checkpoint. Batches formed anew after a resume
+        would have replacements for rows that were skipped only after the batches were first formed.
         """
-        self._batches.checkpoint_keys = keys
+        self._batches.checkpoint_keys = row_indices
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
         """Returns [`EncodedRow`]s without prompts for rows that didn't come from a loader."""
@@ -434,7 +437,7 @@ class RowStream:
                 except skipped_errors as error:
                     new_errors[_row_index(key)] = str(error)
             if skipped_errors:  # a stream counts as `_STREAM_LENGTH` rows
-                new_errors = self._record_failed(new_errors, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
+                new_errors = self._record_errors(new_errors, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 batch_errors |= new_errors
             if not new_errors:
                 break
@@ -482,10 +485,12 @@ class RowStream:
         return _ReadRow(row, prompt, next(decoded_media), messages, teacher_prompt, next(decoded_media))
 
     def _as_encoded_rows(self, read_rows: "list[_ReadRow]") -> list[EncodedRow]:
-        columns = restore_rows([item.row for item in read_rows], self._rules)
+        restored_rows = restore_rows([item.row for item in read_rows], self._rules)
         return [
             EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teacher_prompt)
-            for item, restored, messages in zip(read_rows, columns, self._uniform_messages(read_rows), strict=True)
+            for item, restored, messages in zip(
+                read_rows, restored_rows, self._uniform_messages(read_rows), strict=True
+            )
         ]
 
     def _uniform_messages(self, read_rows: "list[_ReadRow]") -> list[Any]:
@@ -516,7 +521,7 @@ class RowStream:
         # `self.skipped` would be wrong here: in a stream's next epoch, another row may have the index of a skipped row
         return self._last_row if key.row_index in batch_errors else key
 
-    def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def _from_first_readable(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yields the rows of a stream in an epoch, from the first readable one on. Records errors of earlier rows."""
         for row in islice(rows, _STREAM_LENGTH if self._skipped_errors else 0):
             try:
@@ -532,29 +537,29 @@ class RowStream:
                 raise MediaError(_NONE_LEFT + [*self._start_errors.values()][-1])
         yield from rows
 
-    def _record_failed(
+    def _record_errors(
         self, errors: dict[int, str], skipped: dict[int, str], n_rows: int, split: str
     ) -> dict[int, str]:
         """Adds errors of a split of `n_rows` rows to `skipped` and a file. Returns all ranks' errors by row index."""
-        failures, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
-        new_failures = dict(sorted(failures.items() - skipped.items()))
-        skipped.update(failures)
-        if new_failures and self._accelerator.is_main_process:
+        all_errors, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        new_errors = dict(sorted(all_errors.items() - skipped.items()))
+        skipped.update(all_errors)
+        if new_errors and self._accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
-                for row_index, error in new_failures.items():
+                for row_index, error in new_errors.items():
                     record = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
                     lines.write(json.dumps(record) + "\n")
         settings = unreadable_rows(self._args.on_media_error)
         if settings.action == "raise":  # only overlong rows are skipped then (see `drops`); their number has no limit
-            if failures:
+            if all_errors:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > settings.limit(n_rows):
             raise MediaError(
                 f"{len(skipped)} rows can't be read, more than `max_rows` ({settings.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
-        return failures
+        return all_errors
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """Returns errors of an evaluation dataset's unreadable rows. At the first call, each rank reads a share."""
@@ -570,7 +575,7 @@ class RowStream:
                         self._read_row(row)
                     except self._skipped_errors as error:
                         errors[row.row_index] = str(error)
-            self._record_failed(errors, unreadable, n_rows, "eval")
+            self._record_errors(errors, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
@@ -649,7 +654,8 @@ class CardNotes:
 
     modalities: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
-    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # two or more if prompts differ
+    # Roles and texts of prompts; once two prompts differ, no more are added
+    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
 
     def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
         """Adds the columns, prompts and modalities of rows."""

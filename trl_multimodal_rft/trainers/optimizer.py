@@ -146,7 +146,7 @@ def mark_group_parts(
     critic's.
 
     With `regroup`, first moves the critic's weights to separate groups with the critic's learning rate. Raises
-    `ValueError` if a group has weights of policy and critic, or if DeepSpeed makes the optimizer.
+    `ValueError` if a group has weights of policy and critic, or if DeepSpeed's config has an optimizer.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -158,7 +158,7 @@ def mark_group_parts(
         split_groups_by_rate(
             model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(critic_ids, "critic")
         )
-    # For each group, whether its weights are the critic's: both truth values in a mixed group
+    # For each group, `{True}` if its weights are the critic's, `{False}` if they are the policy's, both if mixed
     owners = [{id(parameter) in critic_ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
@@ -176,11 +176,11 @@ def freeze_parts(
 ) -> None:
     """
     Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
-    calls the optimizer's step, even with one group at a time.
+    calls the optimizer's step, even if each call has only one group.
 
-    A part outside of `trainable()` is no part of this update, and keeps its weights and states. A trainable part with
-    `is_updated(part)` false, such as the policy during `freezing_actor_steps`, keeps its weights in this update, but
-    gets states, which checkpoints need.
+    A part outside of `trainable()` keeps its weights and optimizer states. A trainable part for which `is_updated`
+    returns `False`, such as the policy during `freezing_actor_steps`, keeps its weights, but gets optimizer states,
+    which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -200,9 +200,9 @@ def freeze_parts(
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")
-                # Checkpoints need a state of every weight. Gradients of 0 leave Adam's averages at 0. If they also
-                # counted as steps, the bias correction of later steps would be too weak, and the steps several times
-                # too large. So the step counter goes back to 0.
+                # Checkpoints need a state of every weight. Gradients of 0 leave Adam's averages at 0. If these
+                # updates counted as steps, the bias correction of later steps would be too weak, and the steps several
+                # times too large. So the step counter goes back to 0.
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     if "step" in state:

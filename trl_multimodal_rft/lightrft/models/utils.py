@@ -45,7 +45,7 @@ def compute_reward(
     reward_clip_range: tuple[float, float] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """
-    Returns the reward of each token: the completion's reward on the last action, minus the KL penalty of every action.
+    Returns token rewards: the negative KL penalty on every action, plus the completion's reward on the last action.
     Three actions with a reward of 1 and KL penalties of 0.1 get `[-0.1, -0.1, 0.9]`.
 
     Args:
@@ -62,7 +62,7 @@ def compute_reward(
             Range to clip `r` to.
 
     Returns:
-        `torch.Tensor` or `list[torch.Tensor]`: Rewards in the shape of `kl`, 0 outside the mask; without a mask, a
+        `torch.Tensor` or `list[torch.Tensor]`: Token rewards, 0 outside the mask, shape `(B, A)`; without a mask, a
         list with one tensor per completion.
     """
     r = torch.as_tensor(r, dtype=kl[0].dtype, device=kl[0].device).expand(len(kl))

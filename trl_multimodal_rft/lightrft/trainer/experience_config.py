@@ -29,9 +29,9 @@ class ExperienceConfig:
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
             Number of completions per prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Number of samples that are generated and scored at once.
+            Number of completions that are sampled and scored at once.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimator of the field `kl` of experiences, which is logged. Rewards always take k1.
+            Estimator of the field `kl` of experiences, which is logged. The penalty in rewards is always k1.
         kl_in_reward (`bool`, *optional*):
             Whether to subtract the KL divergence from the rewards. Defaults to `True` for `"gae"`, `"reinforce"`
             and `"rloo"`.

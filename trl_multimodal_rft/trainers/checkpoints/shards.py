@@ -34,8 +34,8 @@ def saving_whole_weights(accelerator: Accelerator) -> AbstractContextManager[Non
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
     """
-    Saves a module's weights as the run saves the policy's: in shards, or whole if this process `writes`. All ranks
-    must call this.
+    Saves a module's weights as the run saves the policy's, in shards or whole. Whole weights are written by the
+    process for which `writes` is `True`. All ranks must call this.
     """
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
