@@ -690,6 +690,19 @@ def test_a_damaged_page_is_named(subtype, damage):
         load(ref("audio", data[:start] + DAMAGES[damage](data[start:end]) + data[end:]))
 
 
+def test_an_incomplete_page_beyond_4_gib(tmp_path):
+    """Tags of the greatest length, in a file with holes, precede the page."""
+    longest_tag, n_tags = 2**28 - 1, 17
+    with open(tmp_path / "sound.ogg", "wb+") as file:
+        for _ in range(n_tags):
+            file.write(b"ID3\x04\0\0" + b"\x7f" * 4)
+            file.seek(longest_tag, io.SEEK_CUR)
+        file.write(b"OggS" + bytes(16))
+        assert file.tell() > 2**32
+        with pytest.raises(MediaError, match="its last page isn't complete"):
+            check_complete(ref("audio", b""), file)
+
+
 @pytest.mark.parametrize("rate", [8000, 16000, 24000, 48000])
 @pytest.mark.parametrize("application", ["voip", "lowdelay"])
 @pytest.mark.parametrize("name", ["ogg", "webm", "matroska"])

@@ -19,10 +19,10 @@ _LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
 # password.
 _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
 
-# Tokens, by the forms that their issuers give them, and values of headers
+# Tokens in the formats of their issuers, such as `hf_...`, and values of the header `Authorization`
 _TOKEN = re.compile(r"\b(hf|api_org|sk|ghp|github_pat|glpat|xox[bp])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}")
 _HEADER = re.compile(r"(?i)\b(bearer|basic) +(?!auth|realm)[\w.~+/=-]+")
-# A name and its value: `name=value`, `"name": "value"`, `--name value`
+# A name and its value: `name=value` or `"name": "value"`; and below, `--name value`
 _ASSIGNMENT = re.compile(
     r"""(?<![\w-])-{0,2}(?P<name>[A-Za-z][\w-]*)(?P<sign>=|["'] *[:=] *|(?<=authorization): *|(?<=key): +)"""
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&()"'\]}]+)""",
@@ -143,7 +143,7 @@ def masked_url(url: str) -> str:
         return _LOGIN.sub("***@", url)
     # `mark` is the first `?` or `#`, also percent-encoded, and `query` is the text after it
     address, mark, query = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
-    links = []  # of a chained URL of fsspec, such as `zip://a.wav::https://host/b.zip`
+    links = []  # the parts of a chained URL of fsspec, such as `zip://a.wav::https://host/b.zip`
     for link in re.split(r"::(?=[\w.+-]+://)", address):
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
@@ -152,6 +152,7 @@ def masked_url(url: str) -> str:
         # authority, such as `/`, so after a colon any later `@` counts as the end of a password.
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
+        # Without `@`, a colon that precedes no port or an `@` in the query may belong to a password
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
             ":" in authority and "@" in query
         ):

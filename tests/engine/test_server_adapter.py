@@ -53,7 +53,7 @@ def test_requests_in_flight_keep_their_adapter(server, tmp_path):
     options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": {"enable_lora": True}}
     options |= {"max_staleness": 2, "learning_rate": 1e-1, "max_steps": 5, "save_strategy": "no", "logging_steps": 1}
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, **options)
-    assert trainer.vllm_generation.adapter_alone.engine_kwargs["max_loras"] == 3
+    assert trainer.vllm_generation.unmerged_adapter.engine_kwargs["max_loras"] == 3
     folder, before = Path(trainer.args.output_dir, "_vllm_adapter"), models(server)
     trainer.train()
     found = trainer.differences_by_age()

@@ -12,7 +12,7 @@ from ..versions import unfit_packages
 
 
 # Environment variable with the folder for input errors of launched processes. The command shows the first error.
-FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
+ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
@@ -43,10 +43,10 @@ def input_error(error: BaseException) -> str | None:
 
 def write_input_error(error: BaseException) -> None:
     """
-    Writes an input error of a launched process to the folder in `FOLDER_VARIABLE`, where the command reads it. For an
-    error of a reward function, also prints the traceback of the user's code. Raises other errors.
+    Writes an input error of a launched process to the folder in `ERROR_FOLDER_VARIABLE`, where the command reads it.
+    For an error of a reward function, also prints the traceback of the user's code. Raises other errors.
     """
-    text, folder = input_error(error), os.environ.get(FOLDER_VARIABLE)
+    text, folder = input_error(error), os.environ.get(ERROR_FOLDER_VARIABLE)
     if text is None or folder is None:
         raise error
     if isinstance(error, RewardError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from .errors import FOLDER_VARIABLE
+from .errors import ERROR_FOLDER_VARIABLE
 from .options import TRACEBACK, config_path
 from .preflight import check_run, is_harness
 
@@ -30,12 +30,13 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
     words += ["--module", "trl_multimodal_rft.cli.launched", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
+        # Launched processes write their input errors to this folder, except with `--debug`
         if not getattr(args, TRACEBACK, False):
-            os.environ[FOLDER_VARIABLE] = folder
+            os.environ[ERROR_FOLDER_VARIABLE] = folder
         try:
             exit_code = _launch_and_wait(words)
         finally:
-            os.environ.pop(FOLDER_VARIABLE, None)
+            os.environ.pop(ERROR_FOLDER_VARIABLE, None)
         messages = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
@@ -48,8 +49,8 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 def _launch_and_wait(words: Sequence[str]) -> int:
     """Launches a script, and returns its exit code. Hides messages of accelerate and torch."""
     logging.disable(logging.ERROR)
-    # Ctrl-C also reaches the launched processes, which may still save a checkpoint. This process ignores it and waits.
-    # Torch's launcher of several processes would kill them 30 seconds after Ctrl-C, so it gets a longer timeout.
+    # This process ignores Ctrl-C and waits, because Ctrl-C also reaches the launched processes, which may still save a
+    # checkpoint. Torch's launcher of several processes would kill them 30 seconds later, so it gets a longer timeout.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:

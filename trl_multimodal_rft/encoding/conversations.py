@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations with tools, in which results continue a completion as the chat template renders them."""
+"""Conversations with tools. Results continue a completion, in the text that the chat template renders for them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +24,8 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt, and the tool results in one of its completions, if a result has media.
+    A prompt with the tool results of one completion, for scoring. Used only if a result has media, or the completion
+    of a preference pair itself; otherwise the prompt alone is enough.
 
     The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results. For a
     completion of 2 sampled tokens, a result of 4 tokens and 3 sampled tokens, `later` holds the first 6 tokens.
@@ -62,7 +63,7 @@ class Contexts(EncodedPrompt):
     With `ends=[3, 8]`, the first 3 tokens of the completion follow the first prompt, and the next 5 the second prompt.
     """
 
-    prompts: list[EncodedPrompt]
+    prompts: list[EncodedPrompt]  # the first prompt, then the contexts that replaced it
     ends: list[int]  # for each prompt, the index in the completion where the tokens after the prompt end
 
     @classmethod
@@ -91,7 +92,7 @@ class Contexts(EncodedPrompt):
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def encode_turn(
+def encode_results(
     history: Sequence[dict[str, Any]],
     results: Sequence[dict[str, Any]],
     processor: Processor,
@@ -152,28 +153,28 @@ def encode_continuation(
         add_special_tokens=False,
     )
     if not encoded_messages.modalities:
-        return replace(encoded_messages, media={}, on_device={})  # without blank media
+        return replace(encoded_messages, media={}, on_device={})  # without blank media of the processor
     family = family_of(model)
     if fields_per_token := [*family.token_masks, *family.token_field_fill]:
         raise next(iter_refs(messages)).error(
-            f"{model.config.model_type} attends to media through values per token ({', '.join(fields_per_token)}), so "
+            f"{model.config.model_type} attends to media through token fields ({', '.join(fields_per_token)}), so "
             "only its prompts can hold media; move the media to the prompt, or remove the row"
         )
     return encoded_messages
 
 
 def check_joins(
-    parts: Sequence[EncodedPrompt], turn: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
+    parts: Sequence[EncodedPrompt], results: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
 ) -> None:
     """
     Raises a [`MediaError`] if media of tool results change the padding, and so the features, of earlier media. Checks
     only families whose features depend on padding, or any family if `isolate` is set.
     """
-    if (isolate or family_of(model).isolate) is None or not turn.media:
+    if (isolate or family_of(model).isolate) is None or not results.media:
         return
     for part in parts:
-        for name in part.media.keys() & turn.media.keys():
-            if part.media[name].shape[1:] != turn.media[name].shape[1:]:
+        for name in part.media.keys() & results.media.keys():
+            if part.media[name].shape[1:] != results.media[name].shape[1:]:
                 raise MediaError(
                     f"{model.config.model_type} pads media of one conversation to one size, which changes their "
                     "features; give all media of a conversation one size"
@@ -210,35 +211,38 @@ def _render(
 def encode_prefix(
     prompt: EncodedPrompt,
     completion_ids: list[int],
-    turns: Sequence[tuple[int, EncodedPrompt]],
+    encoded_results: Sequence[tuple[int, EncodedPrompt]],
     model: PreTrainedModel,
     processor: Processor | None = None,
 ) -> EncodedPrompt:
     """
     Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
 
-    `completion_ids` end with the last result. `turns` holds results with their start in the completion: for 2 sampled
-    tokens and a result of 4 tokens, `[(2, result)]`. With a `processor`, positions after media are those of
-    [`engine_position_ids`].
+    `completion_ids` end with the last result. `encoded_results` holds results with their start in the completion: for
+    2 sampled tokens and a result of 4 tokens, `[(2, result)]`; for a completion that has media itself,
+    `[(0, completion)]`. With a `processor`, positions after media are those of [`engine_position_ids`].
     """
     completion_length = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
-    spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
-    media_spans, fields = [(span, turn) for span, turn in spans if turn.media], {}
-    for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
+    prompt_length = len(prompt)
+    starts = [(prompt_length + start, result) for start, result in encoded_results]
+    spans = [(slice(start, start + len(result)), result) for start, result in starts]
+    media_spans, fields = [(span, result) for span, result in spans if result.media], {}
+    for name in sorted({name for part in (prompt, *(result for _, result in spans)) for name in part.token_fields}):
         prompt_field = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
         fields[name] = continued_field(model, name, prompt_field[None], completion_length)[0]
-        for span, turn in media_spans:
-            fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
+        for span, result in media_spans:
+            fields[name][span] = result.token_fields.get(name, torch.zeros_like(result.input_ids))
     if not media_spans:
         positions = torch.cat([prompt.position_ids, prompt.positions_after(completion_length)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
-    media = join_media([prompt, *(turn for _, turn in media_spans)])
-    # Sampled tokens are replaced, because some families' position rules would take a sampled start token for media
+    media = join_media([prompt, *(result for _, result in media_spans)])
+    # Sampled tokens are replaced by the prompt's last token. If the policy sampled a token that begins media, the
+    # position rules of some families would expect media after it.
     rule_ids = ids.clone()
-    rule_ids[len(prompt) :] = prompt.input_ids[-1]
-    for span, turn in spans:
-        rule_ids[span] = turn.input_ids
+    rule_ids[prompt_length:] = prompt.input_ids[-1]
+    for span, result in spans:
+        rule_ids[span] = result.input_ids
     positions = prompt_position_ids(model, rule_ids, media, fields)
     if processor is not None:
         placeholder_ids = torch.tensor(sorted(all_placeholder_ids(model, processor)))
@@ -248,8 +252,8 @@ def encode_prefix(
         fields,
         media,
         positions,
-        decoded=_decoded_spans([(0, prompt), *((span.start, turn) for span, turn in spans)]),
-        modalities=prompt.modalities.union(*(turn.modalities for _, turn in media_spans)),
+        decoded=_decoded_spans([(0, prompt), *starts]),
+        modalities=prompt.modalities.union(*(result.modalities for _, result in media_spans)),
         row=prompt.row,
     )
 

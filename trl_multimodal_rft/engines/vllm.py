@@ -293,7 +293,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Raises a `RuntimeError` if a server was restarted and has lost the trained weights. A lost adapter needs no
         check: each version has its own name, and a restarted server refuses unknown names.
         """
-        restart_loses_weights = self.adapter_alone is None or self._needs_base_weights
+        restart_loses_weights = self.unmerged_adapter is None or self._needs_base_weights
         # A server that started after the connection was restarted. One second is added, because the time of the
         # connection was rounded down to whole seconds
         if restart_loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
@@ -446,9 +446,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     @property
-    def adapter_alone(self) -> EngineAdapter | None:
+    def unmerged_adapter(self) -> EngineAdapter | None:
         """Adapter that the engine gets unmerged, or `None` if it gets all weights, with any adapter merged."""
-        return self._adapter if self._adapter and self._adapter.alone else None
+        return self._adapter if self._adapter and self._adapter.is_unmerged else None
 
     @property
     def _needs_base_weights(self) -> bool:
@@ -456,12 +456,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Whether the engine gets base weights besides the adapter. If the policy's weights have 4 bits, the engine needs
         the dequantized weights. With a sleep mode, each sleep drops the engine's weights.
         """
-        adapter = self.adapter_alone
+        adapter = self.unmerged_adapter
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
 
     def sync_weights(self):
         """Updates the engine's weights, or its adapter, and resets its caches."""
-        adapter = self.adapter_alone
+        adapter = self.unmerged_adapter
         is_first = self._adapter_request is None
         # Base weights below an adapter never change, so they are sent again only if a sleep has dropped them
         sends_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)

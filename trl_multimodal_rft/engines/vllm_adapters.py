@@ -35,14 +35,17 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    LoRA adapter of a policy, for vLLM. With `alone`, the engine gets the adapter unmerged, and holds up to `versions`
-    versions of it at a time. Otherwise, the engine gets dequantized 4-bit weights with the adapter merged in.
+    LoRA adapter of a policy, for vLLM.
+
+    If `is_unmerged`, the engine has the base weights, and gets the adapter separately, up to `versions` versions at a
+    time. Otherwise it gets weights with the adapter merged in; callers use this only for 4-bit weights. 4-bit weights
+    are dequantized in both cases.
     """
 
-    def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):
+    def __init__(self, model: "PeftModel", accelerator: Accelerator, is_unmerged: bool = True, versions: int = 1):
         self._dist = DistributedBackend(accelerator)
         self._base = base = unwrapped(accelerator, model)
-        self.alone, self.versions = alone, versions
+        self.is_unmerged, self.versions = is_unmerged, versions
         self.is_4bit = is_4bit(base)
         if not is_peft_model(model):
             raise ValueError(
@@ -67,9 +70,9 @@ class EngineAdapter:
                         "leave it out of `target_modules`",
                     )
                 self._layers[checkpoint_name] = layer
-        lora_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
+        adapter_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
         trained_names = [
-            name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in lora_ids
+            name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapter_ids
         ]
         if trained_names:
             raise self._error(
@@ -102,9 +105,9 @@ class EngineAdapter:
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments that the engine must be started with."""
-        # The adapter was trained on dequantized 4-bit weights. The engine gets them, and must not quantize them again
+        # The adapter was trained on dequantized 4-bit weights. The engine gets these, and must not quantize them again
         unquantized = {"quantization": None} if self.is_4bit else {}
-        if not self.alone:
+        if not self.is_unmerged:
             return unquantized
         rank = max(layer.r[self._name] for layer in self._layers.values())
         if rank > _LORA_RANKS[-1]:
@@ -120,7 +123,7 @@ class EngineAdapter:
         return {**options, **unquantized}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights for the engine: base weights if the adapter is sent `alone`, else weights merged with it."""
+        """Yields weights for the engine: base weights if `is_unmerged`, else weights with the adapter merged in."""
         adapted_layers = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
         for name, parameter in self._base.named_parameters():
             if "lora_" in name:
@@ -129,7 +132,7 @@ class EngineAdapter:
                 weight = parameter.data
                 if type(parameter).__name__ == "Params4bit":
                     weight = dequantize_bnb_weight(parameter)
-                if not self.alone and id(parameter) in adapted_layers:
+                if not self.is_unmerged and id(parameter) in adapted_layers:
                     weight = weight + adapted_layers[id(parameter)].get_delta_weight(self._name).to(weight)
                 yield name.replace("base_layer.", ""), weight
 
@@ -141,8 +144,8 @@ class EngineAdapter:
                 return
             # `down` is `lora_A`, and `up` is `lora_B`
             for (name, layer), (down, up) in zip(self._layers.items(), self._weight_pairs(), strict=True):
-                # `lora_B` includes its layer's scale, since vLLM has one scale for all layers: `lora_alpha / r`, which
-                # is 1 in the config below
+                # The saved `lora_B` includes its layer's scale, since vLLM has one scale for all layers:
+                # `lora_alpha / r`, which is 1 in the config below
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
                 tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()

@@ -52,9 +52,10 @@ class Policy:
 
     model: nn.Module  # its mode is evaluation while it samples, and restored afterwards
     encoder: PromptEncoder
-    # Returns the token ids of one completion per prompt, up to the end of the completion
+    # Returns the token ids of one completion per prompt, up to the end of the completion. The last argument keeps the
+    # KV cache between turns; it is `None` without tools.
     complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
-    toolbox: Environments
+    toolbox: Environments  # tools and environments
     tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
     on_media_error: str = "raise"
     is_collective: bool = False  # whether all ranks must make the same number of calls of `complete`
@@ -161,8 +162,8 @@ class Evaluation:
 
     def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], dataset_part: Literal["all", "first"]) -> None:
         """
-        Checks the columns of the whole dataset (`dataset_part="all"`) or, if the dataset doesn't list its columns, of
-        the first batch (`"first"`).
+        Checks the columns of `rows`: the whole dataset (`dataset_part="all"`) or, if the dataset doesn't list its
+        columns, the first batch (`"first"`).
         """
         if self.toolbox.factories:  # environments may read any column
             return
@@ -181,11 +182,11 @@ class Evaluation:
             logger.warning_once(warning)  # once for all evaluations of a run
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the records of rows, with scored completions and, with `ablate`, completions without media."""
+        """Returns the records of a batch. With `ablate`, they also have completions without the ablated media."""
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.read_row, indices))
-        # Only in the first batch of each rank
+        # Each rank checks only its first batch
         if batch_index < self.accelerator.num_processes and not lists_columns(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read_rollout(batch)
@@ -210,8 +211,8 @@ class Evaluation:
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
             self.unstorable_columns.update(name for name, value in columns.items() if not _is_plain(value))
             if self.args.group_by is not None:
-                # A separate entry, as the record may lack the column: a parquet file can't hold its values, or another
-                # entry has its name
+                # A separate entry, because `_result` drops a column that parquet can't hold, and an entry of the
+                # record with the column's name hides the column
                 columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= columns
         return records
@@ -239,7 +240,7 @@ class Evaluation:
         readable_rows = [row for row in rows if row.row_index not in errors]
         if not readable_rows and self.policy.is_collective:
             raise MediaError(
-                "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
+                "No row of a batch can be read, and other ranks wait for its completions; make `batch_size` "
                 f"larger. Error of the last row: {errors[rows[-1].row_index]}"
             )
         return self._collect(readable_rows, ablates) if readable_rows else None, errors
@@ -268,7 +269,7 @@ class Evaluation:
     def _view(self, row: Row) -> View:
         """
         Returns the view that replaces a row's ablated media. A view that needs other media, such as `"other_row"`,
-        gets the media of the first row with different media, from a random row index on.
+        gets the media of another row: the first with different media, from a random row index on.
         """
         modality = str(self.args.ablate)
         view = as_view(self.args.ablate_with).for_modality(modality).seeded(self.args.seed, row.row_index)
@@ -447,7 +448,7 @@ def _generation_config(
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a table can hold a value of a column."""
+    """Returns whether parquet can hold a value: text, a number, `None`, or lists and dictionaries of these."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

@@ -51,9 +51,9 @@ class EvaluationResult:
               `tools/unparsed_frequency` (calls that can't be parsed, per completion), `tools/ended_by_length`,
               `tools/ended_by_turns` and `tools/ended_by_media` (shares of completions), and
               `tools/environment_failures` (number of completions without a reward because their environment failed).
-            - With `ablate="audio"`, for the rows with audio: `accuracy_with_audio`, `accuracy_without_audio`, and
-              their difference `audio_contribution`, all with intervals, see [`~evaluation.paired_interval`]; and
-              `audio_rows`, the number of these rows.
+            - With `ablate="audio"`, for the rows with audio whose completions with and without it were all scored:
+              `accuracy_with_audio`, `accuracy_without_audio`, and their difference `audio_contribution`, all with
+              intervals, see [`~evaluation.paired_interval`]; and `audio_rows`, the number of these rows.
         rows (`list[dict]`):
             Records of the rows, in the order of the dataset. A record has:
 
@@ -111,7 +111,7 @@ def aggregate(
     """
     scored_records = [record for record in records if None not in record["correct"]]
     n = len(scored_records[0]["correct"]) if scored_records else args.num_samples
-    # `n` is the number of completions of a row, and `n_right` has a row's number of right ones
+    # `n` is the number of completions per row, and `n_right` has the number of right completions of each row
     n_right = np.array([sum(record["correct"]) for record in scored_records])
     metrics: dict[str, float | None] = {}
 
@@ -135,7 +135,7 @@ def aggregate(
             indices = [i for i, record in enumerate(scored_records) if record[GROUP] == value]
             add(f"accuracy/{value}", n_right[indices] / n, is_binary=n == 1)
     if args.ablate is not None:
-        # Rows with media of the modality
+        # Rows with media of the modality, whose completions with and without it were all scored
         ablated_records = [record for record in scored_records if None not in (record["correct_without"] or [None])]
         shares = [
             np.array([sum(record[name]) / n for record in ablated_records]) for name in ("correct", "correct_without")
@@ -194,7 +194,8 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
                 "`output_dir` of an evaluation of these rows."
             )
     metrics: dict[str, float | None] = {}
-    # Metrics with intervals whose values per row are saved: `accuracy`, and the scores of a harness
+    # Only `accuracy` and the scores of a harness have saved values per row. Other metrics have no such column, so all
+    # their differences are NaN, and they are left out.
     for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
         column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
         scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
@@ -252,15 +253,15 @@ def _per_cent(value: float | None) -> str:
 def _answer_lines(row: dict[str, Any]) -> str:
     """Returns the lines of a row for a summary. Of long texts only the last characters are kept."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
-    question = row["prompt"].rpartition("\nuser: ")[2]
+    user_text = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]
-    text_by_name = {"prompt": question, "reference": row.get("solution"), "completion": row["completions"][0]}
-    if "scores" in row:  # a pair
+    text_by_name = {"prompt": user_text, "reference": row.get("solution"), "completion": row["completions"][0]}
+    if "scores" in row:  # a preference pair
         scored_completions = zip(("chosen", "rejected"), row["scores"], row["completions"], strict=True)
         answers = {
             name if score is None else f"{name}, score {score:.4g}": text for name, score, text in scored_completions
         }
-        text_by_name = {"prompt": question, **answers}
+        text_by_name = {"prompt": user_text, **answers}
     for name, value in text_by_name.items():
         if value is not None:
             text = " ".join(str(value).split())

@@ -55,7 +55,7 @@ def checkpoint_activations(
 
 def ignore_deprecated_names() -> None:
     """
-    Hides warnings that users can't act on: TRL calls methods of models by names that transformers has deprecated, and
+    Hides warnings that users can't act on. TRL calls methods of models by names that transformers has deprecated, and
     transformers attributes these calls to itself.
     """
     names = "is_gradient_checkpointing|gradient_checkpointing_(en|dis)able"
@@ -93,7 +93,7 @@ def measurement_mode(
 
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Switches activation checkpointing, which warns about forwards without a graph, off within the context."""
+    """Switches off activation checkpointing within the context, because it warns about forwards without a graph."""
     with ExitStack() as stack:
         for submodule in module.modules():
             # Not `getattr`, as wrappers would return the attributes of the modules inside
@@ -104,7 +104,7 @@ def without_checkpointing(module: nn.Module) -> Iterator[None]:
 
 def fix_encoders(model: PreTrainedModel) -> None:
     """
-    Outside the language model, turns off dropout and keeps batch norms at their running statistics.
+    Turns off dropout, and keeps batch norms at their running statistics, outside the language model.
 
     Otherwise, encoders such as Granite Speech's would update statistics during sampling, and sampling and scoring
     would use different outputs. All modules but batch norms stay in training mode, which gradient checkpointing needs.

@@ -74,7 +74,7 @@ PAPERS: dict[str, Any] = {
     "dynamic_sampling_range": Paper("MM-EUREKA", "2503.07365"),
     "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
     "difficulty_sampling": paper_of(DifficultySampler),
-    "rollout_view": paper_of(sigmoid),
+    "rollout_view": paper_of(sigmoid),  # NoisyRollout, whose schedule this is
     "contrast_view": paper_of(contrast_bonus),
 }
 
@@ -133,7 +133,7 @@ def base_metadata(name: str) -> dict[str, str]:
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns a card's line on the held-out accuracy. The list is empty without a [`GenerationEvalCallback`]."""
+    """Returns a card's line on the held-out accuracy, or no line without a [`GenerationEvalCallback`]."""
     evaluations = [logs for logs in history if "eval_accuracy" in logs]
     if not evaluations:
         return []
@@ -164,14 +164,17 @@ def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: s
 def quick_start(
     model_class: str,
     folder: str,
-    kinds: Sequence[str],
+    modalities: Sequence[str],
     max_new_tokens: int,
     base_model: str | None = None,
     rate: int | None = None,
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Returns code that prompts a model, or scores completions with a reward model. Users add media files."""
+    """
+    Returns code that prompts a model, or scores completions with a reward model. `folder` is the model's local folder
+    or its name on the Hub. The media files of the code, such as `image.png`, are the user's.
+    """
     # The parameters of this function are the variables of the templates
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     template_name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
@@ -184,7 +187,9 @@ _version = functools.cache(version)
 
 @functools.cache
 def _template(name: str, strips_blocks: bool = False) -> Template:
-    """Returns a template of this package. With `strips_blocks`, lines of blocks alone leave no empty lines."""
+    """
+    Returns a template of this package. With `strips_blocks`, a line that has only a Jinja tag leaves no empty line.
+    """
     environment = Environment(trim_blocks=strips_blocks, lstrip_blocks=strips_blocks)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
@@ -233,7 +238,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         data.library_name = "peft"
     ordered_modalities = [modality for modality in MODALITIES if modality in modalities]
     packages = {**_VERSIONS, "PEFT": "peft"} if has_adapter else _VERSIONS
-    # The card shows the prompt if it is the same in all rows. Different prompts are data, which a card must not show.
+    # The card shows the prompt if it is the same in all rows (`conversations` is a set). Different prompts are data,
+    # which a card must not show.
     conversations = run.notes.conversations
     shared = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
     text = _template("model_card.md").render(
@@ -245,7 +251,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         columns=_join_words(in_code(name) for name in sorted(run.notes.columns)),
         task=data.pipeline_tag,
         scores=is_reward,
-        kinds=_join_words(
+        input_words=_join_words(
             ["text", *("images" if modality == "image" else modality for modality in ordered_modalities)]
         ),
         method=Paper(run.trainer_name, run.paper["id"]).link,

@@ -33,7 +33,7 @@ from .failures import RewardError, line_of, user_frames
 T = TypeVar("T")
 
 _LARGEST = torch.finfo(torch.float32).max  # rewards are summed in float32
-# A completion as a text, or as messages, the last of which is the answer
+# A completion: a text, or messages that end with the answer
 Completion = str | list[dict[str, Any]]
 # A reference answer in a column of the dataset
 Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Tensor | None
@@ -45,8 +45,8 @@ Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# Columns that reward functions don't get under these names, as in TRL: `prompt` and `completion` are passed in the
-# plural, and the argument `completion_ids` comes from the trainer
+# Columns of the dataset that reward functions don't get, as in TRL: the arguments `prompts`, `completions` and
+# `completion_ids` come from the trainer
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
@@ -64,8 +64,8 @@ class StepwiseReward(float):
 
 class RowError(ValueError):
     """
-    An error of a row, raised with the row's position in the batch. Callers replace the position by the row index in
-    the dataset. `problem` contains the remedy.
+    An error of a row, raised with the row's position in the batch. Callers replace the position by the row index.
+    `problem` contains the remedy.
     """
 
     def __init__(self, position: int, problem: str):
@@ -77,7 +77,7 @@ class RowError(ValueError):
 
 
 def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
-    """Returns the column that a reward function compares with. Raises `ValueError` if it is missing."""
+    """Returns `values`, the column that the function `name` compares with. Raises `ValueError` if it is missing."""
     if values is None:
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the "
@@ -211,8 +211,8 @@ def checked_reward(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Callable:
     """
-    Wraps a reward function so that wrong parameters and return values raise an error. For `rows`, each completion's
-    row index, and `turns`, see [`check_rewards`].
+    Wraps a reward function so that wrong parameters and return values raise an error. `rows` has each completion's row
+    index; for it and `turns`, see [`check_rewards`].
     """
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters

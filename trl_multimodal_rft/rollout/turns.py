@@ -26,7 +26,7 @@ from trl.chat_template_utils import parse_response
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import TOOL_PREFIX, blocks_to_refs
-from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, stand_in_turn
+from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_results, stand_in_turn
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, checked_texts, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
@@ -230,7 +230,7 @@ class ToolLoop:
             return messages, self.encoder.encode(messages, trajectory.row, sampled=True, tools=tools)
         tokenizer = tokenizer_of(self.encoder.processor)
         ends = tokenizer.convert_ids_to_tokens(sorted({*self.end_ids, tokenizer.eos_token_id}))
-        turn = encode_turn(
+        encoded_results = encode_results(
             trajectory.history,
             results,
             self.encoder.processor,
@@ -241,8 +241,9 @@ class ToolLoop:
             keep_decoded=self.engine_length is not None,
             row=trajectory.row,
         )
-        check_joins([trajectory.prompt, *trajectory.results_with_media], turn, self.encoder.model, self.isolate)
-        return None, turn
+        parts = [trajectory.prompt, *trajectory.results_with_media]
+        check_joins(parts, encoded_results, self.encoder.model, self.isolate)
+        return None, encoded_results
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """Calls the tools of a completion, and returns their results as messages in the order of the calls."""

@@ -85,11 +85,11 @@ def make_engine(
     }
     # Way to send weights: merged, or as an adapter
     in_4bit = is_peft_model(model) and is_4bit(model)
-    adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
+    is_unmerged = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
     # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
     adapter = None
-    if adapter_only or in_4bit:
-        adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
+    if is_unmerged or in_4bit:
+        adapter = EngineAdapter(model, accelerator, is_unmerged, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
     # Defaults of vLLM's arguments, which `vllm_engine_kwargs` overrides
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
@@ -361,7 +361,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
         args.vllm_server_timeout,
         # New weights of the model also change requests in flight. New adapters don't, since servers keep each version
         # of an adapter under its own name
-        changes_weights=engine.adapter_alone is None,
+        changes_weights=engine.unmerged_adapter is None,
         settings=engine.sampling,
     )
 

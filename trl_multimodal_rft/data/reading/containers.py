@@ -28,13 +28,15 @@ _INDEXED_STARTS = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\
 
 # Text by which FFmpeg detects playlists and session descriptions, anywhere before the first zero byte
 _PLAYLIST_TEXTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
-_PROBE_BYTES = 2**20  # number of first bytes from which FFmpeg detects a format
+_PROBE_BYTES = 2**20  # FFmpeg detects a format from this number of first bytes
 
 # A file that was written as a stream states a length of 0 or of at least this value, because the length was unknown
 _UNKNOWN_LENGTH = 2**32 - 2**16
 
+_BEYOND_ANY_FILE = 2**63  # above the largest offset that a file can have
+
 _MOST_PARTS = 1_000_000  # limit on the chunks, boxes, pages or tags that are read from a file
-_ID3V1_BYTES = 128  # bytes of an ID3v1 tag at the end of an MP3; some encoders include the tag in the length
+_ID3V1_BYTES = 128  # length of an ID3v1 tag at the end of an MP3
 _OGG_LAST_PAGE = 4  # flag of the last page of a stream
 _REVERSAL = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
 _DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
@@ -105,8 +107,8 @@ def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
     if not extradata or extradata[0] != 1:  # no `avcC` header: the format has no index either, so decoders don't seek
         return False
-    # A packet is a row of NAL units, each after its length of `prefix_size` bytes. The `avcC` header stores this size
-    # minus 1 in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
+    # A packet is a sequence of NAL units, each after its length of `prefix_size` bytes. The `avcC` header stores this
+    # size minus 1 in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
     offset, prefix_size = 0, 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
         if packet[offset + prefix_size] & 31 == 5:
@@ -211,7 +213,7 @@ def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
         stream.seek(begin)
         page = stream.read(end - begin)
         page_number = int.from_bytes(page[18:22], "little")
-        # The checksum is that of the page with zeros in place of the checksum
+        # The checksum is computed with zeros in its place
         if page[22:26] != _ogg_checksum(page[:22] + bytes(4) + page[26:]):
             return f"page {page_number} is damaged"
         if serial in open_streams and page_number != latest_page_numbers[serial] + 1:
@@ -240,10 +242,11 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             is_complete = len(head) == 27 and len(lengths) == head[26]
             # An incomplete page ends beyond the end of any file
-            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _UNKNOWN_LENGTH
+            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _BEYOND_ANY_FILE
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
-            # Skips to the next page. The read may end within its first 4 bytes, so the next read repeats 3 bytes.
+            # Skips to the next page. The read may end within the page's first 4 bytes, so the next read begins 3 bytes
+            # before its end.
             head += stream.read(2**12)
             skip = head.find(b"OggS", 1)
             offset += max(len(head) - 3, 1) if skip < 0 else skip
@@ -264,6 +267,7 @@ def _missing_in_mp3(stream: BinaryIO, size: int) -> str | None:
         return None
     offset = 4 * (flags & 1)  # the length follows the number of frames, if the header has one
     length = int.from_bytes(fields[offset : offset + 4], "big")
+    # Some encoders include an ID3v1 tag in the length, even if the file lacks it
     return None if begin + length - _ID3V1_BYTES == size else _shortfall(begin, length, size)
 
 
