@@ -59,7 +59,7 @@ def test_completions_end_as_those_of_transformers(tmp_path):
     sampled = [ids for draw in trainer.draws for ids in draw.batch.source.ids]
     assert sum(ids[-1] in ends for ids in sampled) > 3 and not any(set(ends) & set(ids[:-1]) for ids in sampled)
     trainer = make(*given, **options, generation_kwargs={"ignore_eos": True})
-    with pytest.raises(RuntimeError, match=r"completions go on after an end of text, \['e', .*no `ignore_eos`"):
+    with pytest.raises(RuntimeError, match=r"completions go on after an end of text, \['e', .*remove `ignore_eos`"):
         trainer.train()
 
 
