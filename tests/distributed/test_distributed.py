@@ -541,7 +541,7 @@ def test_resumed_run_trains_the_same_parts(two):
     for rank in two:
         assert rank["otherwise"] == []
         assert rank["logs"][0][2:] == rank["logs"][1][-2:]
-        assert "checkpoint-2 was saved with `freeze=['vision_tower']`, and this run has `freeze=" in rank["message"]
+        assert "checkpoint-2 was saved with `freeze=['vision_tower']`, but this run has `freeze=" in rank["message"]
 
 
 @on(["zero2"], "parts_of_deepspeed")
