@@ -270,7 +270,11 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
         ("grpo", "dpo", "checkpoint-1 is of a run of 'grpo' without an adapter, and this one is of 'dpo' without"),
         ("sft", "reward", "is of a run of 'sft' without an adapter, and this one is of 'reward-trainer' without"),
         ("sft+adapter", "sft", "is of a run of 'sft' with an adapter, and this one is of 'sft' without an adapter"),
-        ("grpo", "grpo+adapter", "'grpo' without an adapter, and this one is of 'grpo' with an adapter; resume with the trainer"),
+        (
+            "grpo",
+            "grpo+adapter",
+            "'grpo' without an adapter, and this one is of 'grpo' with an adapter; resume with the trainer",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(saved, resuming, message, tmp_path):
