@@ -127,7 +127,7 @@ def test_intervals():
         (lambda: pass_at_k([4, 4], [1, 5], 2), "between 0 and `n`"),
         (lambda: majority_at_k(["aab", "ab"], [[1, 1, 0], [1, 0]], 3), "row 1 has 2 answers"),
         (lambda: majority_at_k(["aab"], [[1, 1]], 2), "row 0 has 3 answers and 2 values"),
-        (lambda: wilson_interval(3, 2), "3 of 2"),
+        (lambda: wilson_interval(3, 2), "`successes` is 3 and `n` is 2"),
         (lambda: mean_interval([0.0, 1.0], 95), "`confidence` is 95"),
         (lambda: EvaluationConfig(num_samples=4), "greedy decoding gives the same completion"),
         (lambda: EvaluationConfig(pass_at=[2]), "`pass_at` has 2"),
