@@ -44,9 +44,8 @@ def uncollected_imports() -> Iterator[None]:
     """
     Keeps objects that exist at the end of the context, such as imported modules, from the garbage collector for good.
 
-    The collector would search the million objects of torch, transformers and TRL several times during the imports, in
-    later collections, and at the end of the process: a third of the CPU time of a short command. Only for processes
-    that this package's commands start.
+    The collector would search the objects of torch, transformers and TRL several times during the imports, in later
+    collections, and at the end of the process. Only for processes that this package's commands start.
     """
     gc.disable()
     try:

@@ -8,7 +8,6 @@ from types import ModuleType
 from trl import ModelConfig
 
 from .. import trainers
-from ..trainers.checkpoints.mixin import CheckpointMixin
 from ..trainers.configs import TrainerConfig
 from .arguments import (
     DistillationScriptArguments,
@@ -29,17 +28,12 @@ class Script:
     prefix: str  # start of the names of the trainer and its config, which are imported on first use
 
     @property
-    def trainer_class(self) -> type[CheckpointMixin]:
-        return getattr(trainers, f"{self.prefix}Trainer")
-
-    @property
     def ARGUMENTS(self) -> tuple[type, ...]:
-        _ = self.trainer_class  # importing the trainer also imports its config
         return self.arguments, getattr(trainers, f"{self.prefix}Config"), ModelConfig
 
     def main(self, script_args: RunArguments, training_args: TrainerConfig, model_args: ModelConfig) -> None:
         """Trains and saves a model."""
-        run(self.name, self.trainer_class, script_args, training_args, model_args)
+        run(self.name, getattr(trainers, f"{self.prefix}Trainer"), script_args, training_args, model_args)
 
 
 grpo = Script("grpo", RLScriptArguments, "MultimodalGRPO")

@@ -17,7 +17,6 @@ import PIL.Image
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, MediaRef, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
-from .features import feature_leaves
 
 
 T = TypeVar("T")
@@ -135,6 +134,8 @@ def check_has_prompt(row: Mapping[str, Any]) -> None:
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
     """Returns the name of the other tool's layout that fits a row or its features, `None` if none does."""
+    from .features import feature_leaves  # imports datasets and torch, which this module doesn't need otherwise
+
     # By layout, a column that must hold dictionaries, and keys that they must have
     nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, needed_columns in _LAYOUTS:
