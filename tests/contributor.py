@@ -65,7 +65,7 @@ def add(tree: Path, path: str, where: str, text: str) -> None:
 
 
 # What looks at every name that is registered, exported or documented, and the tests of the additions
-WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses reference_api mutations fix added"
+WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses reference_api fix added"
 PARTS = "hostile_rewards families advantages losses views ready_rewards grpo_sampling plain contract cli nothing_twice"
 NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
 ALIKE = "reinforce_baseline [audio-plain] [image-plain]"  # named like additions, but tests of what was there before

@@ -56,7 +56,7 @@ ROWS = {"text": text_rows, "image": image_rows, "images": images_rows, "video": 
 ROWS["clips"] = lambda n: clip_rows(range(n))
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird."]
 
-N = int(os.environ.get("FUZZ_N", 10))
+N = int(os.environ.get("FUZZ_N", 8))
 SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(N)
 TOLERANCE = 1e-4  # relative difference of two updates
 ROUNDING = 1e-6  # of the weights, which shows in small updates

@@ -279,6 +279,9 @@ def test_expressions_are_compared_within_a_time_in_any_thread():
 def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
     """Its owner is a script without a main guard, which doesn't run twice."""
     code = (
+        "import atexit, gc\n"
+        "gc.disable()\n"
+        "atexit.register(gc.freeze)\n"
         "from trl_multimodal_rft.rewards import accuracy_reward, expressions\n"
         "assert accuracy_reward(['7', 'a cat'], solution=['7', 'a dog']) == [1, 0]\n"
         "assert expressions._comparer.cache_info().currsize == 0\n"  # no expression needed it

@@ -13,13 +13,13 @@ PARTS = [FSDP2, ZERO2, ZERO3]  # those that shard anything
 
 WITH_EACH = {
     "whole_groups_checkpointed": "hooks of layers that run again",
-    "offloaded": "optimizer states that are moved and brought back",
-    "not_finite": "the norm of a gradient in parts, and non-finite weights of one rank",
 }
 # Weights in shards are gathered in a forward pass, and have checkpoints of their own; ZeRO-2's are whole
 WITH_SHARDED_WEIGHTS = {
     "resumed_reference": "checkpoints of two models",
     "ppo_saved": "checkpoints of two models",
+    "offloaded": "optimizer states that are moved and brought back; ZeRO-2's are those of `offloaded_ppo`",
+    "not_finite": "the norm of a gradient in parts, and non-finite weights of one rank",
 }
 WITH_ONE = {
     FSDP2: {

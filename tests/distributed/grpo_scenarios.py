@@ -318,7 +318,7 @@ def not_finite(folder):
         errors.append(refusal(run, error=FloatingPointError, objects=saving, **saves))
         PartialState().wait_for_everyone()
     unchecked = engine_options(PartialState())
-    if ENGINE == "zero2" and "deepspeed" in unchecked:  # all stages read the option at the same place
+    if ENGINE == "zero3" and "deepspeed" in unchecked:  # all stages read the option at the same place
         unchecked["deepspeed"]["zero_optimization"]["compute_grad_norm"] = False
         errors.append(refusal(train, folder / "unchecked", "qwen2_5_vl", image_rows(), 2 * GROUP, **unchecked))
     saved = [

