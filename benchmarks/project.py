@@ -5,6 +5,7 @@ Predicts the time and memory of a GRPO step on one GPU, for TRL's padded rows an
 ```bash
 python benchmarks/project.py                                  # Qwen2.5-VL 3B and 7B on an H200, in bfloat16
 python benchmarks/project.py --presets 3b --bandwidth 3.5e12  # another machine
+python benchmarks/project.py --measured                       # next to what an H100 took
 ```
 
 **These are predictions, not measurements.** `gpu_report.py` measures what this script predicts.
@@ -58,17 +59,18 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Machine:
     """
-    An H200 and its host, in SI units. Products and bandwidth were measured on one, and the time of the host by updates
-    of 3B on an H100 with 16 cores of a virtual machine; the rest are assumptions.
+    An H200 and its host, in SI units. Products and bandwidth were measured on one, and the times of the host and of a
+    kernel on an H100 with 16 cores of a virtual machine (updates of 3B, and 1,465 kernels of a token in a graph, which
+    take 6.1 ms beside reading the weights); the rest are assumptions.
     """
 
     peak: float = 989e12  # operations per second: dense bfloat16, by the data sheet
     products: float = 769e12  # operations per second of large products: 769 to 798e12 with 8192 rows and columns
     attention: float = 350e12  # the same of FlashAttention 2, which torch's kernels run on Hopper
     bandwidth: float = 4.3e12  # bytes per second of copies; 4.8e12 by the data sheet
-    kernel: float = 2.5e-6  # seconds of the shortest kernel
-    forward: float = 30e-6  # seconds in which Python calls and dispatches an operation
-    backward: float = 17e-6  # seconds in which autograd does, without Python
+    kernel: float = 4e-6  # seconds of the shortest kernel, with the gap to the next one
+    forward: float = 35e-6  # seconds in which Python calls and dispatches an operation
+    backward: float = 20e-6  # seconds in which autograd does, without Python
     memory: float = field(default=139 * GIB, compare=False)  # bytes that a process can use; no cost depends on them
     load_call: float = 1.5e-3  # seconds of a call of vLLM's `load_weights`: 1.5 to 1.6e-3 with as many layers on a CPU
     load_weight: float = 1e-4  # seconds of the host per weight in a call: at most 2.9e-4 on a CPU, which packs them
@@ -91,8 +93,21 @@ PROMPTS = {
     "video": Prompt(16000, 40, 28, 14),
 }
 COMPLETIONS = (128, 256, 512, 1024)
+# 3.35e12 bytes per second by the data sheet, of which copies reach as large a share as on an H200
+H100 = Machine(bandwidth=3.0e12, memory=79 * GIB)
+# What `gpu_report.py` measured there in two runs, or in one: an update at 3B on a prompt with 8 completions of 256
+# tokens, with gradient checkpointing
+MEASURED = {
+    ("trl", "update_s"): (3.65, 4.47),
+    ("ours", "update_s"): (0.57, 0.61),
+    ("ours", "gpu_s"): (0.22,),
+    ("trl", "memory_bytes"): (3.88 * GIB, 3.89 * GIB),
+    ("ours", "memory_bytes"): (2.41 * GIB, 2.42 * GIB),
+}
 # Prompt, completion tokens, and the least ratio of the baseline to ours, at 3B
 TARGETS = {("image", 256): 2.5, ("long", 256): 4.0, ("video", 512): 5.0}
+SIDES = {"trl": "TRL", "ours": "ours"}
+MEASURED_NAMES = {"update_s": "seconds", "gpu_s": "seconds of kernels", "memory_bytes": "GiB"}
 MEMORY_TARGET, STEP_TARGET = 2.5, 1.5
 UPDATE = ("forward", "backward")
 QUANTITIES = ("host", "gpu", "operations", "dispatched", "bytes")
@@ -405,6 +420,26 @@ def run(args: argparse.Namespace) -> dict:
     return {"rows": rows, "targets": targets(rows), "machine": vars(machine), "versions": named}
 
 
+def differences() -> dict[tuple[str, str], tuple[float, list[float]]]:
+    """Predictions of [`MEASURED`], each with its relative differences from the measurements."""
+    found = {}
+    for (side, name), values in MEASURED.items():
+        predicted = predict_update(H100, "3b", PROMPTS["image"], 8, 256, side == "ours", checkpointing=True)[name]
+        found[side, name] = predicted, [predicted / value - 1 for value in values]
+    return found
+
+
+def comparison() -> str:
+    """A table of predictions and measurements."""
+    rows = []
+    for (side, name), (predicted, relative) in differences().items():
+        unit = GIB if name == "memory_bytes" else 1
+        measured = ", ".join(f"{value / unit:.2f}" for value in MEASURED[side, name])
+        shares = ", ".join(f"{each:+.0%}" for each in relative)
+        rows.append((SIDES[side], MEASURED_NAMES[name], measured, f"{predicted / unit:.2f}", shares))
+    return markdown(("H100, 3B", "of an update", "measured", "predicted", "difference"), rows)
+
+
 HEADER = [
     *("model", "prompt", "tokens each", "update", "of it host / GPU", "share of peak", "update memory"),
     *("scoring", "weight sync", "step with vLLM"),
@@ -468,9 +503,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--cases", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="prompts")
     parser.add_argument("--tokens", nargs="+", type=int, default=COMPLETIONS, help="per completion")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--measured", action="store_true", help="compare with what was measured on an H100 instead")
     for each in fields(Machine):
         parser.add_argument(f"--{each.name}", type=float, default=each.default, help="see `Machine`")
-    return report(parse_options(parser, argv, threads=None, json=False), run, table)
+    args = parse_options(parser, argv, threads=None, json=False)
+    if args.measured:
+        print(comparison())
+        return {}
+    return report(args, run, table)
 
 
 if __name__ == "__main__":

@@ -292,6 +292,12 @@ def test_operations_are_those_of_the_formula(packed, prompt):
     assert costs[places].sum() == pytest.approx(expected, rel=1e-3)
 
 
+def test_predictions_are_near_what_was_measured(capsys):
+    assert project.main(["--measured"]) == {} and "| ours | seconds of kernels | 0.22 | " in capsys.readouterr().out
+    for _, relative in project.differences().values():
+        assert max(map(abs, relative)) <= 0.25
+
+
 def test_project(capsys):
     least, options = project.COMPLETIONS[0], ["--presets", "tiny", "--group", "2"]
     result = project.main([*options, "--cases", "image", "--tokens", str(least)])
