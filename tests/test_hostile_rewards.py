@@ -127,7 +127,7 @@ A. or A ¦ A. & co ¦ A) or B-cells ¦ A. /home/c ¦ A. and C's
 LETTERS_WRONG = r"""
 A. B. C. D. ¦ (A)(B)(C)(D) ¦ A) B) C) ¦ A. B ¦ A is not correct ¦ not A ¦ A or B ¦ A, B ¦ A and B ¦ B is right, not A
 (A) and (B) ¦ Option B ¦ A: B: C: ¦ B. A. ¦ A is wrong ¦ A. cat B. dog ¦ (A)(C) ¦ A. or C ¦ (A) or C ¦ (A)/(C) ¦ A), C
-A. or option B ¦ A. and/or B ¦ a) & b ¦ a. or (b). ¦ A. and C are right ¦ A., B, C ¦ Option A. or option B ¦ A/C ¦ A. /C
+A. or option B ¦ A. and/or B ¦ a) & b ¦ a. or (b). ¦ A. and C are right ¦ A., B, C ¦ Option A. or option B ¦ A. /C
 """
 
 
