@@ -239,6 +239,15 @@ def test_longest_micro_batches_of_ranks_coincide():
     assert ranked[0] == ranked[1] != [*range(4)]
 
 
+def test_pieces_of_a_split_group_count_their_own_loads():
+    """The piece of two completions is lighter than the other groups, so that the next group joins it."""
+    groups = [[10] * 6, [15] * 2, [12] * 2, [11] * 2, [1] * 2, [1] * 2]
+    lengths = [length for own in groups for length in own]
+    prompts = [prompt for own in groups for prompt in [group(0).prompts[0]] * len(own)]
+    order = micro_batch_order(prompts, lengths, 4)
+    assert max(sum(lengths[i] for i in order[start : start + 4]) for start in range(0, 16, 4)) == 10 * 2 + 11 * 2
+
+
 def test_a_group_travels_without_its_neighbours():
     """Tensors of prompts may be parts of a batch's."""
     own, batch = group(1), torch.rand(1000, 3)

@@ -117,11 +117,17 @@ WRONG = r"""
 """
 LETTERS_RIGHT = r"""
 A ¦ (A) ¦ A. ¦ Option A ¦ option (A). ¦ A is correct. ¦ A is the right answer ¦ (A ¦ Ａ ¦ （Ａ） ¦ [A] ¦ choice A
-A, not B ¦ The correct answer is A. ¦ A is right, not B ¦ <answer>Option A</answer> ¦ \boxed{\text{Option A}}
+A, not B ¦ The correct answer is A. ¦ A is right, not B ¦ <answer>Option A</answer> ¦ \boxed{\text{Option A}} ¦ A. dog
+"""
+# Texts behind a letter that name no other choice
+LETTERS_WITH_TEXT = r"""
+A. cat or dog ¦ A. Both B and C ¦ (A) cats and b ¦ A: and a cat ¦ A. and I ¦ A. /b/ ¦ A. or else ¦ A. Vitamin C
+A. or A ¦ A. & co ¦ A) or B-cells ¦ A. /home/c ¦ A. and C's
 """
 LETTERS_WRONG = r"""
 A. B. C. D. ¦ (A)(B)(C)(D) ¦ A) B) C) ¦ A. B ¦ A is not correct ¦ not A ¦ A or B ¦ A, B ¦ A and B ¦ B is right, not A
-(A) and (B) ¦ Option B ¦ A: B: C: ¦ B. A. ¦ A is wrong ¦ A. cat B. dog ¦ (A)(C)
+(A) and (B) ¦ Option B ¦ A: B: C: ¦ B. A. ¦ A is wrong ¦ A. cat B. dog ¦ (A)(C) ¦ A. or C ¦ (A) or C ¦ (A)/(C) ¦ A), C
+A. or option B ¦ A. and/or B ¦ a) & b ¦ a. or (b). ¦ A. and C are right ¦ A., B, C ¦ Option A. or option B ¦ A. /C
 """
 
 
@@ -162,6 +168,11 @@ def test_scores_of_letters(table, score, solution):
     solutions, choices = [solution] * len(answers), [["dog", "cat", "cow", "owl"]] * len(answers)
     assert scored_otherwise(rewards.accuracy_reward, answers, score, solutions) == []
     assert scored_otherwise(rewards.choice_reward, answers, score, solutions, choices=choices) == []
+
+
+def test_text_behind_a_letter_names_no_choice():
+    answers = of_table(LETTERS_WITH_TEXT)
+    assert scored_otherwise(rewards.accuracy_reward, answers, 1.0, ["A"] * len(answers)) == []
 
 
 SPANS = """

@@ -586,6 +586,7 @@ def test_omni_preferences_of_another_form(changes, files, tmp_path):
         ("llava", {"image": ["media/0.png"] * 2}, "row 1, column 'images': has 2 images for 1 '<image>' in the text"),
         ("llava", {"image": None}, "row 1, column 'images': has no image for '<image>'"),
         ("llava", {"image": 3}, "row 1, column 'image': 3 is no path"),
+        ("llava", {"image": {"path": "0.png", "image": "1.png"}}, "row 1, column 'image': has media in both 'path'"),
         ("sharegpt", {"conversations": LLAVA[0]["conversations"][:1]}, "row 1, column 'conversations': the last mess"),
         (
             "sharegpt",

@@ -30,6 +30,9 @@ from trl_multimodal_rft.data.rows.columns import (
 from trl_multimodal_rft.data.rows.features import restore_media
 
 
+SAMPLED = {"array": [0.5], "sampling_rate": 4}
+
+
 def user(*content):
     return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
 
@@ -113,6 +116,8 @@ def test_placeholders_take_the_media_in_order_with_their_own_options():
         ({"type": "image_url", "image_url": {"url": "data:,"}}, {"url": "data:,"}, {}),
         ({"type": "video", "video_url": "v.mp4", "fps": 2.0}, "v.mp4", {"fps": 2.0}),
         ({"type": "video", "video": ["0.png", "1.png"]}, ["0.png", "1.png"], {}),
+        ({"type": "image", "image": "i.png", "image_url": {"url": "i.png"}, "url": None, "path": ""}, "i.png", {}),
+        ({"type": "audio", "audio": SAMPLED | {"path": "a"}, "bytes": None}, SAMPLED | {"path": "a"}, {}),
     ],
 )
 def test_inline_media_keep_their_place(block, source, options):
@@ -235,6 +240,19 @@ def test_tool_calls_survive():
             "row 1, column 'prompt[0].content[0]': the block has text of type int; write {'type': 'text'",
         ),
         ({"prompt": user({"type": None, "text": "?"})}, "row 1, column 'prompt[0].content[0]': the block has no type"),
+        *(
+            (
+                {"prompt": user({"type": kind, **media})},
+                f"row 1, column 'prompt[0].content[0]': the block has media in both {keys}; leave one of them, or",
+            )
+            for kind, media, keys in (
+                ("image", {"image": "i.png", "image_url": {"url": "j.png"}}, "'image' and 'image_url'"),
+                ("image", {"url": "i.png", "path": "j.png"}, "'path' and 'url'"),
+                ("image", {"bytes": b"i", "path": "i.png", "image": np.zeros(4)}, "'image' and 'bytes'"),
+                ("input_audio", {"input_audio": {"data": "UklG", "url": "a.wav"}}, "'url' and 'data'"),
+                ("video", {"video": {"path": "v.mp4", "url": "w.mp4"}}, "'path' and 'url'"),
+            )
+        ),
     ],
 )
 def test_misplaced_media_are_named(row, message):

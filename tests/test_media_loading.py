@@ -193,6 +193,7 @@ def test_images_of_datasets(folder):
         ),
         (b"\0\0\0\x18ftypheic" + bytes(9), "cannot read this image (UnidentifiedImageError: HEIC; convert it to PNG)"),
         ({"array": 1}, "the dictionary has only ['array']; give 'bytes', 'path' or 'url'"),
+        ({"path": "a.png", "url": "b.png"}, "the dictionary has media in both 'path' and 'url'; leave one of them"),
         (7, "cannot read this image (TypeError: "),
         (Image.new("RGB", (0, 4)), "the image is empty"),
         (np.zeros((0, 4, 3), np.uint8), "the image is empty"),

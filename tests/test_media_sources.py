@@ -408,6 +408,20 @@ def test_files_have_a_largest_size(site, tmp_path):
             load_image(ref("image", source, max_media_bytes=100))
 
 
+def test_size_of_a_data_uri_is_that_of_its_bytes():
+    data = png(size=(30, 20))
+    escaped_data, escaped_base64 = (
+        "".join(f"%{byte:02X}" for byte in part) for part in (data, base64.b64encode(data + bytes(2)))
+    )
+    uris = [f"data:image/png,{escaped_data}", f"data:;base64,{base64.encodebytes(data).decode()}"]
+    for uri, size in (*((uri, len(data)) for uri in uris), (f"data:;base64,{escaped_base64}", len(data) + 2)):
+        assert load_image(ref("image", uri, max_media_bytes=size)).size == (30, 20)
+        with pytest.raises(MediaError, match=f"more than {size - 1} bytes"):
+            load_image(ref("image", uri, max_media_bytes=size - 1))
+    with pytest.raises(MediaError, match="more than 100 bytes"):  # isn't decoded
+        load_image(ref("image", f"data:;base64,{'!' * 409}", max_media_bytes=100))
+
+
 def test_media_have_a_largest_extent(decoder):
     with pytest.raises(MediaError, match="30 x 20 pixels exceed the limit of 500.*`max_image_pixels`"):
         load_image(ref("image", png(size=(30, 20)), max_image_pixels=500))

@@ -74,6 +74,14 @@ WRONG = [
     ),
     ({"model_init_kwargs": {"dtype": "bf16"}}, "has the dtype 'bf16', which torch doesn't have. Did you mean 'bfloat"),
     ({"model_init_kwargs": '{"dtype": "double64"}'}, "has the dtype 'double64', which torch doesn't have. Write"),
+    (
+        {"model_init_kwargs": "dtype=bfloat16"},
+        '`model_init_kwargs` must be a dictionary, in JSON such as \'{"option": 1',
+    ),
+    ({"model_init_kwargs": ' {"dtype": "float16x"}'}, "`model_init_kwargs` has the dtype 'float16x', which torch doe"),
+    ({"lr_scheduler_kwargs": '{"a": }'}, "got the text '{\"a\": }'; correct or remove it."),
+    ({"media_rules": "[1]"}, "`media_rules` must be a dictionary, in JSON such as"),
+    ({"fsdp_config": "{1}"}, "`fsdp_config` must be a dictionary, in JSON such as"),
     ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
 ]
 WRONG_WHERE_SAMPLED = [

@@ -14,7 +14,7 @@ from ..data.reading.decoding import require_module
 from ..data.rows.load import load_dataset_arguments, load_rows, one_line_errors
 from ..encoding.processors import load_processor
 from ..paths import local_path
-from ..trainers.configs import TrainerConfig
+from ..trainers.configs import TrainerConfig, mapping
 from .arguments import PPOScriptArguments, PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_model_and_dataset
 from .prompts import with_system_message, with_texts
@@ -68,8 +68,8 @@ def trainer_inputs(
 ) -> dict[str, Any]:
     """Makes a trainer's keyword arguments from the arguments of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    options = training_args.model_init_kwargs  # a dictionary or `None`, as the config parses JSON
-    training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
+    options = mapping(training_args.model_init_kwargs)
+    training_args.model_init_kwargs = model_init_kwargs(model_args) | options
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
         _check_separate_rows(script_args)

@@ -29,21 +29,26 @@ def micro_batch_order(
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
     n_completion_tokens = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
-    # Completions that should stay together: their tokens in a packed row, and their batch indices
+    # Completions that should stay together: the tokens that their prompts share, and their batch indices
     bundles: list[tuple[int, list[int]]] = []
     for tree in prompt_trees(n_completion_tokens, groups):
         n_shared = tree.stop if tree.children else 0  # tokens of the common start, which each bundle holds once
-        load, members = n_shared, []
+        members = []
         for prompt in tree.leaves:
             if members and len(members) + len(groups[prompt]) > size:
-                bundles.append((load, members))
-                load, members = n_shared, []
-            load += len(prompt) - n_shared + sum(lengths[i] for i in groups[prompt])
+                bundles.append((n_shared, members))
+                members = []
             members = members + groups[prompt]
-        bundles.append((load, members))
+        bundles.append((n_shared, members))
+
+    def load(n_shared: int, members: list[int]) -> int:
+        """Returns the number of tokens of a bundle, or of a piece of one, in a packed row."""
+        n_own = sum(len(prompt) - n_shared for prompt in {prompts[i] for i in members})
+        return n_shared + n_own + sum(lengths[i] for i in members)
+
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
-    for load, members in sorted(bundles, key=lambda bundle: -bundle[0]):
+    for n_shared, members in sorted(bundles, key=lambda bundle: -load(*bundle)):
         while members:
             n_free = [size - len(batch) for batch in batches]
             fitting = [b for b in range(n_batches) if n_free[b] >= len(members)]
@@ -51,7 +56,7 @@ def micro_batch_order(
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: n_free[b])
             chosen, members = members[: n_free[b]], members[n_free[b] :]
             batches[b] += chosen
-            loads[b] += load  # too much if the bundle is split, since each piece counts the whole load
+            loads[b] += load(n_shared, chosen)
     # Ranks with equal generators draw equal permutations, so sorted micro-batches of similar load run at the same time
     if generator is not None:
         batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]

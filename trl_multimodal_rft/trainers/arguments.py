@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import json
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
+from ..credentials import without_credentials
 from ..spelling import check_value, did_you_mean
 
 
@@ -42,6 +44,9 @@ _NAMES_BY_INTERVAL = {
 }
 _INTERVALS = {name: interval for interval, names in _NAMES_BY_INTERVAL.items() for name in names.split()}
 _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
+
+# Options with a dictionary in JSON that also accept the path of a file
+_FILE_OPTIONS = ("accelerator_config", "deepspeed", "fsdp_config")
 
 # Remedies in error messages. For all other arguments, the remedy is the default value
 _REMEDIES = {
@@ -110,6 +115,27 @@ def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
         full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
         remedy = f"Did you mean '{full_name}'?" if full_name else "Write 'float32', 'bfloat16', 'float16' or 'auto'."
         raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {remedy}")
+
+
+def check_json(config) -> None:
+    """
+    Raises a `ValueError` if the text of a config's dictionary isn't JSON. transformers would keep a text that doesn't
+    start with a brace, and its error for other texts doesn't name the option.
+    """
+    for name in config._VALID_DICT_FIELDS:
+        text = getattr(config, name)
+        if not isinstance(text, str) or not text.strip() or (name in _FILE_OPTIONS and not text.startswith("{")):
+            continue
+        try:
+            is_dictionary = isinstance(json.loads(text), dict)
+        except ValueError:
+            is_dictionary = False
+        if not is_dictionary:
+            raise ValueError(
+                f"`{name}` must be a dictionary, in JSON such as '{{\"option\": 1}}', got the text "
+                f"{without_credentials(text)!r}; correct or remove it."
+            )
+        setattr(config, name, text.strip())  # transformers looks for the brace at the start
 
 
 def as_rates(value: Any) -> dict[str, float] | None:

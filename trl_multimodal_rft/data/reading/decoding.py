@@ -22,7 +22,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 from ...versions import is_torchcodec_usable
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_indexed
 from .images import check_exif, check_pil_image, check_pixels, load_pixels, open_image
-from .refs import MediaError, MediaRef
+from .refs import MediaError, MediaRef, rival_keys
 from .sources import fetch_file, open_file
 
 
@@ -350,7 +350,10 @@ def encoded_source(ref: MediaRef) -> Any:
     source = ref.stored
     if not isinstance(source, dict):
         return source
-    for key in ("bytes", "path", "url"):
+    keys = ("bytes", "path", "url")
+    if rivals := rival_keys(source, keys):
+        raise ref.error(f"the dictionary has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of them")
+    for key in keys:
         if source.get(key) is not None:
             return source[key]
     raise ref.error(f"the dictionary has only {sorted(source)}; give 'bytes', 'path' or 'url'")

@@ -32,6 +32,27 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
+def rival_keys(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, str] | None:
+    """
+    Returns two of the `keys` under which a dictionary has different media, `None` if it has at most one medium. A
+    path or URL next to bytes or samples only names them, as in Datasets.
+    """
+
+    def identity(value: Any) -> Any:
+        values = [item for item in value.values() if item is not None] if isinstance(value, dict) else []
+        return values[0] if len(values) == 1 else value  # `{"url": "a.png"}` equals "a.png"
+
+    names = ("path", "url") if any(fields.get(key) is not None for key in ("bytes", "array")) else ()
+    filled = [key for key in keys if fields.get(key) is not None and key not in names]
+    found = [key for key in filled if not isinstance(fields[key], str) or fields[key]]
+    for key in found[1:]:
+        first, second = identity(fields[found[0]]), identity(fields[key])
+        # Other values, such as arrays, aren't compared by `==`
+        if first is not second and not (isinstance(first, (str, bytes, os.PathLike)) and first == second):
+            return found[0], key
+    return None
+
+
 class MediaError(ValueError):
     """Error of a medium that can't be put into a prompt, or decoded. Names the row, the column and the remedy."""
 

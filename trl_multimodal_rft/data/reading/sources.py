@@ -184,8 +184,9 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
     header, comma, data = uri.partition(",")
     if not comma:
         raise ref.error("a data URI without a comma; write 'data:<type>;base64,<data>'")
-    # Base64 writes 3 bytes as 4 characters
-    if len(data) > 4 / 3 * ref.rules.max_media_bytes + 4:
+    # Spares the decoding of data that is certainly too large. Base64 writes 3 bytes as 4 characters, with padding, and
+    # a URI may write each character as 3, such as "%2B". `fetch_file` checks the size of the decoded bytes.
+    if len(data) > 4 * ref.rules.max_media_bytes + 8:
         raise _too_large_error(ref)
     if not header.endswith(";base64"):
         return unquote_to_bytes(data)

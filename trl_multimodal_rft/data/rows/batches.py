@@ -187,8 +187,8 @@ class EpochBatches:
     Batches of a dataset. All micro-batches of a batch get the same [`RowBatch`], so that its rows are read once.
 
     Rows come in the order that `order(n_rows, epoch)` returns, or from a `sampler`. The sampler draws none of the row
-    indices that `left_out()` returns. In methods, `max_steps` is the number of optimizer steps of the run, and
-    `accumulation` is the number of micro-batches of a step.
+    indices that `left_out()` returns, as long as the others fill a batch. In methods, `max_steps` is the number of
+    optimizer steps of the run, and `accumulation` is the number of micro-batches of a step.
     """
 
     epoch = 0

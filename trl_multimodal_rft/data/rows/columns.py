@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import PIL.Image
 
 from ...families import MODALITIES
-from ..reading.refs import Encoded, MediaError, MediaRef, iter_refs
+from ..reading.refs import Encoded, MediaError, MediaRef, iter_refs, rival_keys
 from ..reading.rules import DEFAULT_RULES, MediaRules
 
 
@@ -562,7 +562,7 @@ class _RowReader:
             actual = f"text of type {type(text).__name__}" if isinstance(block_type, str) else "no type"
             raise self.error(path, f"the block has {actual}; write {{'type': 'text', 'text': '...'}}, or a media type")
         modality = block_modality(block_type)
-        sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
+        sources = self.pop_sources(block, _source_keys(modality), path)
         # Of the remaining keys, only text and options are read, so other keys must not hold media. Strings under
         # the keys in `text_keys` are text, even if they look like a file's name.
         text_keys = (
@@ -602,6 +602,15 @@ class _RowReader:
                 f"{filled_keys}; rename the key of the text, and remove other keys",
             )
         return {"type": "text", "text": block[_TEXT_KEYS[block_type]]}
+
+    def pop_sources(self, block: dict[str, Any], keys: tuple[str, ...], path: str) -> list[Any]:
+        """Returns the equal media that a block holds under several `keys`, and removes these keys from the block."""
+        named = {key: block.pop(key) for key in keys if key in block}
+        for fields in (named, *(item for item in named.values() if isinstance(item, dict))):
+            if rivals := rival_keys(fields, keys):
+                both = f"'{rivals[0]}' and '{rivals[1]}'"
+                raise self.error(path, f"the block has media in both {both}; leave one of them, or write two blocks")
+        return [_source(key, item) for key, item in named.items()]
 
 
 def _without_absent(value: T) -> T:

@@ -60,7 +60,10 @@ class DifficultySampler:
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """Returns the row indices of a batch. Draws it and the batches to prefetch, without the rows in `left_out`."""
+        """
+        Returns the row indices of a batch. Draws it and the batches to prefetch. Rows in `left_out` are only drawn if
+        fewer rows than a batch remain, so that a batch is always full. The trainer replaces them.
+        """
         for index in range(batch_index, batch_index + self._n_prefetched + 1):
             if index not in self._drawn_rows:
                 self._drawn_rows[index] = self._draw(index, left_out)
@@ -73,7 +76,7 @@ class DifficultySampler:
 
     def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
-        # A weight of 0 gives a key of minus infinity below, so that these rows come last
+        # A weight of 0 gives a key of minus infinity below, so that these rows come last, after all others are drawn
         weights[list(left_out)] = 0
         generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {batch_index}").getrandbits(63))
         # Weighted sampling without replacement: the rows with the largest log(u) / weight, for u uniform in 0 to 1

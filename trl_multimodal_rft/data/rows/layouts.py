@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, concatenate_datasets
 
 from ...families import MODALITIES
-from ..reading.refs import MediaRef, shortened
+from ..reading.refs import MediaRef, rival_keys, shortened
 from .batches import Row
 from .benchmarks import PROBLEM_TEMPLATE
 from .cells import truth_value
@@ -755,6 +755,11 @@ def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list
         value = row.pop(column, None)
         for item in value if isinstance(value, list) else [] if value is None else [value]:
             items.append(item)
+            if isinstance(item, dict) and (rivals := rival_keys(item, ("bytes", "path", modality))):
+                raise ValueError(
+                    f"row {index}, column '{column}': has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of "
+                    "them."
+                )
             path = item.get("path") or item.get(modality) if isinstance(item, dict) else item
             if isinstance(item, dict) and item.get("bytes") is not None:
                 files.append(item)

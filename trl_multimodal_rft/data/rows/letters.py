@@ -17,6 +17,13 @@ _OPTION_WORD = re.compile(r"(?:option|choice) (?=\(?[a-z]\b)", re.IGNORECASE | r
 # "B.", "(C)" or "D:" at the start or after a blank, or a text of one letter
 _LISTED_LETTER = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
+# "or C", "/(C)" or "and option c" at the start of the text behind a letter. Not "and a cat" and "and I", whose letters
+# are words, "/b/", a sound, and "Both A and C", which is the text of a choice.
+_JOINED_LETTER = re.compile(
+    r"(?:(?:[,;/&]|(?i:and|or)\b)\s*+)++(?:(?i:option|choice) )?+[\[(*]*+"
+    r"(?:([B-HJ-Z])(?![\w'’/-])|([A-HJ-Za-hj-z])(?=[\])*.:,;&]|\s*$))"
+)
+
 
 def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
     """
@@ -33,8 +40,9 @@ def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
 
 
 def listed_letters(text: str) -> set[str]:
-    """Returns the letters that a text lists, as in "B. cat C. dog"."""
-    return set(_LISTED_LETTER.findall(text))
+    """Returns the letters that a text behind a letter lists, as in "B. cat C. dog", "or B" and "/(b)"."""
+    letters, joined_letter = set(_LISTED_LETTER.findall(text)), _JOINED_LETTER.match(text)
+    return letters if joined_letter is None else {*letters, (joined_letter[1] or joined_letter[2]).upper()}
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
