@@ -331,6 +331,7 @@ def test_says_whether_it_fits(folder, capsys, options):
     main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
     output = capsys.readouterr().out
     assert "Fits into 90% of 80 GiB." in output and "peak" in output and "excludes media encoders" not in output
+    assert "PFLOP a micro-batch." in output  # which `--json` names `operations`; an update may accumulate several
 
 
 @pytest.mark.parametrize(

@@ -496,7 +496,7 @@ def run(args: argparse.Namespace) -> None:
         f"{(usage['trained'] + usage['frozen']) / 1e9:.2f} B weights, of which "
         f"{usage['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
         f"{args.completion_tokens:,} tokens to prompts of {usage['prompt_tokens']:,}; {usage['n_forwards']} "
-        f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP an update."
+        f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP a micro-batch."
     )
     print(*parts_lines(usage["modules"]), sep="\n")
     if sizes["host"]:
