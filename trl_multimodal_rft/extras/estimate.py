@@ -42,7 +42,7 @@ from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 GIB = 2**30
 # Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the remaining memory
 USABLE = 0.9
-# Errors of a model's code on fake tensors. Those of torch, such as `DataDependentOutputException`, are `RuntimeError`s.
+# Errors of models on fake tensors. Those of torch, such as `DataDependentOutputException`, are `RuntimeError`s.
 _FAILURES = (AttributeError, RuntimeError, TypeError)
 # bitsandbytes stores half a byte per weight, a byte per 64 weights and a float per 64 * 256 weights
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
