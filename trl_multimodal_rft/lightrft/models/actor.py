@@ -269,9 +269,10 @@ class Actor(nn.Module):
             )
         else:
             batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted_media)
+            if return_output:
+                self._check_other_ranks(batch.prompts)
+                return self._logps_and_output(sequences, attention_mask, num_actions, accepted_media, batch.is_action)
         self._check_other_ranks(batch.prompts)
-        if packed_seq_lens is None and return_output:
-            return self._logps_and_output(sequences, attention_mask, num_actions, accepted_media, batch.is_action)
         has_router = packed_seq_lens is not None and _has_router(self.base_model)
         request = batch.request(packed=self.packing_samples, compute_aux_loss=has_router)
         scores = self.policy_forward.score(self.model, request)
