@@ -11,6 +11,7 @@ from io import StringIO
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from helpers.chats import audio, chat, text
@@ -835,6 +836,29 @@ def test_ds_config(asked):
             assert asked["zero3"] is expected
     finally:
         unset_hf_deepspeed_config()
+
+
+@pytest.mark.parametrize("method", ["score", "score_packed", "generate", "output"])
+def test_ranks_with_other_media_are_refused_where_weights_are_in_parts(method, monkeypatch):
+    """They would wait for each other's encoders. The other rank is made up."""
+    actor, batch = make_both("qwen2_audio", packing_samples=True)
+    others = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(2), [mine, others]))
+
+    def call():
+        if method == "output":
+            return batch.score(actor, return_output=True)
+        return getattr(batch, method)(actor, **({"max_new_tokens": 1} if method == "generate" else {}))
+
+    call()  # ranks with whole weights needn't agree
+    next(actor.parameters()).ds_id = 0  # as DeepSpeed marks weights in parts
+    for others[:] in ([[]], [["audio"], ["audio"]]):
+        with pytest.raises(ValueError, match=r"rank 0 holds the modalities \[\['audio'\]\], but rank 1 .* ZeRO-2"):
+            call()
+    others[:] = [["audio"]]
+    call()
 
 
 def test_arguments_that_do_not_fit():

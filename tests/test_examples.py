@@ -214,10 +214,9 @@ class Demonstrating(Saying):
 
     read = ()
 
-    def __call__(self, model, prompts, *, branches, **options):
+    def __call__(self, model, prompts, **options):
         self.read = [*self.read, *prompts]
-        later = branches.continuations or None  # evaluations give no room
-        return super().__call__(model, prompts, room=later, branches=branches, **options)
+        return super().__call__(model, prompts, **options)
 
 
 @pytest.mark.slow

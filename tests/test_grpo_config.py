@@ -133,6 +133,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             "`renormalize` of `entropy_source` has no effect with",
         ),
         ({"loss_type": "cpgd(drift_coef=-1.0)"}, "`drift_coef` of 'cpgd' must be at least 0, got -1.0"),
+        ({"loss_type": "cpgd(drift_coef=1e999)"}, "`drift_coef` of 'cpgd' must be at least 0 and finite, got inf"),
         ({"loss_type": "cpgd(drift_clamp=0.0)"}, "`drift_clamp` of 'cpgd' must be above 0, got 0.0"),
         ({"loss_type": "cpgd(drift_coef=True)"}, "`drift_coef` of 'cpgd' must be a number, got True"),
         ({"advantage_estimator": "cpgd(weight=std)"}, "(`std` is no value; quote it, as in 'std')"),

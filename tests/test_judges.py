@@ -278,6 +278,16 @@ def test_pairs_with_an_unreadable_order_are_left_out():
     assert (pairs.metrics["skipped_rows"], pairs.metrics["rows"], pairs.metrics["flips"]) == (1, 2, 1.0)
 
 
+def test_pairs_without_a_score_are_left_out_of_accuracies():
+    """In the first or the second order. Verdicts count, as they need no score."""
+    result = judged([["A"], ["B"]] * 4, ["A", "B"] * 4)
+    result.rows[0]["correct"] = result.rows[3]["correct"] = [None]
+    found = pair_result(result).metrics
+    assert found["accuracy"] == found["consistent_accuracy"] == 1.0 and found["flips"] == 0.0
+    assert found["consistent_accuracy_low"] == wilson_interval(2, 2, 0.9)[0]
+    assert (found["rows"], found["scored_rows"]) == (4, 2)
+
+
 def test_tools_of_a_judge_count_in_both_orders():
     """Also environments that fail in the second order alone."""
     result = judged([["A"]] * 4, ["A", "B"] * 2)

@@ -55,6 +55,8 @@ WITHOUT = {"advantage_estimator": "rloo"}
         ({"vf_coef": "0.1(cliprange=0)"}, "`cliprange` of 'vf_coef' must be above 0, got 0"),
         ({"vf_coef": "high"}, "`vf_coef` must be a number, such as 0.1, also with settings behind it, got 'high'"),
         ({"ptx_coef": "0.1(batch_size=0)"}, "`batch_size` of 'ptx_coef' must be at least 1, got 0"),
+        ({"ptx_coef": "0.1(batch_size=1e999)"}, "`batch_size` of 'ptx_coef' must be at least 1 and finite, got inf"),
+        ({"value_learning_rate": "0.1(warmup_steps=1e999)"}, "of 'value_learning_rate' must be at least 0 and finite"),
         ({"ptx_coef": "0.1(size=1)"}, "'ptx_coef' has no setting 'size', only ['batch_size']"),
         (
             {"value_learning_rate": "0.1(warmup_steps=-0.5)"},

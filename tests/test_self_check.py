@@ -251,6 +251,18 @@ def test_sampling_from_a_wrong_cache_falls_back_to_separate_prefills(monkeypatch
     assert check.sampled <= check.tolerance
 
 
+def test_sampling_that_fails_falls_back_to_separate_prefills(monkeypatch, caplog):
+    def no_sharing(*args):
+        raise NotImplementedError("an unknown cache")
+
+    monkeypatch.setattr(generation, "share_prompts", no_sharing)
+    with caplog.at_level(logging.WARNING):
+        check = subject("llava", image_rows(2)).check()
+    assert not check.fallbacks.shared_prefill and check.sampled <= check.tolerance
+    failure = "sampling from a shared prefill fails; falling back to one prefill per completion."
+    assert f"self-check: llava: {failure}" in caplog.text
+
+
 def test_sampling_from_another_distribution_raises():
     drifts = subject("llava", image_rows(2))
     forward_once, calls = drifts.model.forward, []

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers.samplers import PseudoRandom
+from helpers.samplers import PseudoRandom, Wrapped
 from helpers.tools import RLOO, Scripted
 from helpers.trainer_utils import InjectedOurs, image_rows, logged, make_trainer
 from test_asynchronous import make as make_ahead
@@ -354,9 +354,21 @@ def test_environments_reward_turns_and_rloo_their_sum():
     expected = (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten()
     assert_close(result.trainer.inputs["advantages"], expected)
     assert logged(result, "rewards/Album/turn_2") == [pytest.approx(0.25 * 4 / 6 + 2 / 6)]
+    rooms = []
+
+    class Measured(Wrapped):
+        def __call__(self, model, prompts, *, room=None, **options):
+            rooms.append(room)
+            return super().__call__(model, prompts, room=room, **options)
+
+    result.trainer.sampler = Measured(result.trainer)
     args = EvaluationConfig(max_completion_length=1500, batch_size=4)
     found = evaluate_trainer(result.trainer, image_rows(4), args=args)
     assert [each["reward/Album"] for each in found.rows] == [[1.0], [1.25], [1.5], [1.75]]
+    # The sampler gets the tokens that are left after each turn, as in training
+    first, *later = rooms
+    assert first is None and [len(room) for room in later] == [3, 2, 1]
+    assert 1500 > max(later[0]) >= min(later[0]) > max(later[1]) > max(later[2]) > 0
 
 
 @pytest.mark.parametrize("estimator", ["turn_norm", "gigpo", "ps_grpo"])

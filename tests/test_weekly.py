@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Results of suites, and the file that has them for `.ci/run`."""
 
+import importlib.util
 import json
 import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import weekly
@@ -55,3 +59,25 @@ def test_weekly_run(results, tmp_path, monkeypatch, capsys):
     assert weekly.main([]) == 0 and "unknown commits and 0 days ago: 1 passed, 0 failed" in capsys.readouterr().out
     results.with_name("right.json").write_text(json.dumps({**found, "failed": []}))
     assert weekly.main([str(results.with_name("right.json"))]) == 0
+
+
+def test_options_of_pytest_reach_the_suite_of_engines(monkeypatch, capsys):
+    """`TEST_OPTIONS` go to both suites of `make test-weekly`."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("suite", Path(__file__).with_name("engine") / "__main__.py")
+    suite, commands = importlib.util.module_from_spec(spec), []
+    spec.loader.exec_module(suite)
+
+    def started(command, **streams):
+        commands.append(command)
+        done = {"communicate": lambda: ("slowest durations\n1 passed", None), "returncode": 0, "seconds": 1.0}
+        return nullcontext(SimpleNamespace(**done))
+
+    monkeypatch.setattr(forked, "Popen", started)
+    monkeypatch.setattr(forked, "serving", lambda imported: nullcontext())
+    monkeypatch.setattr(sys, "argv", ["engine", "test_tools.py", "--durations=20", "-k", "calls", "-m", "slow or gpu"])
+    assert suite.main() == "" and "slowest durations" in capsys.readouterr().out
+    ((*_, file, m, expression, durations, k, name, _, _),) = commands
+    assert (file, m, expression) == ("tests/engine/test_tools.py", "-m", "slow or gpu")
+    assert (durations, k, name) == ("--durations=20", "-k", "calls")

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
 Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
-`-m slow` the slow ones.
+`-m slow` the slow ones. Other options, such as `--durations=20`, are pytest's, whose output is then printed.
 
 Each file has a process of its own, as engines leave memory behind, but for groups that share a server or models. These
 processes, and the servers of tests, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first
@@ -44,12 +44,12 @@ TOGETHER = [
 ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
-def run(files: list[str], expression: str) -> tuple[str, int, str, dict]:
+def run(files: list[str], options: list[str]) -> tuple[str, int, str, dict]:
     """Returns names of files with their exit code, their output and their results, as `--write-results` has them."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, Path(files[0]).stem)
-        options = ["-m", expression, "--write-results", str(written)]
+        options = [*options, "--write-results", str(written)]
         with forked.Popen([*PYTEST, *(f"tests/{file}" for file in files), *options], **streams) as process:
             output, _ = process.communicate()
         results = weekly.results_of(written)
@@ -60,15 +60,21 @@ def run(files: list[str], expression: str) -> tuple[str, int, str, dict]:
 
 def main() -> str:
     """Returns an error, or nothing."""
-    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("files", nargs="*", help="names, by default all")
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().splitlines()[0],
+        epilog="Names of files, by default all, and further options are those of pytest.",
+        allow_abbrev=False,
+    )
     parser.add_argument("-m", dest="expression", default="not slow", help="as that of pytest")
     parser.add_argument("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file")
     parser.add_argument("--write-results", type=Path, help="file for the results, see `weekly.py`")
-    args = parser.parse_args()
+    args, words = parser.parse_known_args()
+    names = [word for word in words if Path(__file__).parent.joinpath(word).is_file()]
+    others = [word for word in words if word not in names]
+    options = ["-m", args.expression, *others]
     suite = "vllm slow" if args.expression == "slow" else "vllm"
     stored = json.loads(cpu_seconds.STORED.read_text()).get(suite, {})
-    names = args.files or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
+    names = names or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
     files = [f"engine/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
@@ -77,11 +83,11 @@ def main() -> str:
     groups.sort(key=lambda group: -sum(stored.get(file, 0) for file in group))
     found, failed = [], ""
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
-        for done in as_completed([pool.submit(run, group, args.expression) for group in groups if group]):
+        for done in as_completed([pool.submit(run, group, options) for group in groups if group]):
             group, code, output, results = done.result()
             found, seconds = [*found, results], sum(results["seconds"].values())
             counts = re.findall(r"^.*\d (?:passed|skipped|deselected).*$", output, re.MULTILINE)  # among other output
-            print(output if code else f"{group}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
+            print(output if code or others else f"{group}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 failed = f"{failed} {group} failed".strip()
                 if not args.write_results:

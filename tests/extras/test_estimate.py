@@ -13,6 +13,7 @@ from helpers.families import FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, cli
@@ -331,6 +332,7 @@ def test_says_whether_it_fits(folder, capsys, options):
     main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
     output = capsys.readouterr().out
     assert "Fits into 90% of 80 GiB." in output and "peak" in output and "excludes media encoders" not in output
+    assert "PFLOP a micro-batch." in output  # which `--json` names `operations`; an update may accumulate several
 
 
 @pytest.mark.parametrize(
@@ -360,6 +362,32 @@ def test_config_alone_of_other_encoders_is_said_to_exclude_them(tmp_path, capsys
     config = FAMILIES["qwen2_audio"].save(tmp_path) / "config.json"
     main(["estimate", "--model_name_or_path", str(config), "--prompt_tokens", "60", "--completion_tokens", "24"])
     assert "The estimate excludes media encoders" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotImplementedError(), "NotImplementedError"),
+        (DataDependentOutputException("aten.item"), "aten.item"),
+        (TypeError("None is not\ncallable"), "None is not"),
+    ],
+)
+def test_models_that_fail_on_fake_tensors(error, reason, monkeypatch):
+    """The encoder alone is excluded, and the text model is named with its error, also one without text."""
+
+    def measure(args):
+        if args.images is None or fails_on_text:
+            raise error
+        return numbers()
+
+    monkeypatch.setattr(estimate, "measure", measure)
+    args, fails_on_text = parse("--model_name_or_path", "m"), False
+    assert estimate.measure_with_note(args)[1] == f"The estimate excludes media encoders: {reason}."
+    fails_on_text = True
+    with pytest.raises(ValueError, match=f"^m doesn't run on fake tensors: {reason}$"):
+        estimate.measure_with_note(args)
+    with pytest.raises(ValueError, match=rf"^m doesn't run on fake tensors with media \({reason}\); leave out"):
+        estimate.measure_with_note(parse("--model_name_or_path", "m", "--images", "1"))
 
 
 def test_errors(folder, capsys):

@@ -367,7 +367,7 @@ def cpgd_loss(
     inputs: LossInputs,
     options: LossOptions,
     *,
-    drift_coef: Annotated[float, "[0, inf]"] = 0.01,
+    drift_coef: Annotated[float, "[0, inf)"] = 0.01,
     drift_clamp: Annotated[float, "(0, inf]"] = 2.0,
 ) -> LossOutput:
     """

@@ -396,7 +396,8 @@ class _Check(Measure):
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks))
         if output is None and self.fallbacks.shared_prefill:
-            self.fallbacks.shared_prefill = False
+            problem = "sampling from a shared prefill fails"
+            self.fall_back(problem, "one prefill per completion", shared_prefill=False)
             return self._sample(prompt)
         if output is None:
             raise self.inexact_error(f"it can't sample completions ({self.failure})")

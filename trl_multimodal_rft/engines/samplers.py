@@ -71,7 +71,8 @@ class Sampler:
             config ([`~transformers.GenerationConfig`], *optional*):
                 Settings of sampling, by default those of training.
             room (`Sequence[int]`, *optional*):
-                Maximum number of tokens of each completion.
+                Maximum number of tokens of each completion after results of tools, in training and evaluation. A
+                sampler may exceed it: surplus tokens are cut off.
             branches ([`~engines.transformers.Branches`], *optional*):
                 Caches from which generation continues after tool results.
 

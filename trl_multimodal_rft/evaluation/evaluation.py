@@ -52,9 +52,9 @@ class Policy:
 
     model: nn.Module  # its mode is evaluation while it samples, and restored afterwards
     encoder: PromptEncoder
-    # Returns the token ids of one completion per prompt, up to the end of the completion. The last argument keeps the
-    # KV cache between turns; it is `None` without tools.
-    complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
+    # Returns the token ids of one completion per prompt, up to the end of the completion. The last two arguments are
+    # the completions' maximum lengths (`None` in first turns) and the KV cache between turns (`None` without tools).
+    complete: Callable[[list[EncodedPrompt], GenerationConfig, list[int] | None, Branches | None], list[list[int]]]
     toolbox: Environments  # tools and environments
     tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
     on_media_error: str = "raise"
@@ -376,7 +376,7 @@ class Evaluation:
         """Samples a trajectory per prompt: one completion, or with tools all turns within the limits of `args`."""
         policy, config, args = self.policy, self.generation_config, self.args
         if policy.tool_loop is None:
-            ids = policy.complete(rollout.prompts, config, None)
+            ids = policy.complete(rollout.prompts, config, None, None)
             # Without messages, history and log-probabilities. The mask is 1 on all tokens
             return [
                 Trajectory(prompt, tokens, [], [], None, [1] * len(tokens), failure=failure)
@@ -384,10 +384,10 @@ class Evaluation:
             ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], _: list[int]) -> Samples:
-            return policy.complete(prompts, config, branches), None
+        def complete(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
+            return policy.complete(prompts, config, max_lengths, branches), None
 
-        ids = policy.complete(rollout.prompts, config, branches)
+        ids = policy.complete(rollout.prompts, config, None, branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         limits["max_context_media"] = args.max_context_media
         loop = policy.tool_loop(

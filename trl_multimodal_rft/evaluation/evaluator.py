@@ -160,9 +160,10 @@ def _complete(
     accelerator: Accelerator,
     prompts: list[EncodedPrompt],
     config: GenerationConfig,
+    max_lengths: list[int] | None,
     branches: Branches | None,
 ) -> list[list[int]]:
-    """Samples completions on this rank, independently of the other ranks."""
+    """Samples completions on this rank, independently of the others. Tokens beyond `max_lengths` are cut off later."""
     generating = functools.partial(unwrap_model_for_generation, model, accelerator)
     output = sample_completions(
         forward, model, prompts, config, config.pad_token_id, generating=generating, branches=branches
@@ -212,10 +213,15 @@ def evaluate_trainer(
         )
     trainer.sampler.invalidate_weights()  # an engine may hold older weights
 
-    def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
-        step = trainer.state.global_step
+    def complete(
+        prompts: list[EncodedPrompt],
+        config: GenerationConfig,
+        max_lengths: list[int] | None,
+        branches: Branches | None,
+    ) -> list[list[int]]:
+        options = {"step": trainer.state.global_step, "config": config, "room": max_lengths, "branches": branches}
         with trainer.offloading():
-            return trainer.sampler(trainer.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
+            return trainer.sampler(trainer.model_wrapped, prompts, **options)[0]
 
     with kept_random_state():
         toolbox = trainer.toolbox.with_new_environments()

@@ -47,10 +47,10 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
         [`EvaluationResult`]: Rows are pairs, with the completions and `verdicts` of the first order before those of
         the second. Metrics are those of [`evaluate`], and a pair is one observation: `accuracy` is the share of right
         verdicts, both orders counted. Three more metrics have confidence intervals. `consistent_accuracy` is how often
-        both verdicts are right. `flips` is how often both verdicts name the same position, which means that the
-        preferred answer changes with the order. `accuracy_without_ties` leaves out equally good pairs, if there are
-        any. Shares of verdicts have no intervals: `predicted_ties`, `unreadable`, and `first_preferred` among verdicts
-        that name a position.
+        both verdicts are right, in the pairs whose verdicts were all scored (`scored_rows`). `flips` is how often both
+        verdicts name the same position, which means that the preferred answer changes with the order.
+        `accuracy_without_ties` leaves out equally good pairs, if there are any. Shares of verdicts have no intervals:
+        `predicted_ties`, `unreadable`, and `first_preferred` among verdicts that name a position.
 
     Example:
     ```python
@@ -69,11 +69,13 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     )
     n = args.num_samples
     # Completion `i` of the first order is compared with completion `i` of the second
-    for name, column, condition in (
-        ("consistent_accuracy", "correct", lambda first, second: bool(first and second)),
-        ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
+    # As in `accuracy`, a pair counts if all its verdicts were scored
+    scored_pairs = [pair for pair in pairs if None not in pair["correct"]]
+    for name, column, counted_pairs, condition in (
+        ("consistent_accuracy", "correct", scored_pairs, lambda first, second: first and second),
+        ("flips", "verdicts", pairs, lambda first, second: first == second in ("A", "B")),
     ):
-        samples_by_pair = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
+        samples_by_pair = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in counted_pairs]
         shares = np.array(
             [np.mean([condition(*both_orders) for both_orders in samples]) for samples in samples_by_pair]
         )

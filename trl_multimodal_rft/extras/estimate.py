@@ -42,6 +42,8 @@ from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 GIB = 2**30
 # Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the remaining memory
 USABLE = 0.9
+# Errors of models on fake tensors. Those of torch, such as `DataDependentOutputException`, are `RuntimeError`s.
+_FAILURES = (AttributeError, RuntimeError, TypeError)
 # bitsandbytes stores half a byte per weight, a byte per 64 weights and a float per 64 * 256 weights
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -468,18 +470,23 @@ def measure_with_note(args: argparse.Namespace) -> tuple[Usage, str | None]:
     """
     try:
         return measure(args), None
-    except (AttributeError, RuntimeError, TypeError, MediaError) as error:
+    except (*_FAILURES, MediaError) as error:
+        reason = _first_line(error)
         if args.images is not None or args.audio_seconds is not None:
             raise ValueError(
-                f"{args.model_name_or_path} doesn't run on fake tensors with media ({error}); leave out `--images` "
+                f"{args.model_name_or_path} doesn't run on fake tensors with media ({reason}); leave out `--images` "
                 "and `--audio_seconds` for an estimate without media encoders."
             ) from error
-        reason = str(error).splitlines()[0]
     try:
         text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
-    except RuntimeError as error:
-        raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
+    except _FAILURES as error:
+        raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {_first_line(error)}") from error
     return text_only, f"The estimate excludes media encoders: {reason}."
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error, or its type if it has no text, such as a bare `NotImplementedError`."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def run(args: argparse.Namespace) -> None:
@@ -496,7 +503,7 @@ def run(args: argparse.Namespace) -> None:
         f"{(usage['trained'] + usage['frozen']) / 1e9:.2f} B weights, of which "
         f"{usage['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
         f"{args.completion_tokens:,} tokens to prompts of {usage['prompt_tokens']:,}; {usage['n_forwards']} "
-        f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP an update."
+        f"forward(s) of up to {usage['tokens']:,} tokens; {usage['operations'] / 1e15:.2f} PFLOP a micro-batch."
     )
     print(*parts_lines(usage["modules"]), sep="\n")
     if sizes["host"]:

@@ -180,7 +180,7 @@ class UnreadableRows:
     """Settings of the option `on_media_error`."""
 
     action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf]"] = 0.1  # maximum number of skipped rows; below 1, a share of the dataset
+    max_rows: Annotated[float, "[0, inf)"] = 0.1  # maximum number of skipped rows; below 1, a share of the dataset
 
     def limit(self, n_rows: int) -> int:
         """Returns the number of rows that may be skipped in a dataset of `n_rows`."""

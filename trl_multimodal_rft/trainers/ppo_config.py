@@ -19,7 +19,7 @@ class ValueSchedule:
 
     rate: Annotated[float, "(0, inf)"]
     lr_scheduler_type: str
-    warmup_steps: Annotated[float, "[0, inf]"]
+    warmup_steps: Annotated[float, "[0, inf)"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SupervisedLoss:
     """Settings of the option `ptx_coef`."""
 
     coef: Annotated[float, "[0, inf)"]
-    batch_size: Annotated[int, "[1, inf]"] = 1  # rows per micro-batch
+    batch_size: Annotated[int, "[1, inf)"] = 1  # rows per micro-batch
 
 
 @help_from_docstring

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
@@ -17,19 +18,20 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from transformers.utils import ModelOutput
 
 from ...data.reading.decoding import require_module
-from ...encoding.prompts import all_placeholder_ids
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import TOKEN_FIELDS, family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.features import to_model
 from ...forward.head import add_fused_head, scores_of_logits
+from ...forward.layout import split_samples
 from ...forward.masks import sharing_obstacle
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts, find_tower, freeze_as_built
 from ...models.pretrained import load_model
 from ...models.quantization import keep_differentiable
 from ...models.wrapped import unwrapped
-from ...policy import Fallbacks, PolicyForward
+from ...policy import Fallbacks, PolicyForward, modalities_of
 from ...versions import CACHE_NAMES
 from .bare_inputs import audio_inputs, packed_completions, padded_completions, token_fields
 from .completions import mask_completions
@@ -69,7 +71,8 @@ class Actor(nn.Module):
             Suffixes of the names of layers for LoRA; by default, all linear layers except the LM head. Frozen encoders
             get no LoRA.
         ds_config, device_map (`dict`, *optional*):
-            DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded.
+            DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded; all ranks
+            must then pass media of the same modalities.
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether `forward` scores completions in packed rows, and also takes packed sequences.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
@@ -163,7 +166,7 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        # No `accelerator` is passed, so forwards don't wait for other ranks: each rank holds the whole model
+        # No `accelerator` is passed, so ranks get no dummy prompts, which need a processor; see `_check_other_ranks`
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
@@ -245,8 +248,8 @@ class Actor(nn.Module):
         Raises:
             [`MediaError`]: If placeholders and media don't match.
             `TypeError`: If the model's forward has no argument for a tensor, or takes no audio.
-            `ValueError`: If the number of actions is missing or doesn't match the sequences, or if sequences are
-                packed without `packing_samples`.
+            `ValueError`: If the number of actions is missing or doesn't match the sequences, if sequences are packed
+                without `packing_samples`, or if ranks hold different modalities with ZeRO-3.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         vision_media = dict(zip(_VISION_NAMES, vision, strict=True)) if self._uses_vision else {}
@@ -267,7 +270,9 @@ class Actor(nn.Module):
         else:
             batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted_media)
             if return_output:
+                self._check_other_ranks(batch.prompts)
                 return self._logps_and_output(sequences, attention_mask, num_actions, accepted_media, batch.is_action)
+        self._check_other_ranks(batch.prompts)
         has_router = packed_seq_lens is not None and _has_router(self.base_model)
         request = batch.request(packed=self.packing_samples, compute_aux_loss=has_router)
         scores = self.policy_forward.score(self.model, request)
@@ -278,6 +283,24 @@ class Actor(nn.Module):
         if self.high_entropy_token_ratio > 0:
             output["action_entropy"] = batch.scatter(scores.entropies.detach())
         return logps, output
+
+    def _check_other_ranks(self, prompts: Sequence[EncodedPrompt]) -> None:
+        """
+        Raises a `ValueError` on all ranks if ZeRO-3 shards the weights, and ranks hold different modalities. Their
+        forwards would run different encoders, and wait forever for other ranks to gather the weights.
+        """
+        if not hasattr(next(self.model.parameters()), "ds_id") or not dist.is_initialized():
+            return
+        parts = split_samples(prompts, self.policy_forward.fallbacks.isolate)  # one per forward
+        modalities = [sorted(modalities_of(prompts[i] for i in part)) for part in parts]
+        modalities_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(modalities_by_rank, modalities)
+        for rank, others in enumerate(modalities_by_rank):
+            if others != modalities_by_rank[0]:
+                raise ValueError(
+                    f"By forward, rank 0 holds the modalities {modalities_by_rank[0]}, but rank {rank} {others}. This "
+                    "would deadlock the collectives of ZeRO-3; use ZeRO-2, or batches of the same modalities."
+                )
 
     def _logps_and_output(
         self,
@@ -348,7 +371,8 @@ class Actor(nn.Module):
         Raises:
             [`MediaError`]: If placeholders and media don't match.
             `ValueError`: If prompts are padded on the right, if an option is unknown, if several sequences per prompt
-                are requested, or if beam search is requested with audio.
+                are requested, if beam search is requested with audio, or if ranks hold different modalities with
+                ZeRO-3.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -380,6 +404,7 @@ class Actor(nn.Module):
             options |= sampling_options(self.temperature, generation_config.to_dict())
         generation_config.update(**options)
         prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
+        self._check_other_ranks(prompts)
         # Under ZeRO-3, ranks must run equally many forwards, as they do in `generate`, which shares no prefill
         fallbacks = replace(
             self.policy_forward.fallbacks,
