@@ -44,12 +44,12 @@ def rival_keys(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, str
 
     names = ("path", "url") if any(fields.get(key) is not None for key in ("bytes", "array")) else ()
     filled = [key for key in keys if fields.get(key) is not None and key not in names]
-    found = [key for key in filled if not isinstance(fields[key], str) or fields[key]]
-    for key in found[1:]:
-        first, second = identity(fields[found[0]]), identity(fields[key])
+    holding = [key for key in filled if not isinstance(fields[key], str) or fields[key]]
+    for key in holding[1:]:
+        first, second = identity(fields[holding[0]]), identity(fields[key])
         # Other values, such as arrays, aren't compared by `==`
         if first is not second and not (isinstance(first, (str, bytes, os.PathLike)) and first == second):
-            return found[0], key
+            return holding[0], key
     return None
 
 
