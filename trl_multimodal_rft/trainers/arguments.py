@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import typing
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -117,12 +117,16 @@ def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
         raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {remedy}")
 
 
-def check_json(config) -> None:
+def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
     """
-    Raises a `ValueError` if the text of a config's dictionary isn't JSON. transformers would keep a text that doesn't
-    start with a brace, and its error for other texts doesn't name the option.
+    Raises a `ValueError` if the text of one of a config's dictionaries isn't JSON. transformers would keep a text that
+    doesn't start with a brace, and its error for other texts doesn't name the option. Strips whitespace around JSON.
+
+    Args:
+        config ([`~transformers.TrainingArguments`]): Config, changed in place.
+        names (`Sequence[str]`): Options that take dictionaries.
     """
-    for name in config._VALID_DICT_FIELDS:
+    for name in names:
         text = getattr(config, name)
         if not isinstance(text, str) or not text.strip() or (name in _FILE_OPTIONS and not text.startswith("{")):
             continue

@@ -142,7 +142,7 @@ class MediaArguments(CheckedKeywords, _Config):
                 setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
         # transformers reads these fields from JSON, too
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]
-        check_json(self)
+        check_json(self, self._VALID_DICT_FIELDS)
         check_values(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without an accelerator, torch would only warn

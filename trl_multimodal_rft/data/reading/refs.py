@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...credentials import masked_url, without_credentials
 from .rules import DEFAULT_RULES, MediaRules
@@ -15,6 +15,8 @@ from .rules import DEFAULT_RULES, MediaRules
 
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
+
+T = TypeVar("T")
 
 # Number of characters from which a word in a message is shortened, because it is probably data rather than text
 _LONGEST_WORD = 300
@@ -32,21 +34,22 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
+def _only_value(value: T | dict[str, T]) -> T | dict[str, T]:
+    """Returns the value of a dictionary that has one, such as `{"url": "a.png"}`; other values unchanged."""
+    values = [item for item in value.values() if item is not None] if isinstance(value, dict) else []
+    return values[0] if len(values) == 1 else value
+
+
 def rival_keys(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, str] | None:
     """
     Returns two of the `keys` under which a dictionary has different media, `None` if it has at most one medium. A
     path or URL next to bytes or samples only names them, as in Datasets.
     """
-
-    def identity(value: Any) -> Any:
-        values = [item for item in value.values() if item is not None] if isinstance(value, dict) else []
-        return values[0] if len(values) == 1 else value  # `{"url": "a.png"}` equals "a.png"
-
     names = ("path", "url") if any(fields.get(key) is not None for key in ("bytes", "array")) else ()
     filled = [key for key in keys if fields.get(key) is not None and key not in names]
     holding = [key for key in filled if not isinstance(fields[key], str) or fields[key]]
     for key in holding[1:]:
-        first, second = identity(fields[holding[0]]), identity(fields[key])
+        first, second = (_only_value(fields[name]) for name in (holding[0], key))
         # Other values, such as arrays, aren't compared by `==`
         if first is not second and not (isinstance(first, (str, bytes, os.PathLike)) and first == second):
             return holding[0], key
