@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, MORE_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
 from peft import LoraConfig, get_peft_model
@@ -335,14 +335,29 @@ def test_says_whether_it_fits(folder, capsys, options):
     assert "PFLOP a micro-batch." in output  # which `--json` names `operations`; an update may accumulate several
 
 
-@pytest.mark.parametrize(
-    "family", slow_but(["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"], "qwen2_audio")
-)
+OTHERS = ["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v", "gemma4", "apertus1p5"]
+
+
+@pytest.mark.parametrize("family", slow_but(OTHERS, "qwen2_audio"))
 def test_other_families(family, tmp_path, capsys):
     seconds = ["--audio_seconds", "1"] if family in ("qwen2_audio", "qwen2_5_omni") else ["--image_size", "56"]
     options = ["--prompt_tokens", "60", "--completion_tokens", "24", *seconds]
-    main(["estimate", "--model_name_or_path", str(FAMILIES[family].save(tmp_path)), *options])
+    main(["estimate", "--model_name_or_path", str((FAMILIES | MORE_FAMILIES)[family].save(tmp_path)), *options])
     assert "excludes media encoders" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_a_token_count(dtype, tmp_path):
+    """An expert has three matrices, each in one product of the forward and two of the backward pass."""
+    folder = FAMILIES["qwen3_vl_moe"].save(tmp_path)
+    options = ["--model_name_or_path", folder, *TINY, "--images", "0", "--no-gradient_checkpointing", "--dtype", dtype]
+    config, usages = json.loads((folder / "config.json").read_text()), []
+    text = config["text_config"]
+    for text["num_experts_per_tok"] in (1, 2):
+        (folder / "config.json").write_text(json.dumps(config))
+        usages.append(estimate.measure(parse(*options)))
+    more = 18 * text["num_hidden_layers"] * text["hidden_size"] * text["moe_intermediate_size"] * usages[0].tokens
+    assert usages[1].operations - usages[0].operations == pytest.approx(more, rel=1e-3)
 
 
 def test_config_alone_counts_the_encoder(folder, small_tile, capsys):

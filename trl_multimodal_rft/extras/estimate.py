@@ -4,7 +4,8 @@
 import argparse
 import json
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,12 +31,11 @@ from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
-from ..models.wrapped import replaced
 from ..reporting.console import parts_lines
 from ..trainers.arguments import as_names
 from ..versions import cache_name
 from ..views.options import LossView, view_option
-from .fake_run import FakeFloats, Watch, kernels_of_gpus
+from .fake_run import FakeFloats, Watch, convertible_modules, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 
@@ -87,7 +87,7 @@ def _is_sharded(args: argparse.Namespace) -> bool:
 def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     """Returns a model in training mode, with uninitialized weights in the dtype that they have in forwards."""
     dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
-    with no_init_weights():
+    with no_init_weights(), convertible_modules():
         model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
     model.train()
@@ -97,6 +97,18 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
     return model
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hides torch's warnings about fake tensors within the context."""
+    with warnings.catch_warnings():
+        # Copies of whole layers (`modules_to_save`) access data pointers, but need no data
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        # Of a tensor that torch converts, for example one that a layer computes from single floats
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+
+
+@_without_warnings()
 def measure(args: argparse.Namespace) -> Usage:
     """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
@@ -122,11 +134,7 @@ def measure(args: argparse.Namespace) -> Usage:
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
-        # To cast adapters to the model's dtype, torch calls `swap_tensors`, which rejects fake tensors
-        swapping = replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new))
-        with mode, swapping, warnings.catch_warnings():
-            # Copies of whole layers (`modules_to_save`) access data pointers, but need no data
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        with mode, convertible_modules():
             modules = {"target_modules": target_modules(args), "modules_to_save": args.lora_modules_to_save}
             model = peft.get_peft_model(base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, **modules))
             for parameter in model.parameters():

@@ -29,8 +29,9 @@ class FakeFloats(TorchDispatchMode):
     from lengths. `FakeTensorMode` alone hides these values.
     """
 
-    # Largest size at which a float tensor computed from integers, such as media lengths, stays real
-    LARGEST_REAL = 1024
+    # Largest size at which a float tensor computed from integers stays real, such as lengths of media, or the weights
+    # by which Gemma 4 pools patches, from which it computes a mask
+    LARGEST_REAL = 2**22
 
     def __init__(self):
         super().__init__()
@@ -49,6 +50,9 @@ class FakeFloats(TorchDispatchMode):
             if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
+                if func is _ATEN._grouped_mm.default and (dtype := args[0].dtype) != torch.bfloat16:
+                    # Kernels compute products of experts in any dtype, but torch infers shapes in bfloat16 alone
+                    return func(*(matrix.to(torch.bfloat16) for matrix in args[:2]), *args[2:], **kwargs).to(dtype)
                 return func(*args, **kwargs)
         if not tensors and func is not _ATEN.linspace.default:  # models read drop rates from `linspace`
             with self.fake:  # allocates nothing; a result that must stay real is computed again below
@@ -110,6 +114,8 @@ class Watch(TorchDispatchMode):
                 sdpa_backward_flop_count(gradient.shape, q.shape, *_shapes_with_query_heads(q, k, v))
             ),
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
+            # Products of experts: a row is multiplied by the matrix of one expert
+            _ATEN._grouped_mm: lambda a, b, *_, out_val, **__: 2 * a.size(-2) * a.size(-1) * b.size(-1),
         }
 
     def __torch_dispatch__(
@@ -141,6 +147,13 @@ class Watch(TorchDispatchMode):
 def _shapes_with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
     """Returns the shapes of keys and values with as many heads as the query, as counters before torch 2.13 require."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
+
+
+@contextmanager
+def convertible_modules() -> Iterator[None]:
+    """Lets `nn.Module.to` convert fake weights within the context. Torch's `swap_tensors` rejects fake tensors."""
+    with replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new)):
+        yield
 
 
 @contextmanager
