@@ -126,7 +126,7 @@ def test_packages_for_others(tmp_path):
 def test_a_name_is_missing(tmp_path):
     """With another accelerate than that of the stored options, which commands then collect."""
     reason = r"cannot import name 'nanmin' from 'trl\.trainer\.utils' .*"
-    lines = [each for each in LINES if each[0] not in ALIKE]
+    lines = [each for each in LINES if each[0] not in ALIKE and (each[1:] == ["--help"] or each[0] == "check")]
     check_lines(without_a_name(tmp_path / "venv"), tmp_path, lines, reason, others=["families", "prepare"])
 
 

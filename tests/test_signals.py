@@ -119,10 +119,13 @@ def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tm
 
 
 IN_A_TERMINAL = """
-import sys
+import gc, sys
+gc.disable()  # while much is imported that stays
 from pathlib import Path
 import torch
 from test_signals import make
+gc.freeze()
+gc.enable()
 make(Path(sys.argv[1]), max_steps=10**6).train()
 """
 
