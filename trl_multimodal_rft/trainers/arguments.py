@@ -45,8 +45,8 @@ _NAMES_BY_INTERVAL = {
 _INTERVALS = {name: interval for interval, names in _NAMES_BY_INTERVAL.items() for name in names.split()}
 _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
 
-# Options with a dictionary in JSON that also accept the path of a file
-_FILE_OPTIONS = ("accelerator_config", "deepspeed", "fsdp_config")
+# Options with a dictionary in JSON whose other texts are the path of a file, or have an error of their own
+_OTHER_TEXTS = ("accelerator_config", "deepspeed", "fsdp_config", "learning_rates")
 
 # Remedies in error messages. For all other arguments, the remedy is the default value
 _REMEDIES = {
@@ -128,7 +128,7 @@ def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
     """
     for name in names:
         text = getattr(config, name)
-        if not isinstance(text, str) or not text.strip() or (name in _FILE_OPTIONS and not text.startswith("{")):
+        if not isinstance(text, str) or not text.strip() or (name in _OTHER_TEXTS and not text.startswith("{")):
             continue
         try:
             is_dictionary = isinstance(json.loads(text), dict)
