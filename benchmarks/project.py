@@ -59,9 +59,9 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Machine:
     """
-    An H200 and its host, in SI units. Products and bandwidth were measured on one, and the times of the host and of a
-    kernel on an H100 with 16 cores of a virtual machine (updates of 3B, and 1,465 kernels of a token in a graph, which
-    take 6.1 ms beside reading the weights); the rest are assumptions.
+    An H200 and its host, in SI units. Products and bandwidth were measured on one. The times of the host and of a
+    kernel are such that updates and sampled tokens of 3B take about as long as on an H100 with 16 cores of a virtual
+    machine; the rest are assumptions.
     """
 
     peak: float = 989e12  # operations per second: dense bfloat16, by the data sheet
