@@ -95,8 +95,8 @@ PROMPTS = {
 COMPLETIONS = (128, 256, 512, 1024)
 # 3.35e12 bytes per second by the data sheet, of which copies reach as large a share as on an H200
 H100 = Machine(bandwidth=3.0e12, memory=79 * GIB)
-# What `gpu_report.py` measured there in two runs, or in one: an update at 3B on a prompt with 8 completions of 256
-# tokens, with gradient checkpointing
+# Measurements of `gpu_report.py` on an H100, from one run or two: an update at 3B on a prompt with 8 completions of
+# 256 tokens, with gradient checkpointing
 MEASURED = {
     ("trl", "update_s"): (3.65, 4.47),
     ("ours", "update_s"): (0.57, 0.61),
@@ -104,10 +104,10 @@ MEASURED = {
     ("trl", "memory_bytes"): (3.88 * GIB, 3.89 * GIB),
     ("ours", "memory_bytes"): (2.41 * GIB, 2.42 * GIB),
 }
+MEASURED_NAMES = {"update_s": "seconds", "gpu_s": "seconds of kernels", "memory_bytes": "GiB"}
+SIDES = {"trl": "TRL", "ours": "ours"}
 # Prompt, completion tokens, and the least ratio of the baseline to ours, at 3B
 TARGETS = {("image", 256): 2.5, ("long", 256): 4.0, ("video", 512): 5.0}
-SIDES = {"trl": "TRL", "ours": "ours"}
-MEASURED_NAMES = {"update_s": "seconds", "gpu_s": "seconds of kernels", "memory_bytes": "GiB"}
 MEMORY_TARGET, STEP_TARGET = 2.5, 1.5
 UPDATE = ("forward", "backward")
 QUANTITIES = ("host", "gpu", "operations", "dispatched", "bytes")

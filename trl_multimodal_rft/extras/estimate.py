@@ -103,7 +103,7 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         # Copies of whole layers (`modules_to_save`) access data pointers, but need no data
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        # Of a tensor that torch converts, for example one that a layer computes from single floats
+        # Torch reads the gradient of a real tensor before it converts the tensor to a fake one
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield
 

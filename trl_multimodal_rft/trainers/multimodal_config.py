@@ -135,14 +135,14 @@ class MediaArguments(CheckedKeywords, _Config):
     use_audio_in_video: bool = False
 
     def __post_init__(self):
+        # transformers reads these fields from JSON, too
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]
+        check_json(self, self._VALID_DICT_FIELDS)
         # TRL sets defaults under deprecated names, such as `gradient_checkpointing`. Newer versions of transformers
         # warn of them unless the new names are set
         for suffix in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{suffix}", False) is None:
                 setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
-        # transformers reads these fields from JSON, too
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]
-        check_json(self, self._VALID_DICT_FIELDS)
         check_values(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without an accelerator, torch would only warn
