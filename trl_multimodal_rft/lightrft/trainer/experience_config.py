@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from accelerate import Accelerator
 from transformers import GenerationConfig
@@ -11,9 +11,14 @@ from transformers import GenerationConfig
 from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
-from ...spelling import check_choice, split_settings
+from ...spelling import check_choice, check_interval, split_settings
 from ...trainers.arguments import check_values
 from ...trainers.multimodal_config import check_range
+
+
+# Estimators that compare the completions of a prompt, and all estimators of the maker
+_COMPARING = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
+MAKER_ESTIMATORS = (*_COMPARING, "reinforce", "cpgd", "gae")
 
 
 @dataclass
@@ -24,17 +29,24 @@ class ExperienceConfig:
 
     Args:
         advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
-            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or
-            `"gae"`, with settings as in [`MultimodalGRPOConfig`].
+            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce_baseline"`, `"dr_grpo"`, `"reinforce"`, `"cpgd"` or
+            `"gae"`. But for `"gae"`, the advantage of a token is its discounted return, see
+            [`NaiveExperienceMaker.make_experience_list`].
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
             Number of completions per prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
             Number of completions that are sampled and scored at once.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimator of the field `kl` of experiences, which is logged. The penalty in rewards is always k1.
-        kl_in_reward (`bool`, *optional*):
-            Whether to subtract the KL divergence from the rewards. Defaults to `True` for `"gae"`, `"reinforce"`
-            and `"rloo"`.
+            Estimator of a token's KL divergence, which is logged and is the penalty in rewards. `"k3"` is LightRFT's
+            `use_kl_estimator_k3`.
+        kl_in_reward (`bool`, *optional*, defaults to `True`):
+            Whether to subtract the KL divergence, times the controller's coefficient, from the rewards of tokens.
+        reward_running_scale (`bool`, *optional*, defaults to `False`):
+            Whether to divide shaped rewards by their running deviation.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Range to clip shaped rewards to.
+        no_advantage_std_norm (`bool`, *optional*, defaults to `False`):
+            Whether advantages are shifted, but not scaled, over the batch.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         progress (`bool`, *optional*, defaults to `True`):
@@ -52,10 +64,11 @@ class ExperienceConfig:
     n_samples_per_prompt: int = 8
     micro_rollout_batch_size: int = 8
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    kl_in_reward: bool | None = None
+    kl_in_reward: bool = True
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: tuple[float, float] | None = None
+    no_advantage_std_norm: bool = False
     bootstrap_truncated: bool = False
     audio_overlong: Literal["raise", "truncate"] = "raise"
     label_column: str = "labels"
@@ -65,17 +78,22 @@ class ExperienceConfig:
     media_rules: MediaRules = DEFAULT_RULES
 
     def __post_init__(self):
-        estimator_name = split_settings(self.advantage_estimator)[0]
-        if ALIASES.get(estimator_name, estimator_name) not in ESTIMATORS:
-            check_choice("`advantage_estimator`", self.advantage_estimator, ESTIMATORS)
-        if self.estimator.step_input:
+        name, settings = split_settings(self.advantage_estimator)
+        name = ALIASES.get(name, name)
+        if name in ESTIMATORS and name not in MAKER_ESTIMATORS:
             raise ValueError(f"`advantage_estimator={self.advantage_estimator!r}` needs `MultimodalGRPOTrainer`.")
+        check_choice("`advantage_estimator`", name, MAKER_ESTIMATORS)
+        if settings and name != "gae":
+            raise ValueError(
+                f"`{min(settings)}` of `advantage_estimator={self.advantage_estimator!r}` has no effect on the "
+                "returns of an experience maker; remove it, or use `MultimodalGRPOTrainer`."
+            )
         self.advantage_estimator = self.estimator.spelling
         check_values(self)
         for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.n_samples_per_prompt < 2 and self.estimator.needs == "group":
+        if self.n_samples_per_prompt < 2 and self.compares_groups:
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
@@ -84,8 +102,21 @@ class ExperienceConfig:
             raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
         check_range(self, "reward_clip_range")
         check_ignored(self.ignored_media_columns)
-        if self.kl_in_reward is None:
-            self.kl_in_reward = self.estimator.name in ("gae", "reinforce", "rloo")
+
+    @property
+    def args(self) -> Self:
+        """The options themselves, where LightRFT's code reads `strategy.args`."""
+        return self
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether rewards are shaped by those of the prompt's other completions."""
+        return self.estimator.name in _COMPARING
+
+    @property
+    def use_kl_estimator_k3(self) -> bool:
+        """LightRFT's name of `kl_estimator="k3"`."""
+        return self.kl_estimator == "k3"
 
     @property
     def estimator(self) -> Estimator:
@@ -98,3 +129,16 @@ def check_generation_options(options: dict[str, Any]) -> None:
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
+
+
+def check_discounts(estimator: Estimator, options: dict[str, Any]) -> None:
+    """Raises a `ValueError` if `lambd` is passed to an estimator without it, or if a discount isn't within [0, 1]."""
+    if "lambd" in options and estimator.name != "gae":
+        raise ValueError(
+            f"`lambd` has no effect with `advantage_estimator={estimator.spelling!r}`, only with 'gae'; remove it."
+        )
+    for name in ("gamma", "lambd"):
+        value = options.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"`{name}` must be a number, got {value!r}.")
+        check_interval(f"`{name}`", value, "[0, 1]", "it is a discount per action")

@@ -39,10 +39,10 @@ from .experience import (  # noqa: F401  LightRFT's users import some of these n
     pin_memory,
     to,
 )
-from .experience_config import ExperienceConfig, check_generation_options
+from .experience_config import ExperienceConfig, check_discounts, check_generation_options
 from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
-from .rollout_advantages import RolloutAdvantages
+from .rollout_advantages import RolloutAdvantages, normalize_advantages_cross_batch
 
 
 logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
@@ -111,7 +111,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 f"`strategy` is a {type(strategy).__name__}; pass an `ExperienceConfig`, whose fields are those of "
                 "LightRFT's `strategy.args`."
             )
-        super().__init__(strategy, kl_controller, initial_model is not None)
+        super().__init__(strategy, kl_controller)
         self.actor = actor
         self.critic = critic
         self.initial_model = initial_model
@@ -190,22 +190,35 @@ class NaiveExperienceMaker(RolloutAdvantages):
         """
         Samples completions of prompts and makes experience of them, with advantages and returns.
 
+        Rewards of completions are shaped by their group, see [`process_experiences`], then clipped to
+        `reward_clip_range`. The reward of a token is the negative KL coefficient times its KL divergence, plus the
+        shaped reward at the last action, see [`compute_reward`]. With `"gae"`, advantages and returns are those of
+        [`get_advantages_and_returns`]; with other estimators, both are the discounted sums of
+        [`get_cumulative_returns`]. Finally, [`normalize_advantages_cross_batch`] normalizes the advantages of
+        `"gae"`, `"reinforce"` and `"reinforce_baseline"`.
+
+        Example: a completion of three actions with the shaped reward 1, without KL divergence and with `gamma=0.9`,
+        has the returns `[0.81, 0.9, 1.0]`, unless the estimator is `"gae"`.
+
         Args:
             all_prompts (`str` or `list`):
                 See [`generate_samples`].
             generate_kwargs:
-                Options of generation, and `gamma` and `lambd` for the advantages of `"gae"` and `"reinforce"`. These
-                two default to the settings of the estimator, or to 1 and 0.95.
+                Options of generation, `gamma`, the discount per action, and for `"gae"` also `lambd`. These two
+                default to the settings of the estimator, or to 1 and 0.95.
 
         Returns:
-            `list[Experience]`: One experience for every `micro_rollout_batch_size` samples.
+            `list[Experience]`: One experience for every `micro_rollout_batch_size` samples. `info["return"]` is the
+            sum of a completion's token rewards.
 
         Raises:
-            `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
-                or a reward is invalid.
+            `ValueError`: If an option is unknown or has no effect, if there is a length penalty but no
+                `max_new_tokens`, or if a prompt or a reward is invalid.
         """
+        check_discounts(self.strategy.estimator, generate_kwargs)
         discounts = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
-        gamma, lambd = generate_kwargs.pop("gamma", discounts["gamma"]), generate_kwargs.pop("lambd", discounts["lam"])
+        gamma = generate_kwargs.pop("gamma", discounts["gamma"])
+        lambd = generate_kwargs.pop("lambd", discounts["lam"])
         max_new_tokens = generate_kwargs.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
         overlong_cache = self.strategy.soft_overlong_cache
         if overlong_cache is not None and max_new_tokens is None:
@@ -221,8 +234,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
                 info["reward"] = info["reward"] + info["soft_overlong_punishment"]
         experiences, rewards = self.process_experiences(experiences)
-        self._set_advantages(experiences, rewards, gamma, lambd)
-        return experiences
+        for experience, reward in zip(experiences, self._scaled(rewards), strict=True):
+            self._set_advantages(experience, reward, gamma, lambd)
+        return normalize_advantages_cross_batch(experiences, self.strategy.advantage_estimator, self.strategy)
 
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:

@@ -41,7 +41,7 @@ WHOLE_WEIGHTS = (
 )
 
 # Values of `info` that are logged
-_LOGGED_INFO = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
+_LOGGED_INFO = ("reward", "shaped_reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
@@ -323,8 +323,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             "advantages": require(rollout.advantages)[is_rewarded],
             "returns": require(rollout.values.returns)[is_rewarded],
         }
-        if divergences := [item.kl for item in items if item.kl is not None]:
-            local_metrics["kl"] = pad_sequence(divergences, batch_first=True)[mask.cpu()]
+        divergences = [(item.info or {}).get("kl") for item in items]  # means of completions
+        if all(divergence is not None for divergence in divergences):
+            local_metrics["kl"] = torch.tensor(divergences).repeat_interleave(mask.sum(1).cpu())
         if self.critic is not None:
             local_metrics["values"] = require(rollout.values.old)[is_rewarded]
         numbers = {name: values[~values.isnan()] for name, values in gather_metrics([local_metrics]).items()}
@@ -436,8 +437,6 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     metrics = []
     for info in map(info_of, experiences):
         metrics.append({name: info[name] for name in _LOGGED_INFO if name in info} | info.get("reward_metrics", {}))
-        if "raw_reward" in info:  # rewards were scaled or clipped, and both forms are logged
-            metrics[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
     numbers = gather_metrics(metrics)
     means = {name: mean(values) for name, values in numbers.items()}
     return {**means, "reward_std": standard_deviation(numbers["reward"])}

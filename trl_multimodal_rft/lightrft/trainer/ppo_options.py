@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
-from .experience_config import check_generation_options
+from .experience_config import check_discounts, check_generation_options
 from .experience_trainer import WHOLE_WEIGHTS
 
 
@@ -70,8 +70,11 @@ def config_of(
         if options["kl_target"]:
             raise ValueError("`kl_target` needs a reference `initial_model` and an `init_kl_coef` above 0; pass both.")
         options |= {"beta": 0.0, "kl_estimator": None}
+    elif strategy.kl_estimator is None:
+        options["kl_estimator"] = "k1"  # in the reward, with any estimator
     # Arguments of the trainer by settings of GAE
     discounts = {"gamma": "gamma", "lam": "lambd"}
+    check_discounts(strategy.estimator, generate_kwargs)
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
         options["advantage_estimator"] = join_settings("gae", {**strategy.estimator.settings, **settings})
@@ -96,6 +99,13 @@ def config_of(
         eval_strategy="no",  # the trainer has no rows to evaluate on
     )
     config.__post_init__()
+    differ = config.kl_in_reward or generate_kwargs.get("gamma", 1.0) != 1  # the advantages of a completion's actions
+    if differ and (config.loss.per_completion or config.importance_sampling_level == "sequence"):
+        raise ValueError(
+            f"`loss_type={config.loss_type!r}` with `importance_sampling_level={config.importance_sampling_level!r}` "
+            "takes one advantage per completion, but `gamma` below 1 and a KL divergence in the reward give one per "
+            "action; set `gamma=1` and `kl_estimator='k3'` of `strategy`, or another loss."
+        )
     if config.deepspeed_plugin is not None and config.deepspeed_plugin.zero_stage == 3:
         raise ValueError(WHOLE_WEIGHTS)
     return config

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Advantages and returns from the rewards of a rollout, and whitening of advantages over batches."""
+"""Advantages and returns from the rewards of a rollout, and their normalization over batches."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -7,106 +7,103 @@ from collections.abc import Callable
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ...algorithms.advantages import estimate_advantages, gae
+from ...algorithms.advantages import gae, group_statistics, rloo
 from ...algorithms.kl import FixedKLController
-from ...algorithms.returns import cumulative_returns, token_rewards, whiten
+from ...algorithms.returns import cumulative_returns, terminal_rewards, whiten
 from ...algorithms.shaping import RunningScale
-from ...encoding.media import cat_padded
-from ...rollout.ranks import gather_rows, local_rows
+from ...rollout.ranks import gather_rows
+from ...spelling import split_settings
+from ..models.utils import compute_reward
 from .experience import Experience, Tokens, info_of
 from .experience_config import ExperienceConfig
 
 
-class RolloutAdvantages:
-    """The last stage of the experience maker: computes advantages and returns from the rewards of all ranks."""
+# Added to the standard deviation of a group's rewards, as in LightRFT. TRL and this package's own trainers add 1e-4.
+_EPS = 1e-8
 
-    def __init__(
-        self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False
-    ):
+
+class RolloutAdvantages:
+    """The last stage of the experience maker: computes advantages and returns from the rewards of a rollout."""
+
+    def __init__(self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None):
         self.strategy = strategy
         self.kl_ctl = kl_controller or FixedKLController(0.0)
         self.reward_scale = RunningScale()
-        self._has_reference = has_reference
 
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Scales and clips the rewards of a whole rollout.
+        Shapes the rewards of a whole rollout, whose completions stand group by group.
 
-        Returns the experiences, and the shaped rewards of each experience, `(B,)`. These are the scaled and clipped
-        rewards, or, if the estimator compares the completions of a group, its advantages. Raises a `ValueError` if
-        samples don't form whole groups, or if ranks have different numbers of samples.
+        `"rloo"` subtracts the mean of the group's other rewards, `"group_norm"` the mean, and divides by the sample
+        standard deviation plus 1e-8, and `"reinforce_baseline"` and `"dr_grpo"` subtract the mean. Other estimators
+        keep the rewards. Rewards of a group that differ only by rounding become 0.
+
+        Returns:
+            `tuple`: The experiences, and the shaped rewards of each, shape `(B,)`.
+
+        Raises:
+            `ValueError`: If samples don't form whole groups, or if ranks have different numbers of samples.
         """
-        args, infos = self.strategy, [info_of(experience) for experience in experiences]
+        args = self.strategy
         sizes = [len(experience.sequences) for experience in experiences]
-        in_groups = args.estimator.needs == "group"
-        if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
+        n_samples = sum(sizes)
+        if args.compares_groups and n_samples % args.n_samples_per_prompt != 0:
             raise ValueError(
-                f"There are {sum(sizes)} samples, which don't form whole groups of {args.n_samples_per_prompt}; pass "
+                f"There are {n_samples} samples, which don't form whole groups of {args.n_samples_per_prompt}; pass "
                 "all experiences of a rollout."
             )
-        if (accelerator := args.accelerator) is not None:
-            counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
+        if args.accelerator is not None:
+            counts = args.accelerator.gather(torch.tensor([n_samples], device=args.accelerator.device))
             if (counts != counts[0]).any():
                 raise ValueError(
                     f"Ranks have {counts.tolist()} samples; pass the same number of prompts on each rank."
                 )
-        rewards = self._gather_rows(torch.cat([info["reward"] for info in infos]).float())
-        if args.reward_running_scale:
-            self.reward_scale.update(rewards)
-            rewards = rewards / self.reward_scale.std
-        if args.reward_clip_range is not None:
-            rewards = rewards.clamp(*args.reward_clip_range)
-        for info, part in zip(infos, self._local_rows(rewards, sum(sizes)).split(sizes), strict=True):
-            if args.reward_running_scale or args.reward_clip_range is not None:
-                info["raw_reward"] = info["reward"]
-            info["reward"] = part
-        shaped = rewards
-        if in_groups:
-            logps, kl_coef = self._kl_inputs(experiences)
-            old_logps, ref_logps = map(self._gather_rows, logps) if logps else (None, None)
-            shaped = estimate_advantages(
-                args.advantage_estimator,
-                rewards=rewards,
-                rewards_per_func=rewards[:, None],  # as if a single function had returned them
-                group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather_rows(_join(experiences, "action_mask").int()),
-                kl_coef=kl_coef,
-                old_logps=old_logps,
-                ref_logps=ref_logps,
-            )
-        return experiences, list(self._local_rows(shaped, sum(sizes)).split(sizes))
+        rewards = torch.cat([info_of(experience)["reward"] for experience in experiences])
+        if args.compares_groups:
+            rewards = _compare(rewards, args.estimator.name, args.n_samples_per_prompt)
+        return experiences, list(rewards.split(sizes))
 
-    def _set_advantages(
-        self, experiences: list[Experience], shaped_rewards: list[torch.Tensor], gamma: float, lambd: float
-    ) -> None:
-        """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
-        infos, mask = list(map(info_of, experiences)), _join(experiences, "action_mask")
-        rewards = torch.cat(shaped_rewards)
-        # For the `N` samples of all experiences, with at most `A` actions, `advantages` and `returns` have the shape
-        # `(N, A)`. `sums`, `(N,)`, hold the returns of whole completions, for logs.
-        if not self.strategy.estimator.per_token:
-            advantages = returns = torch.where(mask, rewards[:, None], 0)
-            sums = torch.cat([info["reward"] for info in infos])
+    def _scaled(self, rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Divides the rewards of all experiences by their running deviation, if the option is set."""
+        if not self.strategy.reward_running_scale:
+            return rewards
+        accelerator = self.strategy.accelerator
+        all_rewards = torch.cat(rewards)
+        self.reward_scale.update(all_rewards if accelerator is None else gather_rows(accelerator, all_rewards))
+        return [part / self.reward_scale.std for part in rewards]
+
+    def _set_advantages(self, experience: Experience, reward: torch.Tensor, gamma: float, lambd: float) -> None:
+        """Sets advantages, returns and `info["return"]` from shaped rewards `(B,)`, and drops what is used up."""
+        args = self.strategy
+        info = info_of(experience)
+        mask = experience.action_mask
+        scorable = mask.bool() & ~reward.isnan()[:, None]
+        token_rewards = compute_reward(
+            reward.nan_to_num(),
+            self.kl_ctl.value if args.kl_in_reward else 0.0,
+            experience.kl,
+            action_mask=mask,
+            reward_clip_range=args.reward_clip_range,
+        )
+        info["return"] = token_rewards.sum(1)
+        if args.reward_running_scale or args.reward_clip_range is not None:
+            clipped = reward if args.reward_clip_range is None else reward.clamp(*args.reward_clip_range)
+            info["shaped_reward"] = clipped
+        if args.estimator.name == "gae":
+            if "bootstrap" in info:  # the value after a truncated completion stands in for the rewards that follow
+                token_rewards = token_rewards + gamma * terminal_rewards(info["bootstrap"], mask)
+            advantages, returns = self.get_advantages_and_returns(
+                experience.values, token_rewards, mask, gamma, lambd
+            )
+            # The critic isn't trained on unscorable completions
+            experience.returns = torch.where(mask.bool() & ~scorable, experience.values, returns)
         else:
-            logps, kl_coef = self._kl_inputs(experiences)
-            per_token = token_rewards(rewards, mask, *logps, kl_coef=kl_coef)
-            scorable = mask & ~rewards.isnan()[:, None]
-            if self.strategy.estimator.name == "gae":
-                values, bootstrap = _join(experiences, "values"), None
-                if all("bootstrap" in info for info in infos):
-                    bootstrap = torch.cat([info["bootstrap"] for info in infos])
-                advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
-                returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
-            else:
-                advantages = returns = cumulative_returns(per_token, mask, gamma)
-            advantages = whiten(self._gather_rows(advantages), self._gather_rows(scorable.int()))
-            advantages, sums = self._local_rows(advantages, len(rewards)), per_token.sum(1)
-        splits = (tensor.split([len(part) for part in shaped_rewards]) for tensor in (advantages, returns, sums))
-        # `parts` are one experience's advantages, returns and sums. Columns from `num_actions` on are padding.
-        for experience, info, *parts in zip(experiences, infos, *splits, strict=True):
-            experience.advantages, experience.returns = (part[:, : info["num_actions"]] for part in parts[:2])
-            info["return"] = parts[2]
+            advantages = self.get_cumulative_returns(token_rewards, mask, gamma)
+            experience.returns = advantages.clone()
+        experience.advantages = torch.where(scorable, advantages, 0)
+        experience.kl = None
+        del info["num_actions"]
 
     @torch.no_grad()
     def get_advantages_and_returns(
@@ -126,44 +123,22 @@ class RolloutAdvantages:
             lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask
         )[0]
 
-    def _kl_inputs(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
-        """
-        Returns log-probabilities under policy and reference, and the KL coefficient. If rewards have no KL penalty,
-        returns an empty list and 0.
-        """
-        if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
-            return [], 0.0
-        names = ("action_log_probs", "base_action_log_probs")
-        return [_join(experiences, name) for name in names], self.kl_ctl.value
-
-    # Ranks
-
-    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of all ranks, padded on the right."""
-        accelerator = self.strategy.accelerator
-        return values if accelerator is None else gather_rows(accelerator, values)
-
-    def _local_rows(self, values: torch.Tensor, n: int) -> torch.Tensor:
-        """Returns this rank's `n` rows out of the rows of all ranks."""
-        accelerator = self.strategy.accelerator
-        return values if accelerator is None else local_rows(accelerator, values, n)
-
 
 def normalize_advantages_cross_batch(
-    experiences: list[Experience], advantage_estimator: str, args: Namespace
+    experiences: list[Experience], advantage_estimator: str, args: ExperienceConfig | Namespace
 ) -> list[Experience]:
     """
     Shifts and scales advantages to mean 0 and population variance 1 over the actions of all batches.
 
-    This function is for experience from elsewhere, since the experience maker has whitened its advantages already.
-
     Args:
         experiences (`list[Experience]`):
-            Batches, padded or packed, whose advantages are replaced in place.
+            Batches, padded or packed, whose advantages are replaced in place. Samples whose `reward` in `info` is
+            `NaN` don't count, and get advantages of 0.
         advantage_estimator (`str`):
             `"gae"`, `"reinforce"` or `"reinforce_baseline"`; advantages of other estimators stay unchanged.
-        args (`argparse.Namespace`):
-            If `no_advantage_std_norm` is true, advantages are shifted, but not scaled.
+        args ([`ExperienceConfig`] or `argparse.Namespace`):
+            Options. If `no_advantage_std_norm` is true, advantages are shifted, but not scaled. With an `accelerator`,
+            mean and variance cover the batches of all its ranks.
 
     Returns:
         `list[Experience]`: The batches, with advantages of 0 outside the mask.
@@ -171,19 +146,30 @@ def normalize_advantages_cross_batch(
     Raises:
         `ValueError`: If a batch has no advantages or no mask.
     """
-    if advantage_estimator not in ("gae", "reinforce", "reinforce_baseline"):
+    if split_settings(advantage_estimator)[0] not in ("gae", "reinforce", "reinforce_baseline"):
         return experiences
-    rows, masks = [], []
+    rows: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
     for index, experience in enumerate(experiences):
         if experience.advantages is None or experience.action_mask is None:
             raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; compute both before the call.")
-        rows += [*experience.advantages]
-        masks += [*experience.action_mask]
-    values, mask = torch.cat(rows), torch.cat(masks).bool()
+        rewards = info_of(experience).get("reward")
+        for sample, (row, mask) in enumerate(zip(experience.advantages, experience.action_mask, strict=True)):
+            is_scorable = rewards is None or not bool(rewards[sample].isnan())
+            rows.append(row)
+            masks.append(mask.bool() if is_scorable else torch.zeros_like(mask, dtype=torch.bool))
+    accelerator = getattr(args, "accelerator", None)
+
+    def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
+        return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
+
+    values = torch.cat(rows)
+    mask = torch.cat(masks)
     if getattr(args, "no_advantage_std_norm", False):
-        values = torch.where(mask, values - values[mask].mean(), 0)
+        total, count = sum_over_ranks(torch.stack([values[mask].sum(dtype=torch.float64), mask.sum().double()]))
+        values = torch.where(mask, values - (total / count.clamp(min=1)).to(values.dtype), 0)
     else:
-        values = whiten(values, mask)
+        values = whiten(values, mask, reduce=sum_over_ranks)
     normalized = iter(values.split([len(row) for row in rows]))
     for experience in experiences:
         batch = [next(normalized) for _ in experience.sequences]
@@ -191,9 +177,17 @@ def normalize_advantages_cross_batch(
     return experiences
 
 
-def _join(experiences: list[Experience], field: str) -> torch.Tensor:
-    """Joins a field of actions `(B, A)` of all experiences, padded on the right."""
-    return cat_padded([getattr(experience, field) for experience in experiences], 0)
+def _compare(rewards: torch.Tensor, estimator: str, n: int) -> torch.Tensor:
+    """Returns rewards relative to those of their group of `n`, see [`RolloutAdvantages.process_experiences`]."""
+    group_ids = torch.arange(len(rewards), device=rewards.device) // n
+    if estimator == "rloo":
+        return rloo(rewards, group_ids)
+    groups = group_statistics(rewards, group_ids)
+    centred = groups.centred
+    if estimator == "group_norm":
+        centred = centred / (groups.std(correction=1) + _EPS)[groups.index]
+    # Unscorable completions stay unscorable
+    return torch.where(rewards.isnan(), torch.nan, centred.to(rewards))
 
 
 def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
