@@ -465,6 +465,16 @@ def test_the_mask_by_default(name, seconds):
         assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
+def test_placeholders_say_how_many_tokens_of_a_clip_count():
+    """Granite Speech masks tokens, not frames, so that their number is clear."""
+    model, processor, _ = bare("granite_speech")
+    parts = audio(0.3, seed=1), text("a"), audio(0.9, seed=2), text("b")
+    batch = make_batch(encode_chats(model, processor, [chat(*parts)]))
+    actor = make("granite_speech")
+    assert len(batch.media["audio_attention_mask"].sum(1).unique()) == 2
+    assert torch.equal(batch.score(actor, audio_attention_mask=None), batch.score(actor))
+
+
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
 def test_audio_matters_and_images_do_not_to_an_actor_that_only_hears(name):
     batch = make_batch(bare(name)[2][:1])

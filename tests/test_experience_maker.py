@@ -3,6 +3,7 @@
 
 import functools
 import logging
+from dataclasses import replace
 
 import PIL.Image
 import pytest
@@ -18,9 +19,9 @@ from PIL import ImageChops
 from torch import nn
 from torch.testing import assert_close
 
-from trl_multimodal_rft.algorithms.advantages import estimate_advantages, gae
+from trl_multimodal_rft.algorithms.advantages import gae
 from trl_multimodal_rft.algorithms.kl import FixedKLController
-from trl_multimodal_rft.algorithms.returns import cumulative_returns, token_rewards, whiten
+from trl_multimodal_rft.algorithms.returns import token_rewards
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
@@ -131,9 +132,9 @@ def make(
     )
 
 
-def made(prompts=TEXT, *, max_new_tokens=4, gamma=1.0, lambd=0.95, **options):
+def made(prompts=TEXT, *, max_new_tokens=4, gamma=1.0, **options):
     maker = make(Injected, **options)
-    return maker.make_experience_list(prompts, max_new_tokens=max_new_tokens, gamma=gamma, lambd=lambd)
+    return maker.make_experience_list(prompts, max_new_tokens=max_new_tokens, gamma=gamma)
 
 
 def given(rewards):
@@ -234,9 +235,9 @@ def test_scores_are_those_of_the_models(case):
                 assert_close(each.values, torch.where(mask, maker.critic(*inputs, **media), 0))
             difference = each.action_log_probs - each.base_action_log_probs
             assert (difference[mask].abs() > 1e-4).any()
-            assert_close(each.kl, difference, **EXACT)
+            assert each.kl is None
             assert_close(each.info["kl"], difference.sum(1) / mask.sum(1))
-            names = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl"]
+            names = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
             assert all(getattr(each, name).shape == mask.shape for name in names)
             assert all(getattr(each, name).dtype == torch.float32 for name in names)
             assert not any(getattr(each, name).requires_grad for name in names)
@@ -279,8 +280,7 @@ def test_info(case):
     _, experiences = rollout(case, True)
     for each in experiences:
         info, width = each.info, each.action_mask.size(1)
-        assert set(info) == {"reward", "kl", "response_length", "total_length", "num_actions", "return", "truncated"}
-        assert info["num_actions"] == width
+        assert set(info) == {"reward", "kl", "response_length", "total_length", "return", "truncated"}
         assert_close(info["response_length"], each.action_mask.sum(1).float())
         assert_close(info["total_length"], each.attention_mask.sum(1).float())
         responses = [
@@ -465,15 +465,19 @@ def test_errors_of_prompts_and_options(prompts, options, error):
 
 
 def test_long_prompts():
-    """Messages raise an error, text loses its beginning, and audio may be cut."""
+    """Messages raise an error, text is cut where the tokenizer truncates, and audio may be cut."""
     lengths = [len(ids) for ids, _ in encoded("images")]
     assert lengths[2] == max(lengths)
     make(Injected, prompt_max_len=lengths[2]).generate_samples(IMAGE_ROWS, max_new_tokens=3)
     with pytest.raises(ValueError, match=rf"Prompt 2 has {lengths[2]} tokens, .*\({lengths[2] - 1}\)"):
         make(prompt_max_len=lengths[2] - 1).generate_samples(IMAGE_ROWS, max_new_tokens=3)
-    (samples,) = make(Injected, prompt_max_len=4).generate_samples(TEXT[1:2], max_new_tokens=3)
-    ids = processor().tokenizer(TEXT[1])["input_ids"]
-    assert len(ids) > 4 and samples.sequences[0, :4].tolist() == ids[-4:]
+    words = load("qwen2_5_vl")[1]
+    ids = words.tokenizer(TEXT[1])["input_ids"]
+    assert len(ids) > 4
+    for side, kept in (("left", ids[-4:]), ("right", ids[:4])):
+        words.tokenizer.truncation_side = side
+        (samples,) = make(Injected, prompt_max_len=4, words=words).generate_samples(TEXT[1:2], max_new_tokens=3)
+        assert samples.sequences[0, :4].tolist() == kept
     rows = [{"prompt": question("What do you hear?"), "audio": sound(1.4, seed=1)}]
     family = {"family": "qwen2_audio", "policy": actor("qwen2_audio", ActorAL)}
     with pytest.raises(MediaError, match="row 0, column 'audio': .*1.40 s"):
@@ -482,76 +486,49 @@ def test_long_prompts():
     assert cut.encoded_prompts[0].media["feature_attention_mask"].sum() == 100
 
 
+@pytest.mark.parametrize("case", ["messages", "images", "audio"])
+def test_packed_samples_are_those_of_padded_ones(case):
+    maker, _ = rollout(case, False)
+    samples = maker.generate_samples(CASES[case][2], max_new_tokens=6)[0]
+    is_token = samples.attention_mask.bool()
+    packed = replace(
+        samples,
+        sequences=samples.sequences[is_token][None],
+        attention_mask=torch.ones(1, int(is_token.sum())),
+        action_mask=None,
+        num_actions=samples.action_mask.sum(1),
+        packed_seq_lens=is_token.sum(1),
+    )
+    a, b = maker.make_experience(samples), maker.make_experience(packed)
+    assert b.info.pop("num_actions") == a.info.pop("num_actions")
+    for name in ("sequences", "attention_mask", "action_mask", "action_log_probs", "values", "kl"):
+        assert_close(getattr(a, name), getattr(b, name), **EXACT)
+    assert_close(a.info, b.info, **EXACT)
+
+
+def test_errors_of_packed_samples():
+    lengths = {"response_length": torch.ones(2), "total_length": torch.ones(2), "prompts": ["a", "b"]}
+    fields = {"sequences": torch.arange(6)[None], "attention_mask": torch.ones(1, 6), "action_mask": None, **lengths}
+    numbers = {"num_actions": [2, 1], "packed_seq_lens": [4, 2]}
+    padded = Samples(**fields, **numbers).padded(9)
+    assert padded.sequences.tolist() == [[0, 1, 2, 3], [9, 4, 5, 9]]
+    assert padded.action_mask.tolist() == [[True, True], [True, False]]
+    assert padded.attention_mask.tolist() == [[1, 1, 1, 1], [0, 1, 1, 0]] and padded.num_actions == 2
+    two_pads = Samples(**fields, num_actions=2, packed_seq_lens=[4], pad_len=2).padded(9)
+    assert two_pads.sequences.tolist() == [[0, 1, 2, 3]]
+    hidden = {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]])}
+    for changes, error in (
+        ({"packed_seq_lens": [4, 3]}, "add up to 7 tokens, but `sequences` has the shape"),
+        ({"num_actions": [2]}, "There are 1 `num_actions` for 2 packed samples"),
+        ({"num_actions": [2, 2]}, "Sample 1 has 2 tokens and 2 `num_actions`"),
+        (hidden, "`attention_mask` hides tokens of packed samples"),
+        ({"action_mask": torch.ones(2, 3)}, r"`action_mask` has the shape \(2, 3\), but \(2, 2\) fits"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            Samples(**{**fields, **numbers, **changes}).padded(9)
+
+
 # Advantages
-
-
-def expected_advantages(estimator, experiences, n, *, beta=0.0, gamma=1.0, lambd=0.95, **options):
-    """Computes advantages and returns with the package's functions from the experiences' fields."""
-
-    def joined(name):
-        return nn.utils.rnn.pad_sequence(flat(experiences, name), batch_first=True)
-
-    rewards, group_ids = torch.stack(flat(experiences, "reward")), torch.arange(len(flat(experiences, "reward"))) // n
-    mask = joined("action_mask").bool()
-    logps = [joined(name) for name in ("action_log_probs", "base_action_log_probs")] if beta else []
-    if estimator in ("reinforce", "gae"):
-        rewards = token_rewards(rewards, mask, *logps, kl_coef=beta)
-        if estimator == "gae":
-            advantages, returns = gae(rewards, joined("values"), mask, gamma=gamma, lam=lambd)
-        else:
-            advantages = returns = cumulative_returns(rewards, mask, gamma)
-        advantages = whiten(advantages, mask)
-    else:
-        known = dict(zip(("old_logps", "ref_logps"), logps, strict=False))
-        values = estimate_advantages(
-            estimator,
-            rewards=rewards,
-            rewards_per_func=rewards[:, None],
-            group_ids=group_ids,
-            mask=mask,
-            kl_coef=beta,
-            **known,
-            **options,
-        )
-        advantages = returns = torch.where(mask, values if values.dim() == 2 else values[:, None], 0)
-    return [[row[keep].tolist() for row, keep in zip(each, mask, strict=True)] for each in (advantages, returns)]
-
-
-def assert_per_action(experiences, name, expected):
-    found = [row.tolist() for row in flat(experiences, name)]
-    assert [len(row) for row in found] == [len(row) for row in expected]
-    found, expected = (torch.tensor([v for row in rows for v in row]) for rows in (found, expected))
-    assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    assert found.any()
-    for each in experiences:
-        assert not getattr(each, name)[~each.action_mask].any()
-
-
-VARIANTS = [
-    *[(estimator, {}) for estimator in ESTIMATORS],
-    ("reinforce_baseline(norm_level='sequence')", {}),
-    ("cpgd(weight='none')", {}),
-    ("cpgd(weight='std')", {}),
-    ("gae", {"kl_in_reward": False}),
-    ("rloo", {"kl_in_reward": False}),
-    ("group_norm", {"kl_in_reward": True}),
-]
-
-
-@pytest.mark.parametrize(("estimator", "options"), VARIANTS)
-def test_advantages_and_returns(estimator, options):
-    # Rewards use k1, whatever the estimate in the experience
-    options = {"advantage_estimator": estimator, "kl_estimator": "k3", **options}
-    experiences = made(ref=reference(), beta=0.3, max_new_tokens=8, gamma=0.9, lambd=0.8, **options)
-    assert [len(each.sequences) for each in experiences] == [4, 4, 1]
-    for each in experiences:
-        d = each.action_log_probs - each.base_action_log_probs
-        assert_close(each.kl, (-d).exp() - 1 + d, rtol=1e-4, atol=1e-6)
-    in_reward = options.get("kl_in_reward", estimator in ("gae", "reinforce", "rloo"))
-    known = {"beta": 0.3 if in_reward else 0.0, "gamma": 0.9, "lambd": 0.8}
-    advantages, returns = expected_advantages(estimator, experiences, 3, **known)
-    assert_per_action(experiences, "advantages", advantages)
-    assert_per_action(experiences, "returns", returns)
 
 
 def test_unscorable_responses():
@@ -706,19 +683,24 @@ def test_tokenize_fn():
     assert {value.device.type for value in maker.tokenize_fn(TEXT, longest, device="meta").values()} == {"meta"}
     lists = maker.tokenize_fn(TEXT, longest, padding=False)
     assert lists == {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
-    # The end stays
-    kept = [row[1 - shortest :] for row in ids]
-    assert maker.tokenize_fn(TEXT, shortest - 1)["input_ids"].tolist() == kept
-    assert maker.tokenize_fn(TEXT, shortest - 1, padding=False)["input_ids"] == kept
+    for side, start, end in (("left", 1 - shortest, None), ("right", 0, shortest - 1)):
+        maker.tokenizer.truncation_side = side
+        kept = [row[start:end] for row in ids]
+        assert maker.tokenize_fn(TEXT, shortest - 1)["input_ids"].tolist() == kept
+        assert maker.tokenize_fn(TEXT, shortest - 1, padding=False)["input_ids"] == kept
     assert maker.tokenizer.padding_side == "right"
 
 
-def test_tokenize_fn_never_cuts_media():
-    maker = make()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokenize_fn_never_cuts_media(side):
+    maker = make(words=load("qwen2_5_vl")[1])
+    maker.tokenizer.truncation_side = side
     prompt = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>Is there a bird?"
+    if side == "right":
+        prompt = "Is there a bird?<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
     ids = processor().tokenizer(prompt)["input_ids"]
     image_id = processor().image_token_id
-    assert [ids.index(image_id), ids.count(image_id)] == [1, 2]
+    assert [(ids if side == "left" else ids[::-1]).index(image_id), ids.count(image_id)] == [1, 2]
     kept = maker.tokenize_fn([TEXT[0], prompt], len(ids) - 1, padding=False)["input_ids"][1]
     assert kept.count(image_id) == 2
     error = rf"Prompt 1 has {len(ids)} tokens, and cutting it to {len(ids) - 2} would cut"
@@ -733,7 +715,6 @@ def test_tokenize_fn_never_cuts_media():
     ("name", "value", "error"),
     [
         ("advantage_estimator", "ppo", "`advantage_estimator` must be one of 'group_norm', .*'gae', got 'ppo'"),
-        ("advantage_estimator", "cpgd(weight='mean')", "`weight` of 'cpgd' must be one of 'none', 'std', 'clip_filte"),
         ("kl_estimator", "k4", "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
         ("n_samples_per_prompt", 0, "`n_samples_per_prompt` must be at least 1"),
         ("reward_clip_range", (1.0, -1.0), r"`reward_clip_range` must be \(min, max\)"),

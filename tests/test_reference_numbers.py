@@ -183,7 +183,9 @@ def rows_of(experiences, name):
 
 def assert_rows_close(found, expected):
     assert [len(row) for row in found] == [len(row) for row in expected]
-    found, expected = (torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (found, expected))
+    found, expected = (
+        torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (found, expected)
+    )
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 

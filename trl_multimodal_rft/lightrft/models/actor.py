@@ -236,7 +236,8 @@ class Actor(nn.Module):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
                 Features of all clips as the processor returns them, such as `(number of clips, mel bands, frames)`,
-                and their mask, 0 on padding, shape `(number of clips, frames)`. Without a mask, all frames count.
+                and their mask, 0 on padding, shape `(number of clips, frames)`. Without a mask, all frames count, or as
+                many as the placeholders say, if they fit only one number.
             media (`torch.Tensor`):
                 Further media, and per-token fields, by the names of the model's forward, such as `image_sizes`.
 
@@ -253,7 +254,7 @@ class Actor(nn.Module):
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         vision_media = dict(zip(_VISION_NAMES, vision, strict=True)) if self._uses_vision else {}
-        audio_media = audio_inputs(self.base_model, audio_values, audio_attention_mask)
+        audio_media = audio_inputs(self.base_model, sequences, audio_values, audio_attention_mask)
         accepted_media = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
         if packed_seq_lens is not None:
             if not self.packing_samples:
@@ -534,7 +535,7 @@ class ActorAL(Actor):
         """
         Samples completions of prompts with audio, see [`Actor.generate`]. Audio is passed as in [`Actor.forward`].
         """
-        audio = audio_inputs(self.base_model, audio_values, audio_attention_mask)
+        audio = audio_inputs(self.base_model, input_ids, audio_values, audio_attention_mask)
         return super().generate(input_ids, **audio, **kwargs)
 
 

@@ -211,20 +211,49 @@ def media_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def audio_inputs(
-    model: PreTrainedModel, values: torch.Tensor | None, mask: torch.Tensor | None
+    model: PreTrainedModel, ids: torch.Tensor, values: torch.Tensor | None, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Returns features and frame masks of audio clips, by the argument names of the model's forward."""
+    """
+    Returns features and masks of audio clips, by the argument names of the model's forward. Without a mask, all frames
+    count, or as many as the placeholders in `ids` say, if they fit only one number.
+    """
     names = media_names(model)
     if values is not None and "audio_values" not in names:
         raise TypeError(f"{type(model).__name__} takes no audio.")
     if mask is not None and "audio_attention_mask" not in names:
         raise TypeError(f"{type(model).__name__} takes no mask of audio.")
-    if values is not None and mask is None and "audio_attention_mask" in names and family_of(model).has_frame_mask:
-        # Features of Whisper have the shape (clips, mel bands, frames), other features (clips, frames, bands)
-        bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
-        mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
+    if values is not None and mask is None and "audio_attention_mask" in names:
+        mask = _mask_by_placeholders(model, ids, values)
     inputs = {"audio_values": values, "audio_attention_mask": mask}
     return {names[field]: value for field, value in inputs.items() if value is not None}
+
+
+def _mask_by_placeholders(model: PreTrainedModel, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+    """Returns a mask of clips without one, see [`audio_inputs`], or `None` if the family needs none."""
+    family = family_of(model)
+    # Features of Whisper have the shape (clips, mel bands, frames), other features (clips, frames, bands)
+    bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
+    n_frames = values.size(2 if bands_first else 1)
+    all_frames = values.new_ones(len(values), n_frames, dtype=torch.bool) if family.has_frame_mask else None
+    is_audio = _isin(ids, placeholder_token_ids(model, model)["audio"]).cpu()
+    runs = F.pad(is_audio, (1, 1)).int().diff(dim=1)
+    # Rows and columns where runs of placeholders begin and end, in order: one run per clip
+    n_tokens = (runs == -1).nonzero()[:, 1] - (runs == 1).nonzero()[:, 1]
+    lengths = torch.arange(1, max(n_frames, int(is_audio.sum())) + 1)
+    rule = _tokens_of_frames(model, lengths)
+    if rule is None or len(n_tokens) != len(values) or (all_frames is None and len(n_tokens.unique()) == 1):
+        return all_frames
+    if all_frames is not None:
+        lengths = lengths[:n_frames]
+        rule = rule[:n_frames]
+        if (rule[-1] == n_tokens).all():
+            return all_frames
+    fits = rule[None] == n_tokens[:, None]  # (clips, lengths)
+    if (fits.sum(1) != 1).any():
+        return all_frames  # the check of placeholders raises an error where they don't fit
+    counts = lengths[fits.int().argmax(1)]
+    width = n_frames if all_frames is not None else int(counts.max())
+    return (torch.arange(width) < counts[:, None]).to(values.device)
 
 
 # Assignment of media to rows
@@ -363,12 +392,18 @@ def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torc
     mask = next((tensors[name] for name in ("feature_attention_mask", "input_features_mask") if name in tensors), None)
     if modality != "audio" or mask is None:
         return None
-    lengths = mask.sum(1).long()  # frames of each clip
-    if (family_rule := family_of(model).audio_tokens) is not None:
-        return family_rule(model, lengths).tolist()
+    counts = _tokens_of_frames(model, mask.sum(1).long())
+    return None if counts is None else counts.tolist()
+
+
+def _tokens_of_frames(model: PreTrainedModel, lengths: torch.Tensor) -> torch.Tensor | None:
+    """Returns the number of tokens of clips by their number of frames, or `None` if no rule is known."""
+    family_rule = family_of(model).audio_tokens
+    if family_rule is not None:
+        return family_rule(model, lengths)
     whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
     # The rule returns the lengths after the convolutions, and the lengths of the encoder's output
-    return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
+    return None if whisper_rule is None else whisper_rule(lengths)[1]
 
 
 def _count_media(

@@ -11,11 +11,12 @@ Example: prompts `[p, q]` and `[r]` have the completions `[a, b]` and `[c]`. Pad
 [0, 0, r, c]]` with the action mask `[[1, 1], [0, 1]]`. Packed, they are `[[p, q, a, b], [r, c]]` with `[[1, 1], [1]]`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply
+from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.advantages import clip_filter_like_weights, group_statistics
 from ...encoding.prompts import EncodedPrompt
@@ -204,17 +205,20 @@ class ExperienceVL(MediaFields, Experience, VisionFields[Tokens]):
 @dataclass(eq=False)
 class Samples:
     """
-    Sampled completions, before scoring.
+    Sampled completions, before scoring, in padded or packed form. [`NaiveExperienceMaker.generate_samples`] returns
+    padded samples.
 
     Args:
         sequences, attention_mask (`torch.Tensor`):
-            Ids of prompt and completion, and 1 on tokens, shape `(B, S)`.
+            Ids of prompt and completion, and 1 on tokens, shape `(B, S)`; packed, shape `(1, total_length)`.
         action_mask (`torch.Tensor`):
-            1 on actions, shape `(B, A)`.
-        num_actions (`int`):
-            Number of action columns, `A`.
-        packed_seq_lens, pad_len (*optional*):
-            Always `None`, since samples are padded. Only updates pack them.
+            1 on actions, shape `(B, A)`. Packed samples may have `None`, if all their actions count.
+        num_actions (`int` or `torch.Tensor`):
+            Number of action columns, `A`; packed, the number of tokens of each completion, shape `(B,)`.
+        packed_seq_lens (`torch.Tensor`, *optional*):
+            Number of tokens of each packed sample, shape `(B,)`. `None` for padded samples.
+        pad_len (`int`, *optional*):
+            Number of tokens of padding at the end of packed samples.
         response_length, total_length (`torch.Tensor`):
             Numbers of actions and of tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):
@@ -228,6 +232,7 @@ class Samples:
     """
 
     sequences: torch.Tensor
+    # Types of padded samples
     attention_mask: torch.Tensor
     action_mask: torch.Tensor
     num_actions: int
@@ -240,3 +245,58 @@ class Samples:
     encoded_prompts: list[EncodedPrompt] | None = None
     truncated: torch.Tensor | None = None
     rows: list[dict[str, Any]] | None = None
+
+    def padded(self, pad_token_id: int) -> "Samples":
+        """
+        Returns the samples in padded form: prompts padded on the left, and completions on the right.
+
+        Example: the row `[p, q, a, b, r, c]` with `packed_seq_lens` `[4, 2]` and `num_actions` `[2, 1]` becomes
+        `[p, q, a, b]` and `[0, r, c, 0]` with two action columns.
+
+        Raises:
+            `ValueError`: If lengths, numbers of actions or masks don't fit the sequences.
+        """
+        if self.packed_seq_lens is None:
+            return self
+        lengths = [int(length) for length in self.packed_seq_lens]
+        n_samples = len(lengths)
+        numbers: Any = self.num_actions
+        n_actions = [int(number) for number in ([numbers] * n_samples if isinstance(numbers, int) else numbers)]
+        n_tokens = sum(lengths) + (self.pad_len or 0)
+        if self.sequences.shape != (1, n_tokens):
+            raise ValueError(
+                f"`packed_seq_lens` and `pad_len` add up to {n_tokens} tokens, but `sequences` has the shape "
+                f"{tuple(self.sequences.shape)}; pass the length of each sample."
+            )
+        if len(n_actions) != n_samples:
+            raise ValueError(f"There are {len(n_actions)} `num_actions` for {n_samples} packed samples.")
+        for index, (length, number) in enumerate(zip(lengths, n_actions, strict=True)):
+            if not 0 <= number < length:
+                raise ValueError(
+                    f"Sample {index} has {length} tokens and {number} `num_actions`; a prompt of at least one token "
+                    "comes before the actions."
+                )
+        if self.attention_mask is not None and not self.attention_mask[0, : sum(lengths)].all():
+            raise ValueError("`attention_mask` hides tokens of packed samples; leave them out instead.")
+        width = max(n_actions)
+        if self.action_mask is not None and self.action_mask.shape != (n_samples, width):
+            raise ValueError(
+                f"`action_mask` has the shape {tuple(self.action_mask.shape)}, but ({n_samples}, {width}) fits the "
+                "packed samples; pass one row per sample, padded on the right."
+            )
+        rows = self.sequences[0, : sum(lengths)].split(lengths)
+        prompts = [row[: len(row) - number] for row, number in zip(rows, n_actions, strict=True)]
+        completions = [row[len(row) - number :] for row, number in zip(rows, n_actions, strict=True)]
+        is_action = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
+        is_prompt = pad_sequence([torch.ones_like(row) for row in prompts], batch_first=True, padding_side="left")
+        padding = {"batch_first": True, "padding_value": pad_token_id}
+        sequences = [pad_sequence(prompts, padding_side="left", **padding), pad_sequence(completions, **padding)]
+        return replace(
+            self,
+            sequences=torch.cat(sequences, 1),
+            attention_mask=torch.cat([is_prompt, is_action.long()], 1),
+            action_mask=is_action if self.action_mask is None else is_action & self.action_mask.bool(),
+            num_actions=width,
+            packed_seq_lens=None,
+            pad_len=None,
+        )

@@ -65,14 +65,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer.
         prompt_max_len (`int`):
-            Largest number of tokens of a prompt. Longer text loses its beginning; longer messages raise an error.
+            Largest number of tokens of a prompt. Longer text is cut at the tokenizer's `truncation_side`; longer
+            messages raise an error.
         kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
             Controller whose `value` is the coefficient of the KL divergence; without one, the coefficient is 0.
         strategy ([`ExperienceConfig`]):
             Options.
         remote_rm_url (`str` or `list[str]`, *optional*):
             URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
-            loaded and run.
+            loaded and run. They replace reward models, unless `reward_fn` or `reward_recipe` combines all sources.
         reward_fn (`Callable`, *optional*):
             Function that combines the rewards of the other sources, instead of a sum. It takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
@@ -130,8 +131,23 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if needs_critic != (critic is not None):
             problem = "needs a `critic`; pass one" if needs_critic else "doesn't use the `critic`; pass `None`"
             raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}` {problem}.")
-        sources = reward_model, remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe
-        self.reward_sources = RewardSources(*sources, strategy.label_column, strategy.media_rules)
+        self.advantage_estimator = strategy.advantage_estimator
+        self.reward_model = reward_model
+        self.remote_rm_url = remote_rm_url
+        self.reward_fn = reward_fn
+        self.reward_fn_label_map = reward_fn_label_map
+        self.reward_recipe = reward_recipe
+        self.perf_stats = None  # LightRFT's subclasses set it
+        self.reward_sources = RewardSources(
+            reward_model,
+            remote_rm_url,
+            reward_fn,
+            reward_fn_label_map,
+            reward_recipe,
+            strategy.label_column,
+            strategy.media_rules,
+        )
+        self.custom_reward_func = self.reward_sources.custom_reward_func
         check_processor(processor)
         if tokenizer.pad_token_id is None:
             raise ValueError("The tokenizer has no token for padding; set its `pad_token`.")
@@ -150,7 +166,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self, texts: Sequence[str], max_length: int, padding: bool = True, device: torch.device | str | None = None
     ) -> dict[str, Any]:
         """
-        Tokenizes prompts. Prompts of more than `max_length` tokens lose their beginning.
+        Tokenizes prompts. Prompts of more than `max_length` tokens are cut at the tokenizer's `truncation_side`.
 
         Args:
             texts, max_length (`Sequence[str]` and `int`):
@@ -165,14 +181,16 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If a prompt would lose placeholders of media.
         """
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        kept = slice(0, max_length) if self.tokenizer.truncation_side == "right" else slice(-max_length, None)
         placeholders = self._placeholder_ids
         for index, tokens in enumerate(ids):
-            if placeholders.intersection(tokens[: max(len(tokens) - max_length, 0)]):
+            n_placeholders = sum(token in placeholders for token in tokens)
+            if n_placeholders > sum(token in placeholders for token in tokens[kept]):
                 raise ValueError(
                     f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders "
                     "of media; raise `prompt_max_len` or drop the prompt."
                 )
-        ids = [tokens[-max_length:] for tokens in ids]
+        ids = [tokens[kept] for tokens in ids]
         if not padding:
             return {"input_ids": ids, "attention_mask": [[1] * len(tokens) for tokens in ids]}
         batch = self.tokenizer.pad({"input_ids": ids}, padding=True, padding_side="left", return_tensors="pt")
@@ -350,14 +368,19 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                Samples. Without `encoded_prompts`, prompts are the ids in `sequences`, without media.
+                Samples, padded or packed. Without `encoded_prompts`, prompts are the ids in `sequences`, without
+                media.
 
         Returns:
-            [`Experience`]: Log-probabilities, values, KL divergence and `info`. `info` holds `num_actions` (a number),
-            `reward_metrics` (metrics of `reward_fn`), and tensors of shape `(B,)`: `reward`, `kl` (mean of a
-            completion), `response_length`, `total_length`, `truncated` and, for `bootstrap_truncated`, `bootstrap`.
+            [`Experience`]: Log-probabilities, values, KL divergence and `info`, in padded form. `info` holds
+            `num_actions` (a number), `reward_metrics` (metrics of `reward_fn`), and tensors of shape `(B,)`: `reward`,
+            `kl` (mean of a completion), `response_length`, `total_length`, `truncated` and, for
+            `bootstrap_truncated`, `bootstrap`.
         """
-        mask, rollout, critic = samples.action_mask, self._rollout(samples), self.critic
+        samples = samples.padded(self.tokenizer.pad_token_id)
+        mask = samples.action_mask
+        rollout = self._rollout(samples)
+        critic = self.critic
         base_logps = None
         logps, entropy = self._action_log_probs(self.actor, rollout)
         if self.initial_model is not None:

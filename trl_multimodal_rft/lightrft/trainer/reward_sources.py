@@ -2,6 +2,7 @@
 """Computation of rewards by reward models, servers and functions, and their combination."""
 
 import inspect
+import logging
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from ...rewards.recipe import add_rewards, combine_rewards
 from .experience import Samples
 
 
+logger = logging.getLogger(__name__)
+
+
 class RewardSources:
     """Reward models, servers and functions, and the combination of their rewards, see [`NaiveExperienceMaker`]."""
 
@@ -34,15 +38,27 @@ class RewardSources:
         label_column: str = "labels",
         media_rules: MediaRules = DEFAULT_RULES,
     ):
-        self.models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
+        models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
         urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
         # Of `remote_rm_url`: requests to servers, and functions of local files
-        self.url_funcs = [
-            _load_reward_func(url) if url.endswith(".py") else RemoteReward(url, label_column=label_column)
-            for url in urls
-        ]
+        self.url_funcs: list[Callable] = []
+        self.custom_reward_func: Callable | None = None  # the function of the first local file
+        for url in urls:
+            if url.endswith(".py"):
+                function = _load_reward_func(url)
+                self.custom_reward_func = self.custom_reward_func or function
+            else:
+                function = RemoteReward(url, label_column=label_column)
+            self.url_funcs.append(function)
         self.reward_fn, self.label_map, self.recipe = reward_fn, label_map or {}, recipe
         self.media_rules = media_rules
+        # A server replaces the models, unless `reward_fn` or a recipe combines all sources
+        is_replaced = bool(models and self.url_funcs and reward_fn is None and recipe is None)
+        if is_replaced:
+            logger.warning(
+                "`remote_rm_url` replaces `reward_model`, which isn't called; `reward_fn` can combine both."
+            )
+        self.models = [] if is_replaced else models
         if not (self.models or self.url_funcs or reward_fn):
             raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
 

@@ -3,6 +3,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -77,12 +78,14 @@ class RolloutAdvantages:
         """Sets advantages, returns and `info["return"]` from shaped rewards `(B,)`, and drops what is used up."""
         args = self.strategy
         info = info_of(experience)
-        mask = experience.action_mask
+        mask: Any = experience.action_mask
+        kl: Any = experience.kl
+        values: Any = experience.values
         scorable = mask.bool() & ~reward.isnan()[:, None]
-        token_rewards = compute_reward(
+        token_rewards: Any = compute_reward(
             reward.nan_to_num(),
             self.kl_ctl.value if args.kl_in_reward else 0.0,
-            experience.kl,
+            kl,
             action_mask=mask,
             reward_clip_range=args.reward_clip_range,
         )
@@ -93,14 +96,15 @@ class RolloutAdvantages:
         if args.estimator.name == "gae":
             if "bootstrap" in info:  # the value after a truncated completion stands in for the rewards that follow
                 token_rewards = token_rewards + gamma * terminal_rewards(info["bootstrap"], mask)
-            advantages, returns = self.get_advantages_and_returns(
-                experience.values, token_rewards, mask, gamma, lambd
-            )
+            advantages: Any
+            returns: Any
+            advantages, returns = self.get_advantages_and_returns(values, token_rewards, mask, gamma, lambd)
             # The critic isn't trained on unscorable completions
-            experience.returns = torch.where(mask.bool() & ~scorable, experience.values, returns)
+            returns = torch.where(mask.bool() & ~scorable, values, returns)
         else:
-            advantages = self.get_cumulative_returns(token_rewards, mask, gamma)
-            experience.returns = advantages.clone()
+            returns = self.get_cumulative_returns(token_rewards, mask, gamma)
+            advantages = returns
+        experience.returns = returns
         experience.advantages = torch.where(scorable, advantages, 0)
         experience.kl = None
         del info["num_actions"]
