@@ -667,6 +667,35 @@ def test_reward_files_get_labels_and_add_up(tmp_path):
         assert_close(each.info["reward_metrics"]["second"].isnan(), each.info["reward"] > 0)
 
 
+def test_servers_replace_reward_models(tmp_path, caplog):
+    """As on the reference page; a function or a recipe over all sources gets both."""
+    path = write(tmp_path / "ten.py", "def reward_func(completions): return [10.0] * len(completions)\n")
+    judge = RewardModel(0)
+    sources = {"reward_model": judge, "arguments": {"remote_rm_url": path}}
+    maker = make(**sources)
+    assert maker.reward_models == [] and maker.reward_model is judge and maker.remote_rm_url == path
+    assert maker.custom_reward_func(completions="ab") == [10.0, 10.0]
+    assert "`reward_model` isn't called: `remote_rm_url` replaces it" in caplog.text
+    assert [float(r) for r in flat(made(**sources), "reward")] == [10.0] * 9
+    both = {"reward_fn": lambda model_reward_list: sum(model_reward_list)}
+    recipe = {"reward_recipe": {None: [("model", "judge", 1.0), ("rule", "ten", 1.0)]}}
+    for options in (both, {**recipe, "reward_fn_label_map": {"judge": 0, "ten": 1}}):
+        sources["arguments"] = {"remote_rm_url": path, **options}
+        for each in made(**sources):
+            assert_close(each.info["reward"], judged(each, judge)[0] + 10)
+
+
+def test_what_subclasses_read():
+    maker = make(arguments={"reward_fn": by_length, "reward_fn_label_map": {"a": 0}}, advantage_estimator="rloo")
+    assert (
+        maker.reward_fn is by_length and maker.reward_fn_label_map == {"a": 0} and maker.advantage_estimator == "rloo"
+    )
+    names = ("reward_model", "remote_rm_url", "reward_recipe", "perf_stats", "custom_reward_func")
+    assert all(getattr(maker, name) is None for name in names)
+    args = maker.strategy.args
+    assert (args.advantage_estimator, args.n_samples_per_prompt, args.use_kl_estimator_k3) == ("rloo", 3, False)
+
+
 # Tokenizing
 
 

@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Names of LightRFT's scripts: the strategy, tokenizers, and whitening over batches by its formula."""
 
+import logging
 from argparse import Namespace
 
 import pytest
 import torch
+from helpers.reward_server import serve  # noqa: F401  (a fixture)
 from helpers.trainer_utils import load, saved
 from torch.testing import assert_close
 
@@ -12,7 +14,7 @@ from trl_multimodal_rft.lightrft.models.utils import compute_approx_kl
 from trl_multimodal_rft.lightrft.strategy import OPTIONS, get_strategy
 from trl_multimodal_rft.lightrft.trainer.advantage_calculator import normalize_advantages_cross_batch
 from trl_multimodal_rft.lightrft.trainer.experience import Experience
-from trl_multimodal_rft.lightrft.utils import get_tokenizer, get_tokenizer_processor_vl
+from trl_multimodal_rft.lightrft.utils import get_tokenizer, get_tokenizer_processor_vl, init_logger, remote_rm_fn
 
 
 pytestmark = pytest.mark.gate
@@ -72,3 +74,27 @@ def test_advantages_are_those_of_all_batches(packed, estimator, shift_only):
         expected = values if estimator == "rloo" else ((values - mean) * scale).float() * own
         found = torch.stack(batch.advantages) if packed else batch.advantages
         assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_rewards_of_servers(serve):
+    def answer(request):
+        return {
+            "rewards": [None if label == "no" else len(query) for query, label in zip(*pair(request), strict=True)]
+        }
+
+    def pair(request):
+        return request["queries"], request.get("labels", request["queries"])
+
+    server = serve(answer)
+    assert remote_rm_fn(server.url, ["ab", "c"], ["a", ""]).tolist() == [2.0, 1.0]
+    assert server.requests[0] == {"queries": ["ab", "c"], "prompts": ["a", ""]}
+    rewards = remote_rm_fn([server.url, server.url], queries=["ab", "c"], labels=["yes", "no"])
+    assert rewards.dtype == torch.float32 and rewards[0] == 4 and rewards[1].isnan()
+    with pytest.raises(ValueError, match="There are 1 `labels` for 2 `queries`"):
+        remote_rm_fn(server.url, ["ab", "c"], labels=["yes"])
+    with pytest.raises(RuntimeError, match="for 3 completions"):
+        remote_rm_fn(serve(lambda request: {"rewards": [1.0]}).url, ["ab", "c", "d"])
+
+
+def test_loggers_have_names():
+    assert init_logger("a.b") is logging.getLogger("a.b")

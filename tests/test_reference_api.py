@@ -339,7 +339,7 @@ def test_loop_of_the_experience_maker():
     experiences = [maker.make_experience(part) for part in maker.generate_samples(["Is there?", "A bird"], **options)]
     experiences, rewards = maker.process_experiences(experiences)
     assert [type(experience) for experience in experiences] == [Experience] * 2 and len(rewards) == 2
-    made = maker.make_experience_list(["Is there?", "A bird"], **options, gamma=1.0, lambd=0.95)
+    made = maker.make_experience_list(["Is there?", "A bird"], **options, gamma=1.0)
     for experience, other, shaped in zip(experiences, made, rewards, strict=True):
         assert torch.equal(other.sequences, experience.sequences)
         assert_close(other.advantages, torch.where(other.action_mask, shaped[:, None], 0))

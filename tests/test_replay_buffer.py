@@ -141,11 +141,41 @@ def test_weights_make_up_for_groups_without_signal(constant):
     assert clip_filter_like_weight_func(rewards.bfloat16()).dtype == torch.bfloat16
 
 
-def test_what_holds_images_or_videos():
+def test_types_hold_media():
     for cls in (ExperienceVL, BufferItemVL):
-        assert all(is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)})) for name in VISION)
-        assert not is_vl_experience(cls(torch.zeros(1, 2), audio_values=torch.zeros(1, 2)))
-    assert not is_vl_experience(Experience(**text()))
+        assert is_vl_experience(cls(torch.zeros(1, 2)))
+        assert is_vl_experience(cls(torch.zeros(1, 2), audio_values=torch.zeros(1, 2)))
+    assert not is_vl_experience(Experience(**text())) and not is_vl_experience(BufferItem(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("cls", [BufferItem, BufferItemVL])
+@pytest.mark.parametrize("packing", [False, True])
+def test_one_number_for_all_actions(cls, packing):
+    """Items with `(1,)` values, returns and advantages are joined, split and stripped as others are."""
+    items = []
+    for index, n in enumerate((3, 1, 2)):
+        numbers = {name: torch.tensor([float(index)]) for name in ("values", "returns", "advantages")}
+        mask = torch.ones(n + 2, dtype=torch.long)
+        fields = {"action_log_probs": torch.randn(n), "attention_mask": mask, "action_mask": torch.ones(n).bool()}
+        items.append(cls(torch.arange(1, n + 3), **fields, **numbers))
+    batch = make_experience_batch(items, packing)
+    if not packing:
+        assert batch.advantages.tolist() == [[0.0], [1.0], [2.0]] and batch.action_log_probs.shape == (3, 3)
+    split = split_experience_batch(batch)
+    stripped = split if packing else remove_padding_in_sequences(split)
+    for item, original in zip(stripped, items, strict=True):
+        assert type(item) is cls and item.n_actions == original.n_actions
+        for name in ("sequences", "action_log_probs", "values", "returns", "advantages"):
+            assert torch.equal(getattr(item, name), getattr(original, name)), name
+    per_action = replace(items[2], advantages=torch.zeros(2))
+    with pytest.raises(ValueError, match="`advantages` of item 0 has one number, but that of others one per action"):
+        make_experience_batch([items[0], per_action])
+    with pytest.raises(ValueError, match=r"`action_mask` of item 0 has shape \(3,\), but \(1,\) fits"):
+        make_experience_batch([replace(items[0], action_log_probs=torch.zeros(1))])
+    buffer = ReplayBuffer()
+    buffer.append(batch)
+    buffer.normalize()
+    assert_close(torch.cat([item.advantages for item in buffer]), torch.tensor([-1.0, 0.0, 1.0]) * 1.5**0.5)
 
 
 def test_padding_of_tensors_with_leading_dimensions():

@@ -149,16 +149,22 @@ class RemoteReward(Server):
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float | None]:
         """Requests the rewards of completions, with labels and media. Trainers pass the `media_rules` of the run."""
-        payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
+        return self.request(
+            self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
+        )
+
+    def request(self, payload: dict[str, list]) -> list[float | None]:
+        """Requests the rewards of a payload: lists of equal length by the names of the request, see the class."""
+        n = len(next(iter(payload.values())))
         batches = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
-            for start in range(0, len(prompts), self.batch_size)
+            for start in range(0, n, self.batch_size)
         ]
         return [reward for batch in self._ask_all(self._request_rewards, batches) for reward in batch]
 
     def _request_rewards(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
         """Sends a batch of the payload, and returns the checked rewards in the response."""
-        n = len(batch["completions"])
+        n = len(next(iter(batch.values())))
         response = self._post(
             batch,
             session,

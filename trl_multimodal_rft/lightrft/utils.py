@@ -1,9 +1,55 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loading of tokenizers and processors as in `lightrft.utils`, but without code from model repositories."""
+"""
+Names of `lightrft.utils`: tokenizers and processors, without code from model repositories, loggers, reward servers.
+"""
 
+import logging
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from ..extras.remote import RemoteReward
+from ..rewards.recipe import add_rewards
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Returns Python's logger of a name."""
+    return logging.getLogger(name)
+
+
+def remote_rm_fn(
+    api_url: str | Sequence[str],
+    queries: Sequence[str],
+    prompts: Sequence[str] | None = None,
+    labels: Sequence | None = None,
+) -> torch.Tensor:
+    """
+    Requests rewards from servers, with the retries, limits and checks of [`~rewards.RemoteReward`].
+
+    Args:
+        api_url (`str` or `list[str]`):
+            URL of a server, or of several, whose rewards add up.
+        queries, prompts, labels (`list`):
+            Texts of prompt and completion, and, *optional*, prompts and ground truths of the same number.
+
+    Returns:
+        `torch.Tensor`: Rewards, float32, on the CPU, shape `(B,)`, `NaN` where the server answered `null`.
+
+    Raises:
+        `RuntimeError`: If a server is unreachable, or doesn't return one finite number or `null` per query.
+        `ValueError`: If lists have different lengths.
+    """
+    payload = {"queries": list(queries)}
+    for name, values in (("prompts", prompts), ("labels", labels)):
+        if values is not None:
+            if len(values) != len(queries):
+                raise ValueError(f"There are {len(values)} `{name}` for {len(queries)} `queries`; pass one for each.")
+            payload[name] = list(values)
+    urls = [api_url] if isinstance(api_url, str) else api_url
+    rewards = [[torch.nan if r is None else r for r in RemoteReward(url).request(payload)] for url in urls]
+    return add_rewards(torch.tensor(rewards, dtype=torch.float32))
 
 
 def get_tokenizer(

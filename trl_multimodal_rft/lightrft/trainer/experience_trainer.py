@@ -258,9 +258,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         requirements |= {"returns": self.critic is not None, "values": self.critic is not None}
         matrices: dict[str, torch.Tensor] = {}
         for name, is_needed in requirements.items():
-            rows = [row.float() for item in items if (row := getattr(item, name)) is not None]
+            rows = [getattr(item, name) for item in items if getattr(item, name) is not None]
             if len(rows) == len(items):
-                matrices[name] = pad_on_device(rows)
+                if self.critic is not None and name in ("values", "returns"):
+                    _check_values(rows, items, name)
+                # One number for all actions stands on each of them
+                sizes = [item.n_actions for item in items]
+                rows = [row.expand(n) if len(row) == 1 else row for row, n in zip(rows, sizes, strict=True)]
+                matrices[name] = pad_on_device([row.float() for row in rows])
             elif is_needed:
                 raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
         for index, item in enumerate(items):
@@ -401,6 +406,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                     f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(value.shape)}."
                 )
         actor.model.load_state_dict(average, strict=False)
+
+
+def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) -> None:
+    """Raises a `ValueError` if a sample has one number for several actions, where the critic learns one per action."""
+    for index, (row, item) in enumerate(zip(rows, items, strict=True)):
+        if len(row) != item.n_actions:
+            raise ValueError(
+                f"`{name}` of sample {index} has one number for {item.n_actions} actions, but the critic is trained on "
+                "one per action; make the experience with this trainer's `experience_maker`."
+            )
 
 
 def _no_rewards(**kwargs):

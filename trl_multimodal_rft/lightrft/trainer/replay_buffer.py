@@ -118,7 +118,8 @@ class ReplayBuffer:
             if row is None:
                 raise ValueError(f"`{attribute}` of item {index} is None and can't be normalized.")
             rows.append(row)
-            masks.append(torch.ones_like(row) if item.action_mask is None else item.action_mask)
+            has_mask = item.action_mask is not None and item.action_mask.shape == row.shape
+            masks.append(item.action_mask if has_mask else torch.ones_like(row))
 
         def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)

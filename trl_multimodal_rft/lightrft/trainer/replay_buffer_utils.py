@@ -22,7 +22,8 @@ from .experience import Experience, ExperienceVL, MediaFields, Record, VisionFie
 class BufferItem(Record[torch.Tensor]):
     """
     One sample of an experience. A field is a row of the batch's field, see [`Experience`], of shape `(S,)` or `(A,)`.
-    The last `A` columns of `sequences` are the action columns.
+    The last `A` columns of `sequences` are the action columns. `values`, `returns` and `advantages` may also have one
+    number for all actions, shape `(1,)`.
     """
 
     action_entropy: torch.Tensor | None = None
@@ -31,7 +32,8 @@ class BufferItem(Record[torch.Tensor]):
     @property
     def n_actions(self) -> int:
         """Number of action columns."""
-        values = (getattr(self, name) for name in _ACTION_FIELDS)
+        names = sorted(_ACTION_FIELDS, key=_ONE_NUMBER_FIELDS.__contains__)  # fields with a number per action first
+        values = (getattr(self, name) for name in names)
         return next((value.numel() for value in values if value is not None), 0)
 
     @property
@@ -59,6 +61,9 @@ class BufferItemVL(MediaFields, BufferItem, VisionFields[torch.Tensor]):
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 
+# Fields of shape `(A,)` that may have one number for all actions instead
+_ONE_NUMBER_FIELDS = ("values", "returns", "advantages")
+
 # Media tensors by modality. A grid has one row per image or video, and comes first: the tensor after the grid has one
 # row per patch. Without a grid, rows depend on the model.
 _MEDIA = {
@@ -69,8 +74,8 @@ _MEDIA = {
 
 
 def is_vl_experience(experience: Record) -> bool:
-    """Returns whether an experience, or a sample of an experience, has any image or video tensor."""
-    return not media_tensors(experience).keys().isdisjoint((*_MEDIA["image"], *_MEDIA["video"]))
+    """Returns whether an experience, or a sample of an experience, is of the type that holds media."""
+    return isinstance(experience, (ExperienceVL, BufferItemVL))
 
 
 def zero_pad_sequences(
@@ -249,8 +254,15 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
     for names, span in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(action_start, action_end))):
         for name in names:
             value = getattr(item, name)
-            changes[name] = None if value is None else value[span].clone()
+            if value is not None:
+                changes[name] = value.clone() if _has_one_number(item, name) else value[span].clone()
     return replace(item, **changes)
+
+
+def _has_one_number(item: BufferItem, name: str) -> bool:
+    """Returns whether a field has one number for all of several actions, or of none."""
+    value = getattr(item, name)
+    return name in _ONE_NUMBER_FIELDS and value is not None and value.shape == (1,) and item.n_actions != 1
 
 
 def _check_lengths(item: BufferItem, index: int) -> None:
@@ -260,7 +272,7 @@ def _check_lengths(item: BufferItem, index: int) -> None:
     n_tokens, n_actions = len(item.sequences), item.n_actions
     for name in ("attention_mask", *_ACTION_FIELDS):
         value, length = getattr(item, name), n_tokens if name == "attention_mask" else n_actions
-        if value is not None and value.shape != (length,):
+        if value is not None and value.shape != (length,) and not _has_one_number(item, name):
             raise ValueError(
                 f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) fits its other fields."
             )
@@ -290,6 +302,12 @@ def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None
     if missing:
         raise ValueError(
             f"`{name}` is None in item {missing[0]}, but not in all items; pass it for all items, or for none."
+        )
+    has_one = [_has_one_number(item, name) for item in items]
+    if any(has_one) and any(item.n_actions != 1 and not one for item, one in zip(items, has_one, strict=True)):
+        raise ValueError(
+            f"`{name}` of item {has_one.index(True)} has one number, but that of others one per action; pass the same "
+            "form for all items."
         )
     return column
 

@@ -96,16 +96,14 @@ class RolloutAdvantages:
         if args.estimator.name == "gae":
             if "bootstrap" in info:  # the value after a truncated completion stands in for the rewards that follow
                 token_rewards = token_rewards + gamma * terminal_rewards(info["bootstrap"], mask)
-            advantages: Any
-            returns: Any
-            advantages, returns = self.get_advantages_and_returns(values, token_rewards, mask, gamma, lambd)
+            estimates: Any = self.get_advantages_and_returns(values, token_rewards, mask, gamma, lambd)
+            experience.advantages = torch.where(scorable, estimates[0], 0)
             # The critic isn't trained on unscorable completions
-            returns = torch.where(mask.bool() & ~scorable, values, returns)
+            experience.returns = torch.where(mask.bool() & ~scorable, values, estimates[1])
         else:
-            returns = self.get_cumulative_returns(token_rewards, mask, gamma)
-            advantages = returns
-        experience.returns = returns
-        experience.advantages = torch.where(scorable, advantages, 0)
+            returns: Any = self.get_cumulative_returns(token_rewards, mask, gamma)
+            experience.advantages = torch.where(scorable, returns, 0)
+            experience.returns = returns
         experience.kl = None
         del info["num_actions"]
 
