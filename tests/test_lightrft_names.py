@@ -6,7 +6,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from helpers.reward_server import serve  # noqa: F401  (a fixture)
 from helpers.trainer_utils import load, saved
 from torch.testing import assert_close
 

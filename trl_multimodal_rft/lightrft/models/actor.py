@@ -236,8 +236,8 @@ class Actor(nn.Module):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
                 Features of all clips as the processor returns them, such as `(number of clips, mel bands, frames)`,
-                and their mask, 0 on padding, shape `(number of clips, frames)`. Without a mask, all frames count, or as
-                many as the placeholders say, if they fit only one number.
+                and their mask, 0 on padding, shape `(number of clips, frames)`. Without a mask, all frames count, or
+                as many as the placeholders say, if they fit only one number.
             media (`torch.Tensor`):
                 Further media, and per-token fields, by the names of the model's forward, such as `image_sizes`.
 

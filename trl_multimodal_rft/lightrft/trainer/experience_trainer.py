@@ -413,8 +413,8 @@ def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) 
     for index, (row, item) in enumerate(zip(rows, items, strict=True)):
         if len(row) != item.n_actions:
             raise ValueError(
-                f"`{name}` of sample {index} has one number for {item.n_actions} actions, but the critic is trained on "
-                "one per action; make the experience with this trainer's `experience_maker`."
+                f"`{name}` of sample {index} has one number for {item.n_actions} actions, but the critic learns one "
+                "per action; make the experience with this trainer's `experience_maker`."
             )
 
 
