@@ -675,7 +675,7 @@ def test_servers_replace_reward_models(tmp_path, caplog):
     maker = make(**sources)
     assert maker.reward_models == [] and maker.reward_model is judge and maker.remote_rm_url == path
     assert maker.custom_reward_func(completions="ab") == [10.0, 10.0]
-    assert "`reward_model` isn't called, since `remote_rm_url` replaces it" in caplog.text
+    assert "`remote_rm_url` replaces `reward_model`" in caplog.text
     assert [float(r) for r in flat(made(**sources), "reward")] == [10.0] * 9
     both = {"reward_fn": lambda model_reward_list: sum(model_reward_list)}
     recipe = {"reward_recipe": {None: [("model", "judge", 1.0), ("rule", "ten", 1.0)]}}

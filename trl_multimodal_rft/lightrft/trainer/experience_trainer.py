@@ -14,6 +14,8 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -31,6 +33,7 @@ from ..models.bare_inputs import bare_prompts, media_names
 from .experience import Experience, info_of
 from .experience_config import ExperienceConfig
 from .experience_maker import NaiveExperienceMaker
+from .optimizers import TwoOptimizers, TwoSchedulers
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
 
@@ -50,16 +53,39 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     micro-batches. An update takes `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
     """
 
-    def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
+    def __init__(
+        self,
+        actor: Actor,
+        args: MultimodalPPOConfig,
+        replay_buffer: ReplayBuffer,
+        optimizers: tuple[Optimizer | None, Optimizer | None] = (None, None),
+        schedulers: tuple[LRScheduler | None, LRScheduler | None] = (None, None),
+        **kwargs,
+    ):
         rows = Dataset.from_list([{"prompt": ""}])  # only the constructor needs a dataset
+        policy_optimizer, critic_optimizer = optimizers
+        policy_scheduler, critic_scheduler = schedulers
+        optimizer: Any = policy_optimizer
+        scheduler: Any = policy_scheduler
+        self._two_optimizers: TwoOptimizers | None = None
+        if policy_optimizer is not None and critic_optimizer is not None:
+            optimizer = self._two_optimizers = TwoOptimizers(policy_optimizer, critic_optimizer)
+        if policy_scheduler is not None and critic_scheduler is not None:
+            scheduler = TwoSchedulers(policy_scheduler, critic_scheduler, self._is_updated)
         super().__init__(
             model=actor,  # pyrefly: ignore[bad-argument-type]  see `Actor.model_for`
             reward_funcs=_no_rewards,
             args=args,
             train_dataset=rows,
             ptx_dataset=rows if args.ptx.coef > 0 else None,
+            optimizers=(optimizer, scheduler),
             **kwargs,
         )
+        if optimizer is not None and self.is_deepspeed_enabled:
+            raise ValueError(
+                "DeepSpeed makes its own optimizer of the weights that it partitions; drop `actor_optim` and "
+                "`critic_optim`, and set `optim`, `learning_rate` and `value_learning_rate` of `strategy`."
+            )
         self.remove_callback(ProgressCallback)
         self.actor = actor
         self.replay_buffer = replay_buffer
@@ -91,6 +117,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         super()._load_rollout_state(state)
         self.client_states, self.pending_logs = state["client_states"], state["pending_logs"]
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        if isinstance(self.lr_scheduler, TwoSchedulers):
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)
+
     # Before the first step
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
@@ -113,7 +144,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self.is_prepared:
             return
         args = self.args
-        if args.max_steps <= 0 and {args.lr_scheduler_type, args.value_schedule.lr_scheduler_type} != {"constant"}:
+        has_schedule = self.lr_scheduler is not None  # the caller's
+        if (
+            not has_schedule
+            and args.max_steps <= 0
+            and {args.lr_scheduler_type, args.value_schedule.lr_scheduler_type} != {"constant"}
+        ):
             raise ValueError(
                 f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
@@ -221,8 +257,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         micro_batch.release_media()
         if not ends_update:
             return
-        norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
-        metrics["grad_norm"].append(float(self._get_grad_norm(model, norm)))
+        if self._two_optimizers is not None:
+            self.accelerator.unscale_gradients()
+            max_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
+            norm, critic_norm = self._two_optimizers.clip_grad_norms(max_norm)
+            metrics["critic_grad_norm"].append(float(critic_norm))
+            self._get_grad_norm(model, torch.hypot(norm, critic_norm))  # skips the update if it isn't finite
+        else:
+            norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+            norm = self._get_grad_norm(model, norm)
+        metrics["grad_norm"].append(float(norm))
         self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
         self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:

@@ -25,6 +25,7 @@ from ..models.critic import Critic
 from ..strategy import OPTIONS
 from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
+from .optimizers import check_optimizers
 from .ppo_options import SAMPLING_OPTIONS, config_of, rollout_sizes, rows_of
 from .replay_buffer import ReplayBuffer
 
@@ -55,7 +56,10 @@ class PPOTrainerVL:
             A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
             average.
         actor_optim, critic_optim, actor_scheduler, critic_scheduler (*optional*):
-            Always `None`: one optimizer trains policy and critic, with learning rates and schedules of `strategy`.
+            Optimizers of the trained weights of `actor` and `critic`, and their schedules, which step with each update
+            of their model. Each side's gradient is clipped to `max_norm`, and the value loss has the weight 1. `None`
+            for all four makes one optimizer of both, with the rates and schedules of `strategy`; its gradients are
+            clipped by their common norm, and the value loss has the weight `vf_coef`.
         ema_beta, init_kl_coef, ptx_coef (`float`, *optional*, default to `0.992`, `0.001` and `0`):
             Decay of the moving average, and weights of the KL divergence and of the supervised loss. With a
             `ptx_coef` of 0, supervised rows are ignored.
@@ -72,7 +76,7 @@ class PPOTrainerVL:
         gradient_checkpointing (`bool`, *optional*, defaults to `False`):
             Whether the backward pass recomputes activations.
         max_epochs, max_norm (*optional*, default to `1` and `1.0`):
-            Passes over the buffer, and largest gradient norm of policy and critic together.
+            Passes over the buffer, and largest gradient norm.
         dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
             Whether the tensors of an update are pinned before they move from the CPU to a GPU.
         save_hf_ckpt, disable_ds_ckpt (`bool`, *optional*, defaults to `False`):
@@ -85,9 +89,9 @@ class PPOTrainerVL:
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
-        `ValueError`: If an option is unknown or has no effect here, if an optimizer or a schedule is passed, if there
-            is no source of reward, if `critic`, `initial_model` or `ema_model` doesn't fit, or if parameters are
-            sharded.
+        `ValueError`: If an option is unknown or has no effect here, if optimizers or schedules don't fit the models,
+            if there is no source of reward, if `critic`, `initial_model` or `ema_model` doesn't fit, or if parameters
+            are sharded.
     """
 
     # Names of the media lists in a batch that is a tuple: without and with videos
@@ -136,16 +140,15 @@ class PPOTrainerVL:
             raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
-        if (actor_optim, critic_optim, actor_scheduler, critic_scheduler) != (None,) * 4:
-            raise ValueError(
-                "One optimizer trains policy and critic; pass `None` for optimizers and schedules, and set "
-                "`learning_rate`, `value_learning_rate`, `optim` and `lr_scheduler_type` of `strategy`."
-            )
+        check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
         options = {field: arguments[name] for name, field in OPTIONS.items() if name in arguments} | {
             "kl_target": join_settings(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
-            "vf_coef": join_settings(str(strategy.value_loss.coef), {"cliprange": value_clip}),
+            # An optimizer of its own makes the weight of the value loss 1
+            "vf_coef": join_settings(
+                str(strategy.value_loss.coef if critic_optim is None else 1.0), {"cliprange": value_clip}
+            ),
             "dataloader_pin_memory": dataloader_pin_memory,
             "ema_decay": None if ema_model is None else ema_beta,
             "save_only_model": disable_ds_ckpt,
@@ -164,6 +167,8 @@ class PPOTrainerVL:
             processing_class=self.tokenizer if processor is None else processor,
             value_model=critic,
             ref_model=None if reference is None or reference is actor else reference.model,
+            optimizers=(actor_optim, critic_optim),
+            schedulers=(actor_scheduler, critic_scheduler),
         )
         config.eval_strategy = strategy.eval_strategy  # `config_of` set "no" for the constructor of the trainer
         self.critic = self.trainer.critic
