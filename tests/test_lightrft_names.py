@@ -225,6 +225,8 @@ def test_folders_and_names_of_trackers(tmp_path, monkeypatch):
         ({"train_batch_size": 6}, "`train_batch_size=6` isn't a multiple of 4 samples"),
         ({"train_batch_size": 12, "rollout_batch_size": 2}, "`rollout_batch_size=2` makes 8 completions, which"),
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of"),
+        ({"use_gspo": True, **GAE}, "`importance_sampling_level` is LightRFT's `use_gspo`"),
+        ({"eps_clip": -1.0}, "`epsilon` must be .* `epsilon` is LightRFT's `eps_clip`"),
     ],
 )
 def test_options_that_are_errors(options, error):

@@ -3,6 +3,7 @@
 
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -437,13 +438,26 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
     }
+    options_by_field: dict[str, str] = {}
     for name, rule in RULES.items():
         if name not in options or options[name] in rule.neutral:
             continue
         try:
-            fields |= rule.fields(name, options)
+            own_fields = rule.fields(name, options)
         except ValueError as error:
             errors.append(str(error))
+            continue
+        fields |= own_fields
+        options_by_field |= dict.fromkeys(own_fields, name)
     if errors:
         raise ValueError(" ".join(errors))
-    return MultimodalPPOConfig(**fields)
+    try:
+        return MultimodalPPOConfig(**fields)
+    except ValueError as error:
+        text = str(error)
+        names = [
+            f" `{field}` is LightRFT's `{option}`."
+            for field, option in options_by_field.items()
+            if field != option and re.search(rf"`{field}\b", text)
+        ]
+        raise ValueError(text + "".join(names)) from None
