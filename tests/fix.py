@@ -2,9 +2,10 @@
 """
 Writes what follows from the rest of the repository; `make fix` runs it.
 
-It formats the code and writes the table of options and its page; in README and docs counts, lists of commands, the
-self-check's example, pinned versions, and entries of public names on the reference pages; bounds of `house.json` that
-have fallen; and `cpu_seconds.json` without files that are gone. No test fails where one of these is stale.
+It formats the code and writes the table of options and its page; in README and docs counts, lists of commands,
+LightRFT's options, the self-check's example, pinned versions, and entries of public names on the reference pages;
+bounds of `house.json` that have fallen; and `cpu_seconds.json` without files that are gone. No test fails where one of
+these is stale, but for LightRFT's options.
 """
 
 import json
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 
 import house
@@ -28,11 +30,13 @@ from trl_multimodal_rft import data, evaluation, lightrft, models, rewards, trai
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED
 from trl_multimodal_rft.lazy import lazy_names
+from trl_multimodal_rft.lightrft.strategy import RULES
 from trl_multimodal_rft.policy import Fallbacks
 
 
 ROOT = Path(__file__).parents[1]
 README, FAMILIES, INSTALL = (ROOT / name for name in ("README.md", "docs/generated/families.md", "docs/install.md"))
+LIGHTRFT = ROOT / "docs" / "from_lightrft.md"
 COLUMNS = ROOT / "tests" / "columns"
 PUBLIC = [trl_multimodal_rft, data, evaluation, lightrft, models, rewards, trainers]
 SELF_CHECK = SelfCheck(
@@ -142,6 +146,24 @@ def with_entry(text: str, name: str) -> str:
     return f"{text[: last.end()]}\n\n{entry}{text[last.end() :]}"
 
 
+def lightrft_table() -> str:
+    """Returns the table of LightRFT's options: what each becomes, with a row for neighbours of the same meaning."""
+    lines = ["| option of LightRFT | field of the config, or where it goes |", "|---|---|"]
+    for (meaning, is_refused), items in groupby(RULES.items(), lambda item: (item[1].meaning, not item[1].convert)):
+        names = ", ".join(f"`{name}`" for name, _ in items)
+        lines.append(f"| {names} | {'error: ' * is_refused}{meaning} |")
+    return "\n".join(lines)
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """Returns a page with a block between its markers `<!-- name -->` and `<!-- end of name -->`."""
+    before, start, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"\n<!-- end of {name} -->")
+    if not end:
+        raise LookupError(f"No markers of {name!r} are in the page: correct that in tests/fix.py.")
+    return f"{before}{start}\n{block}\n{end}{after}"
+
+
 # Versions, examples, and files beside the pages
 
 
@@ -166,6 +188,7 @@ def derived() -> dict[Path, str]:
         texts[page] = with_entry(texts[page], name)
     for column in sorted(COLUMNS.glob("*.txt")):
         texts[INSTALL] = with_versions(texts[INSTALL], column)
+    texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "options", lightrft_table())
     for page in (README, ROOT / "docs" / "README.md"):
         texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()

@@ -31,6 +31,13 @@ def test_lists_get_new_names_and_lose_old_ones():
         fix.with_names(text, "In a shell: ", ".\n", ["grpo"])
 
 
+def test_blocks_are_between_their_markers():
+    text = "a\n<!-- rows -->\n\n| old |\n\n<!-- end of rows -->\nb\n"
+    assert fix.with_block(text, "rows", "| new |") == text.replace("old", "new")
+    with pytest.raises(LookupError, match="No markers of 'columns' are in the page"):
+        fix.with_block(text, "columns", "| new |")
+
+
 def test_entries_stand_with_those_of_their_kind():
     text = "# Trainers\n\n::: a.OneTrainer\n    options:\n      members: []\n\n## Callbacks\n\n::: a.OneCallback\n"
     entry = "\n\n::: a.TwoTrainer\n    options:\n      members: []\n\n## Callbacks"

@@ -2,15 +2,20 @@
 """Names of LightRFT's scripts: the strategy, tokenizers, and whitening over batches by its formula."""
 
 import logging
+import os
+import re
 from argparse import Namespace
 
+import fix
 import pytest
 import torch
-from helpers.trainer_utils import load, saved
+from helpers.trainer_utils import image_rows, length_and_sum, load, moved, saved
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
+from trl_multimodal_rft.lightrft import ActorVL, PPOTrainerVL
 from trl_multimodal_rft.lightrft.models.utils import compute_approx_kl
-from trl_multimodal_rft.lightrft.strategy import OPTIONS, get_strategy
+from trl_multimodal_rft.lightrft.strategy import OPTIONS, RULES, get_strategy
 from trl_multimodal_rft.lightrft.trainer.advantage_calculator import normalize_advantages_cross_batch
 from trl_multimodal_rft.lightrft.trainer.experience import Experience
 from trl_multimodal_rft.lightrft.utils import get_tokenizer, get_tokenizer_processor_vl, init_logger, remote_rm_fn
@@ -19,23 +24,294 @@ from trl_multimodal_rft.lightrft.utils import get_tokenizer, get_tokenizer_proce
 pytestmark = pytest.mark.gate
 
 
-def test_strategy_has_the_options_of_a_command_line():
-    values = {"save_path": "out", "num_episodes": 2, "n_samples_per_prompt": 4, "micro_train_batch_size": 8}
-    values |= {"max_epochs": 2, "actor_learning_rate": 1e-6, "critic_learning_rate": 9e-6, "l2": 0.1, "max_norm": 0.5}
-    values |= {"eps_clip": 0.1, "init_kl_coef": 0.02, "kl_target": 0.1, "ptx_coef": 0.0, "seed": 3}
-    values |= {"bf16": False, "gradient_checkpointing": False, "logging_steps": 5}
-    assert values.keys() == OPTIONS.keys()
-    others = {"advantage_estimator": "gae", "gamma": 1, "lambd": 0.9, "value_clip": 0.3}
-    others |= {"zero_stage": 2, "remote_rm_url": None}
-    strategy = get_strategy(Namespace(**values, **others))
-    assert {name: getattr(strategy, ours) for name, ours in OPTIONS.items()} == values
-    assert strategy.estimator.settings == {"gamma": 1.0, "lam": 0.9} and strategy.value_loss.cliprange == 0.3
-    cases = {"use_kl_loss": True, "use_kl_estimator_k3": True, "init_kl_coef": 0.1, "advantage_estimator": "rloo"}
-    cases |= {"n_samples_per_prompt": 4, "save_path": "out", "bf16": False}
-    strategy = get_strategy(Namespace(**cases))
-    assert (strategy.kl_estimator, strategy.kl_in_reward) == ("k3", False)
-    with pytest.raises(ValueError, match="`use_kl_estimator_k3` in the reward gives a biased"):
-        get_strategy(Namespace(**{**cases, "use_kl_loss": False}))
+# Options of LightRFT's command line by their defaults there
+MODELS = {"pretrain": None, "reward_pretrain": None, "remote_rm_url": None, "critic_pretrain": None}
+MODELS |= {"value_head_prefix": "score", "load_in_4bit": False, "lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0}
+MODELS |= {"target_modules": "all-linear", "flash_attn": False, "packing_samples": False, "text_only": False}
+MODELS |= {"chunk_size": 4096, "disable_logprobs_flashattn": False, "freeze_prefix": False, "bf16": False}
+MODELS |= {"normalize_reward_for_critic": False, "save_value_network": False, "fused_linear_logprob": False}
+DATA = {"prompt_data": None, "prompt_data_probs": "1.0", "prompt_split": "train", "eval_data": None}
+DATA |= {"eval_split": "test", "max_eval_samples": 500, "pretrain_data": None, "pretrain_data_probs": "1.0"}
+DATA |= {"pretrain_split": "train", "input_key": "input", "images_key": "image", "use_ms": False}
+DATA |= {"label_key": "label", "reference_key": "reference", "input_template": None, "system_prompt": None}
+DATA |= {
+    "apply_chat_template": False,
+    "max_samples": 1000000,
+    "limit_mm_image_per_prompt": -1,
+    "prompt_max_len": 1024,
+    "disable_fast_tokenizer": False,
+}
+ALGORITHM = {"advantage_estimator": "gae", "gamma": 1, "lambd": 0.95, "use_kl_loss": False, "kl_estimator": "k1"}
+ALGORITHM |= {"init_kl_coef": 0.01, "kl_target": None, "eps_clip": 0.2, "value_clip": 0.2, "ptx_coef": 0.05}
+ALGORITHM |= {"loss_agg_mode": "seq-mean-token-mean", "use_gspo": False, "normalize_advantages": True}
+ALGORITHM |= {"use_sequence_rewards": True, "use_cpg_loss": False, "high_entropy_token_ratio": 0.0}
+ALGORITHM |= {"reward_running_norm": False, "reward_running_norm_minus_mean": False, "reward_clip": 0.0}
+ALGORITHM |= {"advantages_norm": False, "advantage_clip": 0.0, "dynamic_sampling": False, "overlong_buffer": False}
+ALGORITHM |= {"overlong_buffer_len": 1024, "overlong_buffer_penalty_factor": 1.0, "use_fire": False}
+ALGORITHM |= {"first_token_temperature": 10.0, "freezing_actor_steps": -1, "aux_loss_coef": 0, "enable_ema": False}
+UPDATES = {"num_episodes": 1, "rollout_batch_size": 512, "micro_rollout_batch_size": 8, "max_epochs": 1}
+UPDATES |= {"l2": 0.0, "micro_train_batch_size": 4, "train_batch_size": 128, "n_samples_per_prompt": 2, "seed": 42}
+UPDATES |= {"actor_learning_rate": 1e-6, "critic_learning_rate": 9e-6, "lr_warmup_ratio": 0.03, "top_p": 1.0}
+UPDATES |= {"adam_betas": (0.9, 0.95), "temperature": 1.0, "generate_max_len": 1024, "max_len": None}
+UPDATES |= {"max_norm": 1.0, "gradient_checkpointing": False, "gradient_checkpointing_use_reentrant": False}
+ENGINES = {"engine_type": "vllm", "engine_tp_size": 1, "engine_mem_util": 0.5, "enable_engine_sleep": True}
+ENGINES |= {"sp_size": 1, "fsdp": False, "use_mp_opt": False, "fsdp_cpu_offload": False, "rm_use_engine": False}
+ENGINES |= {"rm_engine_cudagraph": False, "mixed_mm_data": False, "local_rank": -1, "zero_stage": 2, "zpg": 1}
+ENGINES |= {"adam_offload": False, "actor_init_on_gpu": False, "grad_accum_dtype": None, "overlap_comm": False}
+ENGINES |= {"no_shard_vit": False, "meta_init": False, "initial_model_shard_size": None}
+LOGS = {"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "eval_steps": -1}
+LOGS |= {"save_trajectories": False, "num_trajectories_to_save": 10, "mark_high_entropy_tokens": False}
+LOGS |= {"trajectory_analysis": False, "print_replay_buffer_stats": False, "logging_steps": 1, "max_ckpt_num": 3}
+LOGS |= {"ckpt_path": "./ckpt/checkpoints_ppo", "max_ckpt_mem": 1e8, "load_checkpoint": False, "log_dir": None}
+LOGS |= {"plot_every": 10, "use_wandb": None, "wandb_org": None, "wandb_group": None, "wandb_run_name": "ppo_1128"}
+LOGS |= {"wandb_project": "lightrft_train_ppo", "use_tensorboard": None}
+COMMAND_LINE = {**MODELS, **DATA, **ALGORITHM, **UPDATES, **ENGINES, **LOGS}
+CRITIC_FREE = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "micro_train_batch_size": 4}
+CRITIC_FREE |= {"save_path": "out", "bf16": False}
+
+
+def strategy_of(**options):
+    return get_strategy(Namespace(**{**CRITIC_FREE, **options}))
+
+
+def test_strategy_of_a_whole_command_line():
+    """The defaults of all options make the run that LightRFT makes of them."""
+    assert not [name for name in COMMAND_LINE if name not in RULES]
+    strategy = get_strategy(Namespace(**COMMAND_LINE))
+    expected = {"output_dir": "./ckpt", "advantage_estimator": "gae(gamma=1.0, lam=0.95)", "beta": 0.01}
+    expected |= {"kl_estimator": "k1", "kl_in_reward": True, "loss_type": "grpo", "epsilon": 0.2, "ptx_coef": 0.0}
+    expected |= {"top_entropy_quantile": 1.0, "reward_clip_range": None, "reward_running_scale": False}
+    expected |= {"soft_overlong_cache": None, "dynamic_sampling": 0, "freezing_actor_steps": 0, "freeze": None}
+    expected |= {"learning_rate": 1e-6, "value_learning_rate": 9e-6, "warmup_steps": 0.03, "adam_beta2": 0.95}
+    expected |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    expected |= {"gradient_accumulation_steps": 32, "generation_batch_size": 1024, "num_generations": 2}
+    expected |= {"max_completion_length": 1024, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 8}
+    expected |= {"save_total_limit": 3, "gradient_checkpointing": False, "report_to": [], "use_vllm": False}
+    assert {name: getattr(strategy, name) for name in expected} == expected
+    # The command line has options of the critic also for estimators without one
+    get_strategy(Namespace(**{**COMMAND_LINE, "advantage_estimator": "group_norm"}))
+    assert get_strategy(Namespace(**{**COMMAND_LINE, "pretrain_data": "rows"})).ptx_coef == 0.05
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_that_are_fields(option):
+    values = {"save_path": "elsewhere", "wandb_run_name": "first", "kl_target": 0.05, "reward_clip_range": [-1.0, 2.0]}
+    values |= dict.fromkeys(("bf16", "gradient_checkpointing", "enable_engine_sleep", "disable_ds_ckpt"), False)
+    integers = ("num_episodes", "max_epochs", "seed", "logging_steps", "max_ckpt_num", "engine_tp_size")
+    values |= dict.fromkeys(integers, 3)
+    values |= dict.fromkeys(("n_samples_per_prompt", "micro_train_batch_size", "generate_max_len"), 6)
+    value = values.get(option, 0.25)
+    given = {"advantage_estimator": "gae", "n_samples_per_prompt": 2, "micro_train_batch_size": 6, option: value}
+    assert getattr(strategy_of(**given), OPTIONS[option]) == value
+
+
+GAE = {"advantage_estimator": "gae"}
+SIZES = {"rollout_batch_size": 8, "train_batch_size": 16}  # two optimizer steps per rollout of 4 completions each
+
+
+@pytest.mark.parametrize(
+    "options, fields",
+    [
+        # The most important options
+        (
+            {"high_entropy_token_ratio": 0.2},
+            {"top_entropy_quantile": 0.2, "entropy_source": "rollout(scope='sequence', renormalize=True)"},
+        ),
+        ({"use_cpg_loss": True}, {"loss_type": "cpgd"}),
+        ({"advantage_estimator": "cpgd"}, {"loss_type": "cpgd", "advantage_estimator": "cpgd"}),
+        # Loss
+        ({}, {"loss_type": "grpo"}),
+        ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_type": "dr_grpo"}),
+        ({"loss_agg_mode": "token-mean", "use_cpg_loss": True}, {"loss_type": "cpgd"}),
+        ({"use_gspo": True}, {"importance_sampling_level": "sequence"}),
+        ({"value_clip": 0.3, **GAE}, {"vf_coef": "0.1(cliprange=0.3)"}),
+        # KL divergence
+        ({"init_kl_coef": 0.0}, {"beta": 0.0, "kl_estimator": None}),
+        ({"use_kl_loss": True}, {"beta": 0.001, "kl_estimator": "k3", "use_bias_correction_kl": False}),
+        ({"use_kl_loss": True, "kl_estimator": "k2"}, {"kl_estimator": "k2"}),
+        ({"use_kl_loss": True, "use_kl_estimator_k3": True, "kl_estimator": "k1"}, {"kl_estimator": "k3"}),
+        ({"use_kl_loss": True, "advantage_estimator": "reinforce_baseline"}, {"kl_estimator": "k2"}),
+        ({"kl_estimator": "k3", "init_kl_coef": 0.0}, {"kl_estimator": None}),
+        ({"use_kl_estimator_k3": True}, {"kl_estimator": "k1", "use_kl_estimator_k3": True}),
+        ({"kl_estimator": "k1"}, {"kl_estimator": "k1", "use_kl_estimator_k3": False}),
+        ({"kl_target": 0.1, "kl_horizon": 50}, {"kl_target": "0.1(horizon=50)"}),
+        # Rewards and advantages
+        ({"reward_running_norm": True}, {"reward_running_scale": True}),
+        ({"reward_clip": 5.0}, {"reward_clip_range": [-5.0, 5.0]}),
+        ({"overlong_buffer": True, "generate_max_len": 2048}, {"soft_overlong_cache": 1024}),
+        ({"overlong_buffer": True, "overlong_buffer_len": 64}, {"soft_overlong_cache": 64}),
+        ({"dynamic_sampling": True}, {"dynamic_sampling": 4}),
+        ({"dynamic_sampling": 9}, {"dynamic_sampling": 9}),
+        ({"no_advantage_std_norm": True, **GAE}, {"no_advantage_std_norm": True}),
+        ({"gamma": 0.9, "lambd": 0.8, **GAE}, {"advantage_estimator": "gae(gamma=0.9, lam=0.8)"}),
+        ({"gamma": 0.9, "lambd": 0.95}, {"advantage_estimator": "group_norm"}),
+        ({"advantages_norm": True, "advantage_estimator": "reinforce"}, {"advantage_estimator": "reinforce"}),
+        # Updates
+        ({"adam_betas": (0.8, 0.9)}, {"adam_beta1": 0.8, "adam_beta2": 0.9}),
+        ({"enable_ema": True}, {"ema_decay": 0.992}),
+        ({"enable_ema": True, "ema_beta": 0.9}, {"ema_decay": 0.9}),
+        ({"freeze_prefix": True}, {"freeze": ["vision_tower", "projector"]}),
+        ({"freeze_prefix": "audio_tower"}, {"freeze": ["audio_tower"]}),
+        ({"freezing_actor_steps": 20, **GAE}, {"freezing_actor_steps": 20}),
+        ({"gradient_checkpointing_use_reentrant": True}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"critic_learning_rate": 9e-6}, {"value_learning_rate": None}),
+        # Sizes
+        ({"train_batch_size": 16}, {"gradient_accumulation_steps": 4}),
+        ({"rollout_batch_size": 8}, {"generation_batch_size": 32}),
+        # Intervals, which LightRFT counts in rollouts
+        ({"save_steps": 7}, {"save_strategy": "steps", "save_steps": 7}),
+        ({"save_steps": 7, **SIZES}, {"save_steps": 14}),
+        ({"save_steps": float("inf")}, {"save_strategy": "no"}),
+        ({"save_steps": 0}, {"save_strategy": "no"}),
+        ({"eval_steps": 9, "max_epochs": 3, **SIZES}, {"eval_strategy": "steps", "eval_steps": 54}),
+        ({"eval_steps": -1, "eval_data": "rows"}, {"eval_strategy": "epoch"}),
+        ({"freezing_actor_steps": 5, **SIZES, **GAE}, {"freezing_actor_steps": 10}),
+        ({"logging_steps": 1, **SIZES}, {"logging_steps": 2}),
+        # Trackers and folders
+        ({"use_wandb": "a key"}, {"report_to": ["wandb"]}),
+        ({"use_wandb": True, "use_tensorboard": "logs"}, {"report_to": ["wandb"]}),
+        ({"ckpt_path": "./out/"}, {"output_dir": "out"}),
+    ],
+)
+def test_options_that_set_fields(options, fields):
+    strategy = strategy_of(**options)
+    assert {name: getattr(strategy, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "grpo", "cpgd"])
+def test_divergence_is_in_the_reward(estimator):
+    strategy = strategy_of(advantage_estimator=estimator, init_kl_coef=0.01)
+    assert strategy.kl_in_reward and strategy.beta == 0.01
+    strategy = strategy_of(advantage_estimator=estimator, init_kl_coef=0.01, use_kl_loss=True)
+    assert not strategy.kl_in_reward and strategy.kl_estimator in ("k2", "k3")
+
+
+def test_folders_and_names_of_trackers(tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.setenv(name, "before")
+    strategy = strategy_of(wandb_project="own", use_tensorboard="logs", wandb_org="people")
+    assert strategy.report_to == ["tensorboard"]
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == "logs" and os.environ["WANDB_PROJECT"] == "before"
+    strategy_of(use_wandb="True", wandb_project="own", wandb_org="people", wandb_group="a")
+    assert [os.environ[f"WANDB_{name}"] for name in ("PROJECT", "ENTITY", "RUN_GROUP")] == ["own", "people", "a"]
+    assert strategy_of(load_checkpoint=True, save_path=str(tmp_path / "new")).resume_from_checkpoint is None
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    last = strategy_of(load_checkpoint=True, save_path=str(tmp_path)).resume_from_checkpoint
+    assert last == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"zero_stage": 3}, "`zero_stage=3` has no field in the config; pass it to `accelerate launch`"),
+        ({"adam_offload": True}, "`adam_offload=True` has .* `accelerate launch`"),
+        ({"engine_type": "sglang"}, "`engine_type='sglang'` has .*; set `use_vllm=True`"),
+        ({"advantage_clip": 1.0}, "`advantage_clip=1.0` has .*; clip rewards by `reward_clip`"),
+        ({"fsdp": True, "use_fire": True}, r"`fsdp=True` has .*\. `use_fire=True` has"),
+        ({"reward_running_norm_minus_mean": True}, "`reward_running_norm` alone"),
+        ({"save_trajectories": True}, "`log_completions`"),
+        ({"max_ckpt_mem": 100}, "set `max_ckpt_num`"),
+        ({"ckpt_path": "elsewhere"}, "`ckpt_path='elsewhere'` has no field, as checkpoints are in `save_path`"),
+        ({"high_entropy_ratio": 0.2}, "`high_entropy_ratio` is no option .* Did you mean `high_entropy_token_ratio`"),
+        ({"use_clip_higher": True}, "`use_clip_higher` is no option of LightRFT's; remove it"),
+        ({"lambd": 0.8}, "`lambd=0.8` has no effect with `advantage_estimator='group_norm'`"),
+        ({"advantages_norm": True}, "`advantages_norm=True` whitens advantages, which .*'group_norm'` never does"),
+        ({"no_advantage_std_norm": True}, "`no_advantage_std_norm=True` has no effect with .*'group_norm'`"),
+        ({"kl_estimator": "k2"}, "`kl_estimator='k2'` is for the loss; pass `use_kl_loss`"),
+        ({"use_kl_loss": True, "kl_estimator": "k1"}, "`kl_estimator='k1'` as a loss has no gradient"),
+        ({"loss_agg_mode": "mean"}, "`loss_agg_mode` must be one of"),
+        ({"loss_agg_mode": "seq-mean-token-sum", "use_cpg_loss": True}, "no effect on CPGD's loss"),
+        ({"overlong_buffer": True, "overlong_buffer_penalty_factor": 0.5}, "`overlong_buffer_penalty_factor=0.5`"),
+        ({"freezing_actor_steps": 20}, "`freezing_actor_steps` is about the critic"),
+        ({"train_batch_size": 6}, "`train_batch_size=6` isn't a multiple of 4 samples"),
+        ({"train_batch_size": 12, "rollout_batch_size": 2}, "`rollout_batch_size=2` makes 8 completions, which"),
+        ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of"),
+        ({"use_gspo": True, **GAE}, "`importance_sampling_level` is LightRFT's `use_gspo`"),
+        ({"eps_clip": -1.0}, "`epsilon` must be .* `epsilon` is LightRFT's `eps_clip`"),
+    ],
+)
+def test_options_that_are_errors(options, error):
+    with pytest.raises(ValueError, match=error) as caught:
+        strategy_of(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_count_all_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert RULES["train_batch_size"].convert(16, {"micro_train_batch_size": 4}) == {"gradient_accumulation_steps": 2}
+
+
+def test_page_has_the_table_of_options():
+    text, table = fix.LIGHTRFT.read_text(), fix.lightrft_table()
+    assert fix.with_block(text, "options", table) == text, "run `make fix`"
+    first_cells = " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+    assert sorted(re.findall(r"`(\w+)`", first_cells)) == sorted(RULES)
+
+
+def trained(tmp_path, arguments=(), actor=(), **options):
+    """Returns a trainer of the strategy of a command line after a rollout, and its policy's weights before."""
+    args = {**CRITIC_FREE, "save_path": str(tmp_path), "actor_learning_rate": 1e-2, "rollout_batch_size": 2, **options}
+    args |= {"lr_warmup_ratio": 0.0, "train_batch_size": 4, "generate_max_len": 4, "gradient_checkpointing": False}
+    args |= {"num_episodes": 1, "logging_steps": 1, "save_steps": -1}
+    strategy = get_strategy(Namespace(**args))
+    model, processor = load("qwen2_5_vl")
+    policy, reference = (ActorVL(each, bf16=False, **dict(actor)) for each in (model, moved("qwen2_5_vl")["model"]))
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    ppo = PPOTrainerVL(
+        *(strategy, policy, None, None, reference, None, None, None, None, None),
+        init_kl_coef=strategy.beta,
+        micro_train_batch_size=args["micro_train_batch_size"],
+        processor=processor,
+        prompt_max_len=512,
+        reward_fn=length_and_sum,
+        **dict(arguments),
+    )
+    ppo.fit(strategy, DataLoader(list(image_rows(2)), batch_size=2, collate_fn=list), None)
+    assert ppo.trainer.state.global_step == 2
+    return ppo, before
+
+
+def moved_names(ppo, before):
+    weights = dict(ppo.actor.model.named_parameters())
+    return {name for name, value in before.items() if not torch.equal(weights[name], value)}
+
+
+def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
+    options = {"high_entropy_token_ratio": 0.5, "use_cpg_loss": True, "reward_clip": 2.0, "reward_running_norm": True}
+    options |= {"overlong_buffer": True, "overlong_buffer_len": 2, "init_kl_coef": 0.1, "freeze_prefix": True}
+    ppo, before = trained(tmp_path, actor={"high_entropy_token_ratio": 0.5}, **options)
+    args, maker = ppo.trainer.args, ppo.experience_maker.strategy
+    assert (args.loss_type, args.top_entropy_quantile, args.kl_estimator) == ("cpgd", 0.5, "k1")
+    assert maker.kl_in_reward and maker.reward_running_scale and maker.soft_overlong_cache == 2
+    assert [*maker.reward_clip_range] == [-2.0, 2.0]
+    names = moved_names(ppo, before)
+    assert names and not [name for name in names if "visual" in name]
+    (first, *_) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
+    ppo.replay_buffer.append(first)
+    rollout = ppo.trainer._rollout_of(list(ppo.replay_buffer))
+    ppo.trainer._on_rollout([rollout])
+    mask, weights = rollout.loss_mask.bool(), rollout.tokens.weights
+    kept = torch.where(mask, weights > 0, False).sum(1)
+    assert torch.equal(kept, (mask.sum(1) / 2).ceil().long())  # half of each completion's tokens
+
+
+def test_trainer_takes_the_strategy_with_a_critic(tmp_path):
+    options = {"advantage_estimator": "gae", "gamma": 0.9, "lambd": 0.8, "freezing_actor_steps": 1, "value_clip": 0.3}
+    options |= {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "critic_learning_rate": 1e-2}
+    ppo, before = trained(tmp_path, {"value_clip": 0.3}, **options)
+    args = ppo.trainer.args
+    assert (args.kl_estimator, args.use_bias_correction_kl, args.freezing_actor_steps) == ("k3", False, 2)
+    assert args.advantage_estimator == "gae(gamma=0.9, lam=0.8)" and args.value_loss.cliprange == 0.3
+    assert not moved_names(ppo, before)  # the only rollout trains the critic alone
+    assert any(value.any() for name, value in ppo.trainer.model.named_parameters() if "critic" in name)
+
+
+def test_trainer_refuses_dynamic_sampling(tmp_path):
+    with pytest.raises(ValueError, match="`dynamic_sampling` of `strategy` has no effect in `PPOTrainerVL`"):
+        trained(tmp_path, dynamic_sampling=True)
 
 
 def test_k3_has_two_names():

@@ -30,6 +30,7 @@ from helpers.trainer_utils import (
     video_rows,
 )
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -100,6 +101,7 @@ def make(folder, kind="image", *, cls=None, config=None, critic=None, **argument
     if critic is None and config.advantage_estimator == "gae":
         critic = critic_of(kind.family)
     models = (arguments.pop(name, None) for name in ("reward_model", "ref", "ema"))
+    optimizers = arguments.pop("optimizers", (None,) * 4)
     arguments = {
         "init_kl_coef": 0.1,
         "micro_train_batch_size": config.per_device_train_batch_size,
@@ -111,7 +113,7 @@ def make(folder, kind="image", *, cls=None, config=None, critic=None, **argument
         "eos_token_id": EOS,
         **arguments,
     }
-    return (cls or kind.trainer)(config, policy, critic, *models, *(None,) * 4, **arguments)
+    return (cls or kind.trainer)(config, policy, critic, *models, *optimizers, **arguments)
 
 
 def actor_of(kind, packing=True, **options) -> Actor:
@@ -254,7 +256,8 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
     assert (ours[1] == {}) == (not has_critic)
     for part in filter(None, ours):
         expected = {name: after[name] - before[name] for name in part}
-        assert norm(expected) > 1e-3 and relative_difference(expected, part) <= 1e-4
+        # LightRFT adds 1e-8 to the deviation of a group's rewards, and the trainer 1e-4
+        assert norm(expected) > 1e-3 and relative_difference(expected, part) <= (1e-4 if has_critic else 1e-3)
     steps, rollouts = trainer.state.log_history[:4], ppo.trainer.state.log_history
     assert [entry["step"] for entry in rollouts] == [2, 4]
     for entry, pair in zip(rollouts, (steps[:2], steps[2:]), strict=True):
@@ -639,7 +642,7 @@ def test_no_divergence_without_coefficient_or_reference(tmp_path):
         ppo = make(tmp_path, **arguments)
         _, _, (each,) = rewarded(ppo, image_rows(2))
         assert each.base_action_log_probs is None and ppo.trainer.ref_model is None
-        assert not each.kl.any()
+        assert each.kl is None and not each.info["kl"].any()
         with pytest.raises(ValueError, match="`kl_target` needs a reference `initial_model`"):
             make(tmp_path, kl_target=0.1, **arguments)
 
@@ -822,15 +825,28 @@ EVERYTHING = {
 }
 
 
-def everything(folder, kind="image", **config):
-    """Runs three rollouts of two updates in each of two episodes. Returns the prompts of each rollout."""
+def own_optimizers(policy, critic):
+    """Returns optimizers of policy and critic of different types, and schedules of different lengths."""
+    optimizers = torch.optim.AdamW(policy.parameters(), lr=1e-2), torch.optim.RMSprop(critic.parameters(), lr=2e-2)
+    schedules = (LinearLR(each, 1.0, 0.1, n) for each, n in zip(optimizers, (12, 7), strict=True))
+    return *optimizers, *schedules
+
+
+def everything(folder, kind="image", own=False, **config):
+    """
+    Runs three rollouts of two updates in each of two episodes. Returns the prompts of each rollout. With `own`, the
+    caller makes the optimizers.
+    """
     policy, ema, reward = actor_of(kind), actor_of(kind), Noting()
+    critic = critic_of(KINDS[kind].family)
     rows = KINDS[kind].rows(7)
     supervised = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)]
     ppo = make(
         folder,
         kind,
         policy=policy,
+        critic=critic,
+        optimizers=own_optimizers(policy, critic) if own else (None,) * 4,
         config={**EVERYTHING, **config},
         **{"ref": reference_of(kind), "kl_target": 0.01, "kl_horizon": 50, "ema": ema, "ema_beta": 0.8},
         **{"reward_fn": reward, "max_epochs": 2, "max_norm": 1.0, "ptx_coef": 0.5},
@@ -860,17 +876,20 @@ def end_of(ppo, ema) -> dict:
     }
 
 
-@pytest.mark.parametrize(("kind", "stops"), [("image", [8]), pytest.param("audio", [4, 6], marks=pytest.mark.slow)])
-def test_resumed_run_is_the_uninterrupted_run(kind, stops, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "own", "stops"),
+    [("image", False, [8]), ("image", True, [8]), pytest.param("audio", False, [4, 6], marks=pytest.mark.slow)],
+)
+def test_resumed_run_is_the_uninterrupted_run(kind, own, stops, tmp_path):
     """Resumes in the middle of an episode, between two rollouts, and between two episodes."""
-    uninterrupted, ema, prompts = everything(tmp_path / "0", kind)
+    uninterrupted, ema, prompts = everything(tmp_path / "0", kind, own)
     assert uninterrupted.trainer.state.global_step == 12
     expected = end_of(uninterrupted, ema)
     assert len(expected["logs"]) == 3
     assert all(len(set(sum(prompts[i : i + 3], []))) == 6 for i in (0, 3)) and prompts[:3] != prompts[3:]
     for stop in stops:
         checkpoint = tmp_path / "0" / f"checkpoint-{stop}"
-        resumed, ema, others = everything(tmp_path / str(stop), kind, resume_from_checkpoint=str(checkpoint))
+        resumed, ema, others = everything(tmp_path / str(stop), kind, own, resume_from_checkpoint=str(checkpoint))
         assert others == prompts[stop // 2 :]
         actual = end_of(resumed, ema)
         assert [name for name in expected if not equal(expected[name], actual[name])] == [], stop
@@ -1004,7 +1023,7 @@ def test_errors_of_the_constructor(tmp_path):
     group_norm = {"critic": critic_of("qwen2_5_vl"), "config": {"advantage_estimator": "group_norm"}}
     for arguments, error in (
         (group_norm, "`critic` was passed, which .*'group_norm'"),
-        ({"critic_optim": sgd}, "pass `None` for optimizers and schedules"),
+        ({"critic_optim": sgd}, "`critic_optim` trains a `critic`, which wasn't passed"),
         ({"reward_fn": None}, "There is no source of reward"),
         ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
         (
@@ -1016,7 +1035,7 @@ def test_errors_of_the_constructor(tmp_path):
         ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
         ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),
         ({"init_kl_coef": -0.1}, "`init_kl_coef` must be at least 0"),
-        ({"gamma": 1.5}, "`gamma` of 'gae' must be between 0 and 1"),
+        ({"gamma": 1.5}, "`gamma` must be between 0 and 1"),
     ):
         with pytest.raises(ValueError, match=error):
             construct(**arguments)

@@ -1,30 +1,427 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """LightRFT's `get_strategy`, which converts command-line options to a [`MultimodalPPOConfig`]."""
 
+import math
+import os
+import re
 from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..algorithms.advantages import as_estimator
-from ..spelling import join_settings
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
+from ..spelling import check_choice, did_you_mean, join_settings, split_settings
 from ..trainers.ppo_config import MultimodalPPOConfig
 
 
-# Fields of the config by LightRFT's command-line options. Actors, the trainer and `PPOTrainerVL.fit` take options of
-# models, sampling and the loop as arguments instead.
+Options = dict[str, Any]  # values of a command line by LightRFT's names, without those that are `None`
+Convert = Callable[[Any, Options], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of an option of LightRFT's command line."""
+
+    meaning: str  # fields that it sets, where it goes instead, or the remedy; for `docs/from_lightrft.md`, too
+    convert: Convert | None  # from its value and all options to fields of the config; `None` refuses the option
+    neutral: tuple = (False,)  # values that do nothing, besides `None`; 0 equals `False`
+
+    def fields(self, name: str, options: Options) -> dict[str, Any]:
+        """Returns the fields of the config that the option `name` sets. Raises a `ValueError` if it is refused."""
+        if self.convert is None:
+            raise ValueError(f"`{name}={options[name]!r}` has no field in the config; {self.meaning}.")
+        return self.convert(options[name], options)
+
+
+# Fields that take the values of options as they are. `PPOTrainerVL` has some of these options as arguments.
 OPTIONS = {
     "save_path": "output_dir",
     "num_episodes": "num_train_epochs",
+    "max_epochs": "num_ppo_epochs",
     "n_samples_per_prompt": "num_generations",
     "micro_train_batch_size": "per_device_train_batch_size",
-    "max_epochs": "num_ppo_epochs",
+    "generate_max_len": "max_completion_length",
     "actor_learning_rate": "learning_rate",
     "critic_learning_rate": "value_learning_rate",
+    "lr_warmup_ratio": "warmup_steps",
     "l2": "weight_decay",
     "max_norm": "max_grad_norm",
     "eps_clip": "epsilon",
+    "aux_loss_coef": "router_aux_loss_coef",
+    "engine_tp_size": "vllm_tensor_parallel_size",
+    "engine_mem_util": "vllm_gpu_memory_utilization",
+    "enable_engine_sleep": "vllm_enable_sleep_mode",
+    "max_ckpt_num": "save_total_limit",
+    "disable_ds_ckpt": "save_only_model",
+    "wandb_run_name": "run_name",
+    **{name: name for name in ("seed", "bf16", "gradient_checkpointing", "temperature", "reward_clip_range")},
+    **{name: name for name in ("ptx_coef", "kl_target", "logging_steps")},
     "init_kl_coef": "beta",
-    **{name: name for name in ("kl_target", "ptx_coef", "seed", "bf16", "gradient_checkpointing", "logging_steps")},
 }
+# Values where a script lacks the option, as in LightRFT
+_DEFAULTS = {
+    "advantage_estimator": "gae",
+    "init_kl_coef": 0.001,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "micro_train_batch_size": 8,
+    "n_samples_per_prompt": 8,
+}
+
+# Fields that an option sets, if it isn't one of `OPTIONS`, or not always
+
+_LOSSES = {
+    "seq-mean-token-mean": "grpo",
+    "token-mean": "dapo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+_NORMALIZED = ("gae", "reinforce", "reinforce_baseline")  # estimators whose advantages are normalized over the batch
+_DYNAMIC_SAMPLING = 4  # rounds; LightRFT has no such number
+
+
+def _estimator_of(options: Options) -> str:
+    return as_estimator(split_settings(options["advantage_estimator"])[0]).name
+
+
+def _loss(mode: str, options: Options) -> dict[str, Any]:
+    check_choice("`loss_agg_mode`", mode, _LOSSES)
+    if not options.get("use_cpg_loss") and _estimator_of(options) != "cpgd":
+        return {"loss_type": _LOSSES[mode]}
+    if mode not in ("seq-mean-token-mean", "token-mean"):
+        raise ValueError(f"`loss_agg_mode={mode!r}` has no effect on CPGD's loss, a mean over tokens; remove it.")
+    return {"loss_type": "cpgd"}
+
+
+def _estimator(text: str, options: Options) -> dict[str, Any]:
+    name, settings = split_settings(text)
+    settings = settings or {}
+    if _estimator_of(options) == "gae":
+        # Settings by LightRFT's options
+        names = {"gamma": "gamma", "lambd": "lam"}
+        settings |= {names[option]: float(options[option]) for option in names if option in options}
+    return {"advantage_estimator": join_settings(name, settings)}
+
+
+def _lambda(value: float, options: Options) -> dict[str, Any]:
+    if _estimator_of(options) != "gae":
+        raise ValueError(
+            f"`lambd={value}` has no effect with `advantage_estimator={options['advantage_estimator']!r}`; remove it, "
+            "or use 'gae'."
+        )
+    return {}
+
+
+def _whiten(value: bool, options: Options) -> dict[str, Any]:
+    name = _estimator_of(options)
+    if name not in _NORMALIZED:
+        raise ValueError(
+            f"`advantages_norm={value}` whitens advantages, which `advantage_estimator={name!r}` never does; remove "
+            "it, or use 'gae', 'reinforce' or 'reinforce_baseline'."
+        )
+    return {}
+
+
+def _shift(value: bool, options: Options) -> dict[str, Any]:
+    name = _estimator_of(options)
+    if name not in _NORMALIZED:
+        raise ValueError(
+            f"`no_advantage_std_norm={value}` has no effect with `advantage_estimator={name!r}`, whose advantages "
+            "aren't normalized; remove it."
+        )
+    return {"no_advantage_std_norm": True}
+
+
+def _divergence(coef: float, options: Options) -> dict[str, Any]:
+    """Puts the KL divergence into the rewards, or with `use_kl_loss` into the loss."""
+    if coef == 0:
+        return {"beta": 0.0}
+    # LightRFT has two names for k3
+    estimator = "k3" if options.get("use_kl_estimator_k3") else options.get("kl_estimator")
+    name = "use_kl_estimator_k3" if options.get("use_kl_estimator_k3") else f"kl_estimator={estimator!r}"
+    if not options.get("use_kl_loss"):
+        if estimator == "k2":
+            raise ValueError(f"`{name}` is for the loss; pass `use_kl_loss`, too, or use 'k1' or 'k3' in the reward.")
+        return {"beta": coef, "kl_estimator": "k1", "use_kl_estimator_k3": estimator == "k3"}
+    if estimator == "k1":
+        raise ValueError(f"`{name}` as a loss has no gradient on average; use 'k2' or 'k3' with `use_kl_loss`.")
+    if estimator is None:
+        estimator = as_estimator(options["advantage_estimator"]).default_kl_estimator
+    # k3 is LightRFT's own, without TRL's factor of the ratio
+    return {"beta": coef, "kl_estimator": estimator, "use_bias_correction_kl": False}
+
+
+def _kl_target(value: float, options: Options) -> dict[str, Any]:
+    horizon = {"horizon": options["kl_horizon"]} if "kl_horizon" in options else {}
+    return {"kl_target": join_settings(str(value), horizon) if horizon else value}
+
+
+def _entropy(share: float, options: Options) -> dict[str, Any]:
+    return {"top_entropy_quantile": share, "entropy_source": "rollout(scope='sequence', renormalize=True)"}
+
+
+def _overlong(value: bool, options: Options) -> dict[str, Any]:
+    factor = options.get("overlong_buffer_penalty_factor", 1)
+    if factor != 1:
+        raise ValueError(f"`overlong_buffer_penalty_factor={factor}` has no field; the penalty falls to -1, set 1.")
+    return {"soft_overlong_cache": options.get("overlong_buffer_len", 1024)}
+
+
+def _dynamic_sampling(value: bool | int, options: Options) -> dict[str, Any]:
+    return {"dynamic_sampling": _DYNAMIC_SAMPLING if value is True else value}
+
+
+def _value_clip(value: float, options: Options) -> dict[str, Any]:
+    return {"vf_coef": join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": value})}
+
+
+def _betas(values: Sequence[float], options: Options) -> dict[str, Any]:
+    first, second = values
+    return {"adam_beta1": first, "adam_beta2": second}
+
+
+def _freeze(value: bool | str | list[str], options: Options) -> dict[str, Any]:
+    return {"freeze": ["vision_tower", "projector"] if value is True else value}
+
+
+def _average(value: bool, options: Options) -> dict[str, Any]:
+    return {"ema_decay": options.get("ema_beta", 0.992)}
+
+
+def _critic_rate(value: float, options: Options) -> dict[str, Any]:
+    return {"value_learning_rate": value} if _estimator_of(options) == "gae" else {}
+
+
+# Sizes
+
+
+def _micro_batch(options: Options) -> int:
+    """Returns the number of samples of a micro-batch on all processes."""
+    return options["micro_train_batch_size"] * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _rollout(options: Options) -> int:
+    """Returns the number of completions of a rollout on all processes."""
+    return options["rollout_batch_size"] * options["n_samples_per_prompt"]
+
+
+def _train_batch(size: int, options: Options) -> dict[str, Any]:
+    unit = _micro_batch(options)
+    if size < unit or size % unit != 0:
+        raise ValueError(
+            f"`train_batch_size={size}` isn't a multiple of {unit} samples (`micro_train_batch_size` x processes); "
+            "change one of them."
+        )
+    return {"gradient_accumulation_steps": size // unit}
+
+
+def _rollout_batch(size: int, options: Options) -> dict[str, Any]:
+    unit = options.get("train_batch_size", _micro_batch(options))
+    if _rollout(options) % unit != 0:
+        raise ValueError(
+            f"`rollout_batch_size={size}` makes {_rollout(options)} completions, which don't fill whole optimizer "
+            f"steps of {unit} samples (`train_batch_size`); change one of them."
+        )
+    return {"generation_batch_size": _rollout(options)}
+
+
+def _in_steps(rollouts: int, options: Options) -> int:
+    """Converts a number of rollouts, in which LightRFT counts, to one of optimizer steps, if sizes say how many."""
+    if "rollout_batch_size" not in options or "train_batch_size" not in options:
+        return rollouts
+    return rollouts * max(_rollout(options) // options["train_batch_size"], 1) * options.get("max_epochs", 1)
+
+
+def _logging_steps(value: int, options: Options) -> dict[str, Any]:
+    return {"logging_steps": _in_steps(value, options)}
+
+
+def _freezing_steps(value: int, options: Options) -> dict[str, Any]:
+    return {"freezing_actor_steps": _in_steps(value, options)}
+
+
+def _save_steps(value: float, options: Options) -> dict[str, Any]:
+    if value <= 0 or value == math.inf:
+        return {"save_strategy": "no"}
+    return {"save_strategy": "steps", "save_steps": _in_steps(int(value), options)}
+
+
+def _eval_steps(value: int, options: Options) -> dict[str, Any]:
+    # The config's check needs whole groups
+    sizes = {"per_device_eval_batch_size": options["n_samples_per_prompt"]}
+    if value == -1:
+        return {"eval_strategy": "epoch", **sizes} if options.get("eval_data") else {}
+    return {"eval_strategy": "steps", "eval_steps": _in_steps(value, options), **sizes}
+
+
+# Folders and trackers
+
+
+def _checkpoint_folder(value: str, options: Options) -> dict[str, Any]:
+    if Path(value) != Path(options.get("save_path", "")):
+        raise ValueError(f"`ckpt_path={value!r}` has no field, as checkpoints are in `save_path`; remove it.")
+    return {}
+
+
+def _last_checkpoint(value: bool, options: Options) -> dict[str, Any]:
+    folder = options.get("save_path", "")
+    return {"resume_from_checkpoint": get_last_checkpoint(folder) if os.path.isdir(folder) else None}
+
+
+def _wandb_variable(name: str) -> Rule:
+    def convert(value: str, options: Options) -> dict[str, Any]:
+        if options.get("use_wandb"):
+            os.environ[name] = value
+        return {}
+
+    return Rule(f"the environment variable `{name}`, with `use_wandb`", convert)
+
+
+def _tensorboard(value: Any, options: Options) -> dict[str, Any]:
+    if options.get("use_wandb"):
+        return {}  # LightRFT logs to one tracker
+    if isinstance(value, str):
+        os.environ["TENSORBOARD_LOGGING_DIR"] = value
+    return {"report_to": "tensorboard"}
+
+
+# Kinds of rules
+
+
+def _field(name: str, option: str) -> Rule:
+    meaning = "the field of the same name" if name == option else f"`{name}`"
+    return Rule(meaning, lambda value, options: {name: value}, neutral=())
+
+
+def _fixed(name: str, field_value: Any) -> Rule:
+    """Returns a rule for a switch, which gives a field a value."""
+    return Rule(f"`{name}={field_value!r}`", lambda value, options: {name: field_value})
+
+
+def _no_fields(value: Any, options: Options) -> dict[str, Any]:
+    return {}
+
+
+def _elsewhere(names: str, meaning: str) -> dict[str, Rule]:
+    """Returns rules for options that set no field: arguments of others, and settings of another option."""
+    return dict.fromkeys(names.split(), Rule(meaning, _no_fields))
+
+
+def _refused(names: str, remedy: str, *neutral: Any) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), Rule(remedy, None, (False, *neutral)))
+
+
+_BY_LAUNCH = "pass it to `accelerate launch`, or set it in the file of its `--config_file`"
+# All options of LightRFT's command line. The table in `docs/from_lightrft.md` has this order, a row for rules that are
+# the same, so options of one meaning stand together
+RULES: dict[str, Rule] = {
+    **{name: _field(field, name) for name, field in OPTIONS.items()},
+    # KL divergence
+    "init_kl_coef": Rule("`beta`", _divergence, ()),
+    **_elsewhere("use_kl_loss", "`kl_estimator`: without it `k1`, in the reward; with it `k2` or `k3`, in the loss"),
+    **_elsewhere("kl_estimator use_kl_estimator_k3", "`kl_estimator` with `use_kl_loss`; in the reward `k1` or `k3`"),
+    "kl_target": Rule("the field of the same name", _kl_target),
+    **_elsewhere("kl_horizon", "`horizon` of `kl_target`"),
+    # Advantages and rewards
+    "advantage_estimator": Rule("the field of the same name", _estimator),
+    **_elsewhere("gamma", '`gamma` of `"gae"`; else an argument of `PPOTrainerVL`'),
+    "lambd": Rule('`lam` of `"gae"`; else an error, unless it is 0.95', _lambda, (0.95,)),
+    "advantages_norm": Rule('what `"gae"`, `"reinforce"` and `"reinforce_baseline"` do; else an error', _whiten),
+    "no_advantage_std_norm": Rule("shifts the advantages of these three, without scaling them", _shift),
+    "reward_running_norm": _fixed("reward_running_scale", True),
+    "reward_clip": Rule("`reward_clip_range`", lambda value, options: {"reward_clip_range": [-value, value]}),
+    "overlong_buffer": Rule("`soft_overlong_cache`, of `overlong_buffer_len`", _overlong),
+    **_elsewhere("overlong_buffer_len overlong_buffer_penalty_factor", "read by `overlong_buffer`; a factor of 1"),
+    "dynamic_sampling": Rule("`dynamic_sampling`, which needs `MultimodalPPOTrainer`", _dynamic_sampling),
+    # Loss
+    "loss_agg_mode": Rule("`loss_type`: `grpo`, `dapo`, `luspo`, `dr_grpo`", _loss),
+    **_elsewhere("use_cpg_loss", '`loss_type="cpgd"`, as with `advantage_estimator="cpgd"`'),
+    "use_gspo": _fixed("importance_sampling_level", "sequence"),
+    "high_entropy_token_ratio": Rule(
+        "`top_entropy_quantile`, within each completion (`entropy_source`); an argument of the actor, too",
+        _entropy,
+        (False, 1),
+    ),
+    "value_clip": Rule("`cliprange` of `vf_coef`", _value_clip, ()),
+    # Updates
+    "critic_learning_rate": Rule('`value_learning_rate`, with `"gae"`', _critic_rate, ()),
+    "adam_betas": Rule("`adam_beta1`, `adam_beta2`", _betas),
+    "freezing_actor_steps": Rule("`freezing_actor_steps`, in optimizer steps", _freezing_steps, (False, -1)),
+    "freeze_prefix": Rule('`freeze`: `["vision_tower", "projector"]`, or the parts that it names', _freeze),
+    "enable_ema": Rule("`ema_decay`", _average),
+    **_elsewhere("ema_beta", "read by `enable_ema`"),
+    "gradient_checkpointing_use_reentrant": _fixed("gradient_checkpointing_kwargs", {"use_reentrant": True}),
+    # Sizes
+    "train_batch_size": Rule("`gradient_accumulation_steps`, from the samples of all processes", _train_batch),
+    "rollout_batch_size": Rule("`generation_batch_size`, in completions", _rollout_batch),
+    **_refused("engine_type", "set `use_vllm=True` of the config to sample with vLLM", "vllm"),
+    # Logs and checkpoints
+    "ckpt_path": Rule("`save_path`, which it has to be", _checkpoint_folder, (False, "./ckpt/checkpoints_ppo")),
+    **_refused("ckpt_path_local", "checkpoints are in `save_path`, remove it"),
+    "load_checkpoint": Rule("`resume_from_checkpoint`, the last one in `save_path`", _last_checkpoint),
+    **_refused("max_ckpt_mem", "set `max_ckpt_num`", 1e8),
+    "save_steps": Rule("`save_steps` in optimizer steps, `save_strategy`", _save_steps, ()),
+    "eval_steps": Rule("`eval_steps` in optimizer steps; -1 with `eval_data`: every episode", _eval_steps),
+    "logging_steps": Rule("`logging_steps` in optimizer steps", _logging_steps),
+    "use_wandb": Rule('`report_to="wandb"`; log in before', lambda value, options: {"report_to": "wandb"}),
+    "wandb_project": _wandb_variable("WANDB_PROJECT"),
+    "wandb_org": _wandb_variable("WANDB_ENTITY"),
+    "wandb_group": _wandb_variable("WANDB_RUN_GROUP"),
+    "use_tensorboard": Rule('`report_to="tensorboard"`, into the folder that it names', _tensorboard),
+    # Arguments elsewhere, as in LightRFT's scripts
+    **_elsewhere(
+        "prompt_max_len micro_rollout_batch_size buffer_limit buffer_cpu_offload dataloader_pin_memory top_p max_len "
+        "remote_rm_url save_hf_ckpt",
+        "an argument of `PPOTrainerVL`",
+    ),
+    **_elsewhere(
+        "pretrain flash_attn packing_samples lora_rank lora_alpha lora_dropout target_modules load_in_4bit "
+        "fused_linear_logprob chunk_size disable_logprobs_flashattn text_only",
+        "an argument of actors, or their class",
+    ),
+    **_elsewhere(
+        "critic_pretrain value_head_prefix normalize_reward_for_critic reward_pretrain",
+        "an argument of the critic, or of reward models",
+    ),
+    **_elsewhere("save_value_network", "done by `save_model`"),
+    **_elsewhere(
+        "prompt_data prompt_data_probs prompt_split max_samples eval_data eval_split max_eval_samples pretrain_data "
+        "pretrain_data_probs pretrain_split input_key images_key reference_key label_key input_template "
+        "apply_chat_template system_prompt system_prompt_path fps max_pixels limit_mm_image_per_prompt "
+        "limit_mm_video_per_prompt use_ms disable_fast_tokenizer",
+        "read by the script: datasets and tokenizers",
+    ),
+    **_elsewhere("local_rank", "set by the launcher"),
+    **_elsewhere("normalize_advantages use_sequence_rewards", "nothing, as in LightRFT"),
+    **_elsewhere("num_trajectories_to_save first_token_temperature plot_every", "settings of options that are errors"),
+    # Errors
+    **_refused("zero_stage", _BY_LAUNCH, 2),
+    **_refused("adam_offload fsdp fsdp_cpu_offload grad_accum_dtype overlap_comm use_mp_opt", _BY_LAUNCH),
+    **_refused("zpg sp_size", _BY_LAUNCH, 1),
+    **_refused(
+        "meta_init actor_init_on_gpu initial_model_shard_size no_shard_vit",
+        "`accelerate` places the models, remove it",
+    ),
+    **_refused("mixed_mm_data", "ranks may hold different media anyway, remove it"),
+    **_refused("rm_use_engine rm_engine_cudagraph", "start a server, and pass its address as `remote_rm_url`"),
+    **_refused(
+        "save_trajectories mark_high_entropy_tokens trajectory_analysis print_replay_buffer_stats log_dir",
+        "use `log_completions` of `MultimodalPPOTrainer`",
+    ),
+    **_refused("advantage_clip", "clip rewards by `reward_clip`"),
+    **_refused("reward_running_norm_minus_mean", "scale rewards by `reward_running_norm` alone"),
+    **_refused("use_fire", "sample all tokens at one `temperature`"),
+}
+
+
+@dataclass
+class _Strategy(MultimodalPPOConfig):
+    """A config with options that only the experience maker has."""
+
+    use_kl_estimator_k3: bool = False  # of the divergence in the reward
+    no_advantage_std_norm: bool = False
 
 
 def get_strategy(args: Namespace) -> MultimodalPPOConfig:
@@ -33,29 +430,53 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
 
     Args:
         args (`argparse.Namespace`):
-            Options by LightRFT's names: the keys of `OPTIONS`, `value_clip`, `advantage_estimator` with `gamma` and
-            `lambd`, `use_kl_loss` (KL divergence in the loss), and `use_kl_estimator_k3`. Other options, and options
-            that are `None`, are ignored. Pass options of DeepSpeed and FSDP to `accelerate launch`.
+            Options by LightRFT's names, see the table in `docs/from_lightrft.md`. `None`, and `False` or 0 where these
+            mean "off", do nothing. Options that are arguments of actors, of [`PPOTrainerVL`] or of a dataset are left
+            to the script, which passes them there. Without `use_kl_loss`, the KL divergence is in the rewards.
 
     Returns:
         [`MultimodalPPOConfig`]: The config, to pass as `strategy` to the PPO trainers.
 
     Raises:
-        `ValueError`: If options contradict each other, or if the config doesn't allow them.
+        `ValueError`: If an option is unknown or has no counterpart, if options contradict each other, or if the config
+            doesn't allow them. The message names the options and the remedies.
     """
-    options: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
-    fields = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
-    if "value_clip" in options:
-        fields["vf_coef"] = join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": options["value_clip"]})
-    if "advantage_estimator" in options:
-        # LightRFT's options by settings of the estimator
-        discount_options = {"gamma": "gamma", "lam": "lambd"} if options["advantage_estimator"] == "gae" else {}
-        settings = {name: float(options[option]) for name, option in discount_options.items() if option in options}
-        fields["advantage_estimator"] = join_settings(options["advantage_estimator"], settings)
-    uses_k3 = options.get("use_kl_estimator_k3")
-    if options.get("use_kl_loss"):
-        estimator = fields.get("advantage_estimator", "gae")
-        fields["kl_estimator"] = "k3" if uses_k3 else as_estimator(estimator).default_kl_estimator
-    elif uses_k3:
-        raise ValueError("`use_kl_estimator_k3` in the reward gives a biased gradient; pass `use_kl_loss`, too.")
-    return MultimodalPPOConfig(**fields)
+    options: Options = _DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
+    # LightRFT's command line has a coefficient even without supervised rows
+    if getattr(args, "pretrain_data", "") is None:
+        options.pop("ptx_coef", None)
+    errors = [
+        f"`{name}` is no option of LightRFT's; remove it.{did_you_mean(name, RULES)}"
+        for name, value in options.items()
+        if name not in RULES and value is not False
+    ]
+    estimator = split_settings(options["advantage_estimator"])[0]
+    check_choice("`advantage_estimator`", estimator, (*ESTIMATORS, *ALIASES))
+    # LightRFT's schedule: a cosine from the learning rate to a tenth of it
+    fields: dict[str, Any] = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    }
+    options_by_field: dict[str, str] = {}
+    for name, rule in RULES.items():
+        if name not in options or options[name] in rule.neutral:
+            continue
+        try:
+            own_fields = rule.fields(name, options)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        fields |= own_fields
+        options_by_field |= dict.fromkeys(own_fields, name)
+    if errors:
+        raise ValueError(" ".join(errors))
+    try:
+        return _Strategy(**fields)
+    except ValueError as error:
+        text = str(error)
+        names = [
+            f" `{field}` is LightRFT's `{option}`."
+            for field, option in options_by_field.items()
+            if field != option and re.search(rf"`{field}\b", text)
+        ]
+        raise ValueError(text + "".join(names)) from None

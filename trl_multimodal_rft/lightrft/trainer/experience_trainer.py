@@ -423,7 +423,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         options = {name: getattr(args, name) for name in common_fields} | {
             "n_samples_per_prompt": args.num_generations,
             "micro_rollout_batch_size": size,
-            "kl_estimator": "k1",
+            "kl_estimator": "k3" if getattr(args, "use_kl_estimator_k3", False) else "k1",
             "kl_in_reward": args.kl_in_reward,
             "progress": not args.disable_tqdm,
             "accelerator": self.accelerator,

@@ -14,6 +14,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..models.actor import Actor
 
 
+class _States(ChainMap):
+    """The states of two optimizers. Their dictionaries make an empty state when a missing one is read."""
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        for states in self.maps:
+            if parameter in states:
+                return states[parameter]
+        raise KeyError(parameter)
+
+
 class TwoOptimizers(Optimizer):
     """The optimizers of policy and critic, which step, clear, save and load together."""
 
@@ -26,7 +36,7 @@ class TwoOptimizers(Optimizer):
     def _join(self) -> None:
         """Takes the groups and states of both, which they replace when they load a state."""
         self.param_groups = [*self.policy.param_groups, *self.critic.param_groups]
-        self.state: Any = ChainMap(self.policy.state, self.critic.state)
+        self.state: Any = _States(self.policy.state, self.critic.state)
 
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         self.policy.step()
