@@ -123,6 +123,7 @@ class MultimodalTrainer(CheckpointMixin):
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
+    _knows_rows = True  # whether the datasets hold all prompts of the run
     lr_scheduler: Any
     _buffered_inputs: Any
     vllm_generation: Any
@@ -288,7 +289,8 @@ class MultimodalTrainer(CheckpointMixin):
         if not args.use_vllm:
             self.sampler = self._transformers_sampler if sampler is None else sampler
             return
-        datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
+        has_rows = self.rollout_func is None and self._knows_rows
+        datasets = [self.train_dataset, self.eval_dataset] if has_rows else []
         getters = (lambda: self.host_memory), (lambda: self.is_in_train)  # `is_in_train` changes during the run
         engine_sampler = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
         self.sampler, self.vllm_generation = engine_sampler, engine_sampler.engine

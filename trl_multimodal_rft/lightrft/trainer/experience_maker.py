@@ -25,7 +25,7 @@ from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.rollout import Rollout
-from ...rollout.stages import score_in_batches, score_values
+from ...rollout.stages import right_pad, score_in_batches, score_values
 from ...rollout.stream import PromptEncoder
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
@@ -138,6 +138,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.reward_fn_label_map = reward_fn_label_map
         self.reward_recipe = reward_recipe
         self.perf_stats = None  # LightRFT's subclasses set it
+        # Function of encoded prompts and a generation config, which returns the ids of each completion
+        self.sample_with_engine: Callable[..., list[list[int]]] | None = None
         self.reward_sources = RewardSources(
             reward_model,
             remote_rm_url,
@@ -294,6 +296,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             ignored_media_columns=self.strategy.ignored_media_columns,
             special_tokens_in_text="allow",
             keep_decoded=True,
+            for_engine=self.sample_with_engine is not None,
         )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
         encoded = self._encode(prompts, encoder)
@@ -337,8 +340,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         suppressed = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
         options |= {"suppress_tokens": sorted({*self._placeholder_ids, *suppressed}) or None, "disable_compile": True}
         config = GenerationConfig(**{**options, "eos_token_id": eos_ids, "pad_token_id": pad_id})
-        with evaluation_mode(self.actor):
-            completions = sample_completions(self.actor.policy_forward, self.actor.model, prompts, config, pad_id)
+        if self.sample_with_engine is None:
+            with evaluation_mode(self.actor):
+                completions = sample_completions(self.actor.policy_forward, self.actor.model, prompts, config, pad_id)
+        else:
+            completions = right_pad(self.sample_with_engine(prompts, config), pad_id).to(self.device)
         padded_prompts = left_pad(prompts, pad_id)
         prompt_ids, prompt_mask = (padded_prompts[name].to(self.device) for name in ("input_ids", "attention_mask"))
         sequences, attention_mask, action_mask, truncated = mask_completions(

@@ -4,7 +4,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,12 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
+from transformers import GenerationConfig
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.critic import explained_variance
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
+from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
@@ -52,6 +54,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and passes a whole buffer or single
     micro-batches. An update takes `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
     """
+
+    _knows_rows = False  # an engine reserves memory for any number of media
 
     def __init__(
         self,
@@ -437,7 +441,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for model in maker.reward_models:
             model.to(self.accelerator.device)
         maker.reward_scale = self._reward_scale  # checkpoints hold this scale
+        if args.use_vllm:
+            maker.sample_with_engine = self._sample_with_engine
         return maker
+
+    def _sample_with_engine(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig) -> list[list[int]]:
+        """Samples completions with the engine, which has the weights of the last optimizer step."""
+        if isinstance(config.eos_token_id, int):
+            config.eos_token_id = [config.eos_token_id]
+        ids, _ = self.sampler(self.model_wrapped, prompts, step=self.state.global_step, config=config)
+        return ids
 
     def copy_average_to(self, actor: Actor) -> None:
         """Copies the averaged weights into `actor`. Raises a `ValueError` unless `actor` is a copy of the policy."""
@@ -502,13 +515,21 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
 
 
 def evaluation_logs(
-    maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
+    maker: NaiveExperienceMaker,
+    batches: Iterable[list[dict[str, Any]]],
+    options: dict[str, Any],
+    surplus: Iterable[list[dict[str, Any]]],
 ) -> dict[str, float]:
-    """Samples and rewards completions for batches of rows. Returns metrics, see [`PPOTrainerVL.evaluate`]."""
+    """
+    Samples and rewards completions for batches of rows. Samples completions of `surplus` batches, too, without effect.
+    Returns metrics, see [`PPOTrainerVL.evaluate`].
+    """
     metrics = []
     for samples in (micro_batch for rows in batches for micro_batch in maker.generate_samples(rows, **options)):
         rewards, reward_metrics = maker.rewards(samples)
         metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
+    for rows in surplus:
+        maker.generate_samples(rows, **options)
     numbers = gather_metrics(metrics)
     means = {f"{name}_mean": mean(values) for name, values in numbers.items()}
     std = standard_deviation(numbers["reward"])

@@ -21,11 +21,15 @@ _ROLLOUT_OPTIONS = """
 cache_implementation chat_template_kwargs dynamic_sampling eval_delay eval_on_start generation_kwargs
 load_best_model_at_end log_completions mask_truncated_completions min_p multi_objective_aggregation
 repetition_penalty replay_buffer_size reward_weights scale_rewards shared_trunk sync_ref_model top_k top_p
-use_transformers_continuous_batching use_vllm
+max_staleness use_transformers_continuous_batching
 """.split()
 
 # Options of generation that greedy decoding ignores
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+# Options of generation that vLLM takes
+_ENGINE_OPTIONS = {"max_new_tokens", "temperature", "top_k", "top_p", "do_sample", "eos_token_id", "gamma", "lambd"}
+_ENGINE_OPTIONS |= {"pad_token_id"}
 
 
 def config_of(
@@ -83,6 +87,15 @@ def config_of(
     )
     # `copy.copy` keeps devices and processes, while `dataclasses.replace` would set them up again. `__post_init__`
     # below checks the new values, and computes fields that follow from them.
+    if strategy.use_vllm:
+        unread = sorted(generate_kwargs.keys() - _ENGINE_OPTIONS)
+        if unread:
+            raise ValueError(
+                f"`{unread[0]}` has no effect with `use_vllm=True`, where sampling has {sorted(_ENGINE_OPTIONS)}; "
+                "remove it."
+            )
+        # The log-probabilities of experience are the policy's own
+        options["vllm_importance_sampling_correction"] = False
     config = copy.copy(strategy)
     vars(config).update(
         options,

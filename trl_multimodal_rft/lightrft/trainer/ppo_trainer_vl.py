@@ -41,7 +41,8 @@ class PPOTrainerVL:
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. Arguments of this class, and the actor's temperature, replace the strategy's fields of the
+            All options. With `use_vllm`, the engine samples, colocated or as a server, with the weights of the last
+            optimizer step, and the policy scores what it sampled. Arguments of this class, and the actor's temperature, replace the strategy's fields of the
             same meaning. `num_generations` is the number of completions of a prompt. Options of sampling go into
             `generate_kwargs`. Options that affect only the rollouts and the loop of [`MultimodalPPOTrainer`] raise an
             error.
@@ -373,8 +374,16 @@ class PPOTrainerVL:
         maker = copy.copy(self.experience_maker)
         maker.strategy = replace(maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1)
         with kept_random_state():
-            batches = islice(eval_dataloader, accelerator.process_index, None, accelerator.num_processes)
-            return evaluation_logs(maker, map(self._rows, batches), {**options, "do_sample": False})
+            own_batches: Iterable = islice(eval_dataloader, accelerator.process_index, None, accelerator.num_processes)
+            surplus = []
+            if self.trainer.args.use_vllm and accelerator.num_processes > 1:
+                # Ranks share engines, so a rank without a batch in the last round samples another's for nothing
+                batches = list(eval_dataloader)
+                own_batches = batches[accelerator.process_index :: accelerator.num_processes]
+                if len(own_batches) < math.ceil(len(batches) / accelerator.num_processes):
+                    surplus = batches[-1:]
+            options["do_sample"] = False
+            return evaluation_logs(maker, map(self._rows, own_batches), options, map(self._rows, surplus))
 
     def save_logs_and_checkpoints(
         self,
