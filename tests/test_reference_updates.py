@@ -6,10 +6,15 @@ The trainer only samples the completions. All else of an update is computed here
 """
 
 import copy
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked
 from helpers.ppo_runs import critic_of, encoded, weights_of
+from helpers.processes import python_environment
 from helpers.trainer_utils import (
     PLAIN,
     audio_rows,
@@ -19,7 +24,9 @@ from helpers.trainer_utils import (
     moved,
     norm,
     relative_difference,
+    saved,
 )
+from safetensors.torch import load_file
 from test_reference_numbers import by_definition
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -194,3 +201,32 @@ def test_two_updates_are_those_of_the_loop(kind, estimator, tmp_path):
         moves = [{name: weights[name] - before[name] for name in expected} for weights in (expected, found)]
         assert norm(moves[0]) > 1e-2 and relative_difference(*moves) <= 1e-4
     assert status["actor_lr"] == pytest.approx(RATES["policy"] * (1 + 1 / 2) / 2)
+
+
+def run_script(*words):
+    command = [sys.executable, str(Path(__file__).parent / "helpers" / "lightrft_script.py"), *map(str, words)]
+    return forked.run(command, capture_output=True, env=python_environment())
+
+
+def saved_weights(folder):
+    files = sorted(Path(folder).glob("*.safetensors")) + sorted(Path(folder, "critic").glob("*.safetensors"))
+    return {f"{path.parent.name}/{name}": value for path in files for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("estimator", ["gae", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_killed_script_resumes_bit_for_bit(estimator, tmp_path):
+    """A script with LightRFT's options, two optimizers and two schedules is killed within a rollout."""
+    model = saved("qwen2_5_vl")
+    whole = run_script(tmp_path / "model", model, estimator)
+    assert whole.returncode == 0 and "rollouts: 6" in whole.stdout, whole.stderr[-3000:]
+    # Folders with the same last name, since a card names the model after it
+    killed = run_script(tmp_path / "killed" / "model", model, estimator, 5)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert not (tmp_path / "killed" / "model" / "model.safetensors").exists()
+    resumed = run_script(tmp_path / "killed" / "model", model, estimator)
+    assert resumed.returncode == 0 and "rollouts: 2" in resumed.stdout, resumed.stderr[-3000:]
+    expected, found = saved_weights(tmp_path / "model"), saved_weights(tmp_path / "killed" / "model")
+    assert expected.keys() == found.keys() and any(name.startswith("critic/") for name in found) == (
+        estimator == "gae"
+    )
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

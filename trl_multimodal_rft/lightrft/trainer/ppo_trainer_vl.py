@@ -42,10 +42,11 @@ class PPOTrainerVL:
     Args:
         strategy ([`MultimodalPPOConfig`]):
             All options. With `use_vllm`, the engine samples, colocated or as a server, with the weights of the last
-            optimizer step, and the policy scores what it sampled. Arguments of this class, and the actor's temperature, replace the strategy's fields of the
-            same meaning. `num_generations` is the number of completions of a prompt. Options of sampling go into
-            `generate_kwargs`. Options that affect only the rollouts and the loop of [`MultimodalPPOTrainer`] raise an
-            error.
+            optimizer step, and the policy scores what it sampled. Arguments of this class, and the actor's
+            temperature, replace the strategy's fields of the same meaning. `num_generations` is the number of
+            completions of a prompt. Options of sampling go into `generate_kwargs`. Options that affect only the
+            rollouts and the loop of [`MultimodalPPOTrainer`] raise an error. The KL divergence is in the rewards of
+            tokens, see [`NaiveExperienceMaker.make_experience_list`], unless `kl_estimator` is `"k2"` or `"k3"`.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
