@@ -23,7 +23,7 @@ from pathlib import Path
 import house
 import trl
 from families_report.report import MARK
-from helpers import cpu_seconds
+from helpers import cpu_seconds, reference_pages
 
 import trl_multimodal_rft
 from trl_multimodal_rft import data, evaluation, lightrft, models, rewards, trainers
@@ -189,6 +189,7 @@ def derived() -> dict[Path, str]:
     for column in sorted(COLUMNS.glob("*.txt")):
         texts[INSTALL] = with_versions(texts[INSTALL], column)
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "options", lightrft_table())
+    texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "pages", reference_pages.table())
     for page in (README, ROOT / "docs" / "README.md"):
         texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()

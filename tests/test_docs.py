@@ -306,7 +306,9 @@ def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
             return DataLoader(dataset, batch_size, shuffle, collate_fn=collate_fn, drop_last=True)
 
         def prepare_models_and_optimizers(self, actor, critic, reward_models, initial_model, args, max_steps):
-            return (actor, None, None), (critic, None, None), reward_models, initial_model
+            optimizer = torch.optim.AdamW((each for each in actor.parameters() if each.requires_grad), lr=1e-6)
+            scheduler = transformers.get_scheduler("cosine", optimizer, num_warmup_steps=10, num_training_steps=1000)
+            return (actor, optimizer, scheduler), (critic, None, None), reward_models, initial_model
 
         def save_model(self, actor, tokenizer, path):
             actor.save_pretrained(path)

@@ -886,6 +886,9 @@ def test_resumed_run_is_the_uninterrupted_run(kind, own, stops, tmp_path):
     assert uninterrupted.trainer.state.global_step == 12
     expected = end_of(uninterrupted, ema)
     assert len(expected["logs"]) == 3
+    if own:  # the policy was frozen for one update
+        epochs = {part: schedule["last_epoch"] for part, schedule in expected["schedule"].items()}
+        assert epochs == {"policy": 11, "critic": 12}
     assert all(len(set(sum(prompts[i : i + 3], []))) == 6 for i in (0, 3)) and prompts[:3] != prompts[3:]
     for stop in stops:
         checkpoint = tmp_path / "0" / f"checkpoint-{stop}"

@@ -4,9 +4,13 @@
 import dataclasses
 import importlib
 import inspect
+import re
+from pathlib import Path
 
+import fix
 import pytest
 import torch
+from helpers import reference_pages
 from helpers.encoding import build_encoded
 from helpers.ppo_runs import critic_of
 from helpers.trainer_utils import PLAIN, image_rows, length_and_sum, load, saved
@@ -155,6 +159,34 @@ def test_signature_is_that_of_the_page(path):
     for own in ours[len(page) :]:
         assert own.kind is inspect.Parameter.VAR_KEYWORD or own.default is not inspect.Parameter.empty, own.name
     assert not any(isinstance(own.default, (list, dict, set)) for own in ours)
+
+
+# The table of the pages' statements in docs/from_lightrft.md
+
+ROWS = [row for rows in reference_pages.PAGES.values() for row in rows]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.statement)
+def test_statement_of_a_page_is_here_and_tested(row):
+    assert callable(find(f"lightrft.{row.path}"))
+    file, function = row.test.split(".")
+    source = Path(__file__).with_name(f"test_{file}.py").read_text()
+    assert re.search(rf"^def test_{function}\(", source, re.MULTILINE), row.test
+
+
+# Names that stand with another one in a row: of both actors, of the same class, or helpers that the pages import
+BESIDE = ["Experience.to_device", "Experience.pin_memory", "pin_memory", "compute_approx_kl", "masked_mean"]
+BESIDE += [f"NaiveReplayBuffer.{method}" for method in ("sample", "collate_fn", "normalize")] + ["NaiveReplayBufferVL"]
+BESIDE += ["ActorVL.gradient_checkpointing_disable"]
+
+
+def test_table_has_all_names_of_the_pages():
+    names = {row.path.split(":")[1] for row in ROWS}
+    for path in SIGNATURES:
+        name = path.split(":")[1]
+        assert not names.isdisjoint({name, name.replace("ActorAL", "ActorVL")}) or name.replace("AL", "VL") in BESIDE
+    page = fix.LIGHTRFT.read_text()
+    assert fix.with_block(page, "pages", reference_pages.table()) == page, "run `make fix`"
 
 
 # Fields of records, which callers may pass by position
