@@ -528,6 +528,19 @@ def test_settings_by_name():
     assert boxed(["\\boxed{1}"]) == [1.0] and boxed.required_in_prompt == "\\boxed"
     for name, problem in [
         ("box_iou_reward(threshold=0.5)", "no setting 'threshold', only .*'iou_threshold'"),
+        (
+            "box_iou_reward(iou_threshold=2)",
+            "`iou_threshold` of 'box_iou_reward' must be at least 0 and below 1, got 2",
+        ),
+        ("detection_reward(iou_threshold=None)", "`iou_threshold` of 'detection_reward' can't be None"),
+        ("majority_reward(threshold=2)", "`threshold` of 'majority_reward' must be between 0 and 1, got 2"),
+        ("length_reward(bonus=0.1, bonus=0.5)", "can't be read .it sets `bonus` twice; remove one"),
+        ("length_reward(bonus=1e999)", "`bonus` of 'length_reward' must be finite, got inf"),
+        ("length_reward(min_length=3.5)", "`min_length` of 'length_reward' must be a whole number, got 3.5"),
+        ("boxed_format_reward(think='no')", "`think` of 'boxed_format_reward' must be `True` or `False`"),
+        ("accuracy_reward(solution='x')", "`solution` of 'accuracy_reward' is no setting, as the trainer passes it"),
+        ("length_reward(completion_ids=[[1]])", "`completion_ids` of 'length_reward' is no setting"),
+        ("..x.y", r"There is no reward function '\.\.x\.y'; name one of"),
         ("box_iou_reward(0.5)", "can't be read.*settings need names"),
         ("box_iou_reward(iou_threshold=print())", "can't be read"),
         ("box_iou_reward(", "no reward function"),

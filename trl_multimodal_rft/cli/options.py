@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..paths import local_path
-from ..spelling import did_you_mean
+from ..spelling import did_you_mean, read_json
 from .errors import one_line
 
 
@@ -354,7 +354,7 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     elif len(choices) > _MAX_LISTED:
         arguments["metavar"] = "NAME"
         text += f" One of {', '.join(choices)}."
-    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": _parse_json}.get(
+    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": parse_json}.get(
         type_name, str
     )
     if option["optional"] and type_name != "str":
@@ -382,11 +382,15 @@ def _parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _parse_json(text: str) -> Value:
-    return json.loads(text)
+def parse_json(text: str) -> Value:
+    """Reads JSON on a command line, see [`~spelling.read_json`]."""
+    try:
+        return read_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid json value: {text!r} ({error})") from None
 
 
-_parse_bool.__name__, _parse_json.__name__ = "bool", "json"  # messages of argparse show these names
+_parse_bool.__name__, parse_json.__name__ = "bool", "json"  # messages of argparse show these names
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

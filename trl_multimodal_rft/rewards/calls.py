@@ -208,7 +208,8 @@ def dropped_tags(reward_funcs: Sequence[Any], tokenizer: PreTrainedTokenizerBase
     """Returns a warning if tags that rewards look for are special tokens, which completions lose when decoded."""
     tags = {"<answer>", *filter(None, (getattr(func, "required_in_prompt", None) for func in reward_funcs))}
     tags |= {f"</{tag[1:]}" for tag in tags if tag.startswith("<")}
-    if not (dropped := sorted(tags & control_tokens(tokenizer))):
+    dropped = sorted(tags & control_tokens(tokenizer))
+    if not dropped:
         return []
     return [
         f"Rewards never see {', '.join(f'`{tag}`' for tag in dropped)}, since decoding drops special tokens of the "

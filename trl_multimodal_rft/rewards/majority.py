@@ -3,7 +3,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from .answers import accuracy_reward, completion_text, extract_answer
 from .calls import Argument, Completion
@@ -13,7 +13,7 @@ from .choices import choice_reward, vote_of
 def majority_reward(
     completions: Sequence[Completion],
     group_ids: Sequence[int] | None = None,
-    threshold: float = 0.0,
+    threshold: Annotated[float, "[0, 1]"] = 0.0,
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Argument,
 ) -> list[float]:
