@@ -101,8 +101,11 @@ def completion_texts(ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -
     if dropped == tokens:
         return tokenizer.batch_decode(ids, skip_special_tokens=True)
     dropped_ids = {tokenizer.convert_tokens_to_ids(token) for token in dropped}
-    kept_ids = [[token_id for token_id in row if token_id not in dropped_ids] for row in ids]
-    return tokenizer.batch_decode(kept_ids, skip_special_tokens=False)
+
+    def is_kept(token_id: int) -> bool:
+        return token_id not in dropped_ids
+
+    return tokenizer.batch_decode([[*filter(is_kept, row)] for row in ids], skip_special_tokens=False)
 
 
 def checked_text(

@@ -162,7 +162,8 @@ def as_view(source: "str | Callable | View") -> View:
 def setting_names(function: Callable) -> list[str]:
     """Returns the settings of a view's function: its parameters without the media, the generator and `other` media."""
     parameters = [*inspect.signature(function).parameters.values()][2:]
-    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "other"]
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    return [name for name in names if name != "other"]
 
 
 def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
