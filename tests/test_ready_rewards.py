@@ -280,6 +280,9 @@ def test_boxed_format(completion, reward, without_thoughts):
         in_a_run = rewards.boxed_format_reward([each], completion_ids=[[1]])  # which says what the prompt opened
         assert in_a_run == [reward * ("<think>" in completion)]
         assert rewards.boxed_format_reward([each], think=False) == [without_thoughts]
+    parsed = [{"role": "assistant", "content": completion.rpartition("</think>")[2], "reasoning_content": "3 + 4"}]
+    expected = 1.0 if "\\boxed{7}" in parsed[0]["content"] or "frac" in completion else 0.0
+    assert rewards.boxed_format_reward([parsed], completion_ids=[[1]]) == [expected]
 
 
 # Thoughts, each before the answer {}, in the tags of chat templates

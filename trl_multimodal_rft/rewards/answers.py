@@ -179,9 +179,12 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     ```
     """
     rewards = []
-    for text in map(completion_text, completions):
+    for completion in completions:
+        text = completion_text(completion)
         # Without `completion_ids`, the opening tag may be at the end of the prompt, which the function doesn't get
         begins = not think or has_thoughts(text, prompt_may_open="completion_ids" not in kwargs)
+        if not isinstance(completion, str):  # a tokenizer that parses turns puts thoughts beside the content
+            begins = begins or any(completion[-1].get(name) for name in ("reasoning_content", "reasoning", "thinking"))
         rewards.append(float(begins and _last_box(without_thoughts(text)) is not None))
     return rewards
 
