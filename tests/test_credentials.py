@@ -26,18 +26,21 @@ NAMES = (
     "token hub_token hf_token HF_TOKEN access_token auth_token aws_session_token githubToken bearerToken key api_key "
     "api-key apikey apiKey APIKey X-Api-Key openai_key private_key ssh-key aws_access_key_id aws_secret_access_key "
     "secret client_secret Authorization authorization proxy-authorization password db_password PASSWORD passwd pwd "
-    "passphrase credentials wandb_api_key"
+    "passphrase credentials wandb_api_key apitoken authtoken accesskey secretkey privatekey api_keys apiKeys pass pw "
+    "db_pass master_key hmac_key x-functions-key connection_string connectionString jwt sas X-Sas hubtoken apitokens"
 ).split()
 OF_RUNS = (
     "max_tokens_per_microbatch special_tokens_in_text eos_token pad_token image_token eos_token_id tokens "
-    "skip_special_tokens key_frames keyboard author tokenizer top_k"
+    "skip_special_tokens key_frames keyboard author tokenizer top_k pass_at eostoken monkey turnkey first_pass "
+    "string connection trust_remote_code keys image_keys"
 ).split()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_behind_names_of_secrets(name):
     settings = {name: PASSWORD, "shown": [{"env": {name: PASSWORD}}, json.dumps({"headers": {name: PASSWORD}})]}
-    kept = without_secrets(settings)
+    kept = without_secrets({**settings, "tokens": PASSWORD, "n": {"tokens": 5}})
+    assert kept.pop("n") == {"tokens": 5}
     assert PASSWORD not in str(kept) and kept["shown"][0] == {"env": {}}
     texts = [f"{name}={PASSWORD}", f"judge(url='http://h', {name}='{PASSWORD} x')", f"'{name}': '{PASSWORD}'"]
     texts += [f'{{"{name}": "{PASSWORD}"}}', f"https://h/a?x=1&{name}={PASSWORD}&y=2", f"model=m,{name}={PASSWORD}"]
@@ -59,6 +62,30 @@ def test_values_behind_names_of_secrets(name):
         "x-api-key: {}",
         "it says hf_{}aaaaaaaaaaaaaaaa",
         "it says sk-proj-{}aaaaaaaaaaaa",
+        *(
+            "it says gho_AbCdEfGhIjKlMn{}",
+            "nvapi-AbCdEfGhIjKlMn{}",
+            "AIzaSyA-AbCdEfGhIjKlMnOpQrSt{}",
+            "eyJh.eyJ{}.x_-",
+        ),
+        *("http://:{}@host:8000", "redis://:{}@host:6379/0", "http://bob:p@{}@host", "http://bob:{}@p@host/a@b"),
+        *(
+            "//bob:{}@host/x",
+            "http:/bob:{}@host",
+            "http://bob:{}%40host",
+            "https://h/a?x=1&code={}#top",
+            "bob:{}@host",
+        ),
+        *("http://h:8000,http://bob:{}@h2,http://h3/a@b", "'ftp://bob:{}@[::1]:5/x'", "s3://key:a/{}@bucket"),
+        *(
+            "Authorization: Token {}",
+            "authorization: ApiKey x {}",
+            "Cookie: a=b; session={}",
+            "Proxy-Authorization: {}",
+        ),
+        *("token: {}", "{{token: {}}}", "api_key = '{}'", "api_key = {}", "--token -{}", "password: {} x", "pw={}"),
+        *("judge(api_key = '{}')", "judge(api_key=b'{}')", "judge(password='a,{})')", "judge(token='a\\'{}')"),
+        *("judge(headers={{'Authorization': 'Token {}'}})", 'judge(token="a\\"{}", x=1)', "x-api-key: 12{}"),
     ],
 )
 def test_forms_of_secrets(text):
@@ -76,6 +103,13 @@ def test_what_is_no_secret_is_kept():
         "`eos_token='<|x|>'`, the token: 5",
         "https://host/rows.parquet?download=true",
         "accuracy_reward(tolerance=0.1)",
+        *(
+            "http://host:8000/?y",
+            "http://[::1]:8000/a@b",
+            "https://host/a?encode=x",
+            "row 3 has no token: its row is",
+        ),
+        *("token = tokens[0]", "key = row.key", "key: 5 of 7", "a second pass: it is slow", "https://h:80/x%40y"),
     ):
         assert masked(text) == text and without_secrets({"x": text}) == {"x": text}
 
@@ -138,6 +172,12 @@ def of_command(folder, capsys):
     with pytest.raises(SystemExit):
         main(words)
     return capsys.readouterr().err
+
+
+def test_words_of_commands():
+    for words in (["-u", f"bob:{PASSWORD}"], ["--apitoken", PASSWORD], ["--db-pass", f"-{PASSWORD}"]):
+        assert masked_words(["x", *words]) == ["x", words[0], "***"]
+    assert masked_words(["python", "-u", "train.py"]) == ["python", "-u", "train.py"]
 
 
 @pytest.mark.parametrize("door", [of_run_file, of_harness, of_metrics, of_environment, of_server, of_card, of_command])

@@ -98,6 +98,7 @@ def test_majority(answers, correct, k, share):
 def test_majority_of_several_rows_and_its_default():
     answers, correct = [list("aab"), list("abc")], [[False, False, True], [True, False, False]]
     assert majority_at_k(answers, correct, 3).tolist() == [0.0, 1.0]
+    assert majority_at_k([[None, None, "7"], [None] * 3], [[False, False, True]] * 2, 3).tolist() == [1.0, 0.0]
     config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
     assert config.majority_at == [2, 4]
 

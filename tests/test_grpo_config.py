@@ -138,6 +138,84 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"loss_type": "cpgd(drift_coef=True)"}, "`drift_coef` of 'cpgd' must be a number, got True"),
         ({"advantage_estimator": "cpgd(weight=std)"}, "(`std` is no value; quote it, as in 'std')"),
         ({"loss_type": "cpgd(drift_clamp='2')"}, "`drift_clamp` of 'cpgd' must be a number, got the text '2'"),
+        *(
+            (
+                {name: f"{value}({setting}, {setting})"},
+                f"`{name}={f'{value}({setting}, {setting})'!r}` can't be read (it sets ",
+            )
+            for name, value, setting in (
+                ("packing", "prefix", "shuffle=True"),
+                ("loss_type", "cpgd", "drift_coef=0.1"),
+                ("advantage_estimator", "cpgd", "weight='std'"),
+                ("loss_view", "blank", "kl_coef=0.1"),
+                ("rollout_view", "mask_patches", "ratio=0.1"),
+                ("on_media_error", "skip", "max_rows=5"),
+            )
+        ),
+        ({**KL, "kl_target": "0.1(horizon=5, horizon=5)"}, "`kl_target='0.1(horizon=5, horizon=5)'` can't be read"),
+        ({**KL, "kl_target": "0.1(horizon=2.5)"}, "`horizon` of 'kl_target' must be a whole number, got 2.5"),
+        ({"packing": "prefix(shuffle=)"}, "`packing='prefix(shuffle=)'` can't be read"),
+        *(
+            ({"packing": f"prefix(shuffle={value})"}, f"`shuffle` of 'packing' must be `True` or `False`, got {value}")
+            for value in ("[True]", "1", "0.0", "(True,)", "b'yes'")
+        ),
+        ({"packing": "prefix(shuffle=None)"}, "`shuffle` of 'packing' can't be None; the default is False"),
+        ({"entropy_source": "rollout(scope=None)"}, "`scope` of 'entropy_source' can't be None"),
+        ({"entropy_source": "rollout(scope=['batch'])"}, "`scope` of 'entropy_source' must be one of 'batch'"),
+        *(
+            ({"loss_view": f"blank(kl_coef={value})"}, f"`kl_coef` of `loss_view` must be a number, got {value}")
+            for value in ("[0.1]", "2j", "{'a': 1}")
+        ),
+        *(
+            ({"loss_view": f"blank(entropy_coefs={value})"}, "`entropy_coefs` of `loss_view` must be a list of finite")
+            for value in ("0.1", "[True, 0.1]", "[1e999, 0.1]", "[[0.1], 0.1]", "'ab'")
+        ),
+        (
+            {"loss_view": "mask_patches(ratio=[0.5], kl_coef=0.1)"},
+            "`ratio` of 'loss_view' must be a number, got [0.5]",
+        ),
+        *(
+            ({"rollout_view": f"{view}({name}=1)"}, f"has no setting {name!r}: the view {view!r} has ")
+            for view, name in (("blank", "media"), ("mask_patches", "rng"), ("other_row", "other"))
+        ),
+        ({"rollout_view": "mask_patches(patch_size=7.5)"}, "`patch_size` of 'rollout_view' must be a whole number"),
+        ({"rollout_view": "mask_patches(schedule=5)"}, "`schedule` of `rollout_view` can't be 5"),
+        ({"dynamic_sampling": 4, "dynamic_sampling_range": 0.5}, "`dynamic_sampling_range` must be a list of finite"),
+        *(
+            ({name: value}, f"`{name}={value!r}` can't be read; write a name as text")
+            for name, value in (
+                ("loss_type", None),
+                ("loss_view", 5),
+                ("rollout_view", ["blank"]),
+                ("contrast_view", True),
+            )
+        ),
+        *(
+            ({name: value}, f"`{name}` must be a dictionary, got {value!r}")
+            for name, value in (
+                ("model_init_kwargs", [1]),
+                ("gradient_checkpointing_kwargs", True),
+                ("chat_template_kwargs", 5),
+                ("media_rules", [["max_audio_seconds", 5]]),
+                ("vllm_engine_kwargs", 1.5),
+            )
+        ),
+        *(
+            ({name: text}, problem)
+            for name in ("model_init_kwargs", "chat_template_kwargs", "learning_rates", "generation_kwargs")
+            for text, problem in (
+                ('{"a": 1, "a": 2}', f"`{name}` must be a dictionary, in JSON such as"),
+                ('{"a": {"b": 1, "b": 1}}', "(it sets `b` twice; remove one)"),
+                ('{"a": 1e999}', "(`1e999` is no finite number)"),
+            )
+        ),
+        ({"learning_rates": {"vision_tower": True}}, "`learning_rates['vision_tower']` must be above 0"),
+        ({"learning_rate": [1e-5]}, "`learning_rate` must be a number, got [1e-05]"),
+        ({"num_generations": 2.5}, "`num_generations` must be a whole number, got 2.5"),
+        *(
+            ({"chat_template_kwargs": {name: True}}, f"`chat_template_kwargs` has {name!r}, which the trainer sets")
+            for name in ("tokenize", "tools", "add_generation_prompt")
+        ),
         ({"loss_type": "dapo(drift_coef=0.1)"}, "'dapo' has no setting 'drift_coef', only []"),
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),

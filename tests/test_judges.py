@@ -58,7 +58,6 @@ VERDICTS = {
         "<think>Total score: 31 and 28</think>\n<answer>Image 1 is better</answer>",  # LightRFT
         "Both name the bird. My final verdict: [[A]]",  # MT-Bench
         *(omni_rrm("A"), f"```json\n{omni_rrm('A')}\n```", '{"verdict": "A", "final_verdict": "A"}'),
-        '{"better": "A", "reasoning": "<think>It was cut off, and [[B]]',
         "<answer>A</answer> again: <answer>A</answer>, not <answer>seven</answer>",
     ],
     "B": ["b", "2", "<answer>Video 2 is better</answer>", omni_rrm("B"), "<answer>Ｂ</answer>"],
@@ -69,6 +68,7 @@ VERDICTS = {
     None: [
         *("", "A or B", "not A", "A is worse", "D", "3", "[[A]] or [[B]]", "<answer>A</answer><answer>B</answer>"),
         *("<answer></answer>", "<answer>AB</answer>", "<think>[[A]]", "<think>[[A]]</think>"),
+        '{"better": "A", "reasoning": "<think>It was cut off, and [[B]]',
         '{"better": "A", "final_verdict": "<answer>[[B]]</answer>"}',
     ],
 }

@@ -83,7 +83,7 @@ WRONG = [
         '`model_init_kwargs` must be a dictionary, in JSON such as \'{"option": 1',
     ),
     ({"model_init_kwargs": ' {"dtype": "float16x"}'}, "`model_init_kwargs` has the dtype 'float16x', which torch doe"),
-    ({"lr_scheduler_kwargs": '{"a": }'}, "got the text '{\"a\": }'; correct or remove it."),
+    ({"lr_scheduler_kwargs": '{"a": }'}, "got the text '{\"a\": }' (Expecting value: "),
     ({"gradient_checkpointing_kwargs": "off"}, "`gradient_checkpointing_kwargs` must be a dictionary, in JSON such"),
     ({"media_rules": "[1]"}, "`media_rules` must be a dictionary, in JSON such as"),
     ({"fsdp_config": "{1}"}, "`fsdp_config` must be a dictionary, in JSON such as"),

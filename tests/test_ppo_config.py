@@ -57,6 +57,14 @@ WITHOUT = {"advantage_estimator": "rloo"}
         ({"ptx_coef": "0.1(batch_size=0)"}, "`batch_size` of 'ptx_coef' must be at least 1, got 0"),
         ({"ptx_coef": "0.1(batch_size=1e999)"}, "`batch_size` of 'ptx_coef' must be at least 1 and finite, got inf"),
         ({"value_learning_rate": "0.1(warmup_steps=1e999)"}, "of 'value_learning_rate' must be at least 0 and finite"),
+        ({"ptx_coef": "0.1(batch_size=1.5)"}, "`batch_size` of 'ptx_coef' must be a whole number, got 1.5"),
+        ({"vf_coef": "0.1(cliprange=0.5, cliprange=0.5)"}, "can't be read (it sets `cliprange` twice; remove one)"),
+        ({"vf_coef": "0.1(cliprange=[0.5])"}, "`cliprange` of 'vf_coef' must be a number, got [0.5]"),
+        ({"vf_coef": "0.1(cliprange=)"}, "`vf_coef='0.1(cliprange=)'` can't be read"),
+        (
+            {"value_learning_rate": "0.1(lr_scheduler_type=5)"},
+            "`lr_scheduler_type` of 'value_learning_rate' can't be 5",
+        ),
         ({"ptx_coef": "0.1(size=1)"}, "'ptx_coef' has no setting 'size', only ['batch_size']"),
         (
             {"value_learning_rate": "0.1(warmup_steps=-0.5)"},
@@ -126,6 +134,19 @@ def test_config_refuses(options, message):
 def test_config_accepts(options, expected):
     args = config(**options)
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_hints_of_options_that_are_settings_now():
+    for removed, hint in {
+        "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
+        "value_lr_scheduler_type": "use `value_learning_rate` with a setting",
+        "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=1000)'",
+        "keep_groups_together": "use `packing` with a setting, such as 'prefix(shuffle=True)'",
+        "cliprange_value": "use `vf_coef` with a setting",
+        "vllm_sync_adapter": "use `vllm_engine_kwargs`",
+    }.items():
+        with pytest.raises(TypeError, match=rf"'{removed}'. It was removed: {re.escape(hint)}"):
+            MultimodalPPOConfig("out", **{removed: 1})
 
 
 def test_config_from_the_command_line():

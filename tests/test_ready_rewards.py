@@ -5,6 +5,7 @@ import itertools
 import math
 import sys
 import time
+from functools import partial
 from inspect import signature
 
 import numpy as np
@@ -231,7 +232,18 @@ def test_word_and_character_error_rates():
         assert of("cer_reward", answer, reference) == pytest.approx(max(1 - jiwer.cer(reference, answer), 0))
     assert of("wer_reward", "“Don’t”, he said: it's 3.5!", "don't he said it's 3.5") == 1.0
     assert of("wer_reward", "it's 35", "its 3.5") == 0.0
-    assert of("cer_reward", "今天，天气好。", "今天 天气好") == 1.0
+    for answer, reference in [
+        *(
+            ("今天，天气好。", "今天 天气好"),
+            ("你好世界", "你好,世界"),
+            ("你 好 世 界", "你好世界"),
+            ("约翰·史密斯", "约翰史密斯"),
+        ),
+        *(("共3个，对吗？", "共 3 个对吗"), ("こんにちは、世界！", "こんにちは世界"), ("สวัสดี ครับ", "สวัสดีครับ")),
+        ("我喜欢 Python，编程", "我喜欢Python编程"),
+    ]:
+        assert of("cer_reward", answer, reference) == of("cer_reward", reference, answer) == 1.0
+    assert of("cer_reward", "helloworld", "hello, world") == pytest.approx(10 / 11)
     assert of("wer_reward", "a cat", ["the dog", "the cat"]) == 0.5
     assert of("cer_reward", "हिन्दी", "हिन्दी!") == 1.0  # with its vowel signs
     for name in ("wer_reward", "cer_reward", "ocr_reward"):
@@ -256,7 +268,7 @@ def test_missing_jiwer_is_named(monkeypatch):
         ("3 + 4</think> So \\boxed{7}.", 1.0, 1.0),  # behind a prompt that may have opened the tag
         ("\n<think>\n</think>\\boxed{\\frac{1}{2}}", 1.0, 1.0),
         ("So \\boxed{7}.", 0.0, 1.0),
-        ("<think>\\boxed{7}</think> 7", 0.0, 1.0),
+        ("<think>\\boxed{7}</think> 7", 0.0, 0.0),
         ("<think>3</think> \\boxed{7", 0.0, 0.0),
         ("I <think>3</think> \\boxed{7}", 0.0, 1.0),
         ("", 0.0, 0.0),
@@ -268,6 +280,75 @@ def test_boxed_format(completion, reward, without_thoughts):
         in_a_run = rewards.boxed_format_reward([each], completion_ids=[[1]])  # which says what the prompt opened
         assert in_a_run == [reward * ("<think>" in completion)]
         assert rewards.boxed_format_reward([each], think=False) == [without_thoughts]
+    parsed = [{"role": "assistant", "content": completion.rpartition("</think>")[2], "reasoning_content": "3 + 4"}]
+    expected = 1.0 if "\\boxed{7}" in parsed[0]["content"] or "frac" in completion else 0.0
+    assert rewards.boxed_format_reward([parsed], completion_ids=[[1]]) == [expected]
+
+
+# Thoughts, each before the answer {}, in the tags of chat templates
+THOUGHTS = [
+    *(
+        "<think>\nIs it <answer>9</answer>?\n</think>\n\n{}",
+        "It was \\boxed{{9}}.\n</think>\n{}",
+        "<THINK>9</THINK> {}",
+    ),
+    *("[THINK]The answer is 9[/THINK]{}", "◁think▷9◁/think▷{}", "<seed:think>9</seed:think>\n{}"),
+    *("<|START_THINKING|>9<|END_THINKING|>{}", "<|begin_of_thought|>9<|end_of_thought|>{}", "<thought>9</thought>{}"),
+    *("<|channel>thought\n9<channel|>{}", "<reasoning>\n#### 9\n</reasoning>\n{}", "<|thinking|>9<|/thinking|>{}"),
+    "<|channel|>analysis<|message|>9<|end|><|start|>assistant<|channel|>final<|message|>{}",
+    *(
+        "<think>a <think>b</think> 9</think>{}",
+        "<think></think>{}",
+        "<think>9</think>8<think>7</think>{}",
+        "<think>\n9</think>{}",
+    ),
+]
+# Texts without an answer {} behind their thoughts
+OPEN_THOUGHTS = [
+    *("<think>\n{}", "[THINK]{}", "<|channel|>analysis<|message|>{}", "<|channel>thought\n{}", "◁think▷{}"),
+    *("<think>9</think> <think>{}", "{} <think>", "<think>{}</think>", "{}</think>", "<think>{}</think>\n\n"),
+]
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_the_answer_follows_the_thoughts(as_messages):
+    def scores(reward, answer, solution, **columns):
+        texts = [text.format(answer) for text in [*THOUGHTS, *OPEN_THOUGHTS]]
+        blocks = [{"type": "text", "text": texts[0]}]
+        completions = (
+            [[{"role": "assistant", "content": text}] for text in [blocks, *texts[1:]]] if as_messages else texts
+        )
+        columns = {name: [value] * len(texts) for name, value in columns.items()}
+        found = [
+            reward([each], **{"solution": [solution], **{name: value[:1] for name, value in columns.items()}})[0]
+            for each in completions
+        ]
+        return found[: len(THOUGHTS)], found[len(THOUGHTS) :]
+
+    right = [1.0] * len(THOUGHTS), [0.0] * len(OPEN_THOUGHTS)
+    for answer in ("4", "$4$", "<answer>4</answer>", "\\boxed{4}", "The answer is 4."):
+        assert scores(rewards.accuracy_reward, answer, "4") == right
+        assert scores(rewards.counting_reward, answer, 4) == scores(rewards.regression_reward, answer, 4) == right
+    assert scores(rewards.accuracy_reward, "A bird.", "<think>A cat?</think> A bird") == right
+    assert scores(rewards.choice_reward, "A", "A", choices=["x", "y"]) == right
+    assert scores(rewards.preference_reward, "[[A]]", "A") == right
+    assert scores(rewards.box_iou_reward, "[0, 0, 5, 5]", [0, 0, 5, 5]) == right
+    assert scores(rewards.temporal_iou_reward, "1 to 3", [1, 3]) == right
+    assert scores(rewards.ocr_reward, "EXIT", "EXIT") == right
+    for tags, form in (("<answer>4</answer>", rewards.format_reward), ("\\boxed{4}", rewards.boxed_format_reward)):
+        settings = {} if form is rewards.format_reward else {"think": False}
+        assert scores(partial(form, **settings), tags, None) == right
+    for each in (*THOUGHTS, *OPEN_THOUGHTS):
+        votes = [each.format("4"), each.format("$4$"), "<think>4</think> 5"]
+        said = [[{"role": "assistant", "content": vote}] for vote in votes] if as_messages else votes
+        assert rewards.majority_reward(said, group_ids=[0] * 3) == ([1, 1, 0] if each in THOUGHTS else [0, 0, 1])
+
+
+def test_a_thought_alone_never_equals_a_reference():
+    assert (
+        rewards.accuracy_reward(["<think>", "", "4"], solution=["<think>", "<answer></answer>", "<think>4"])
+        == [0.0] * 3
+    )
 
 
 def test_length():
@@ -360,6 +441,13 @@ def test_labels_of_majorities():
     assert rewards.majority_reward(named, group_ids=[0] * 4, choices=choices) == [1.0, 1.0, 0.0, 0.0]
     assert rewards.majority_reward(named, group_ids=[0] * 4) == [0.0, 0.0, 1.0, 1.0]
     assert rewards.majority_reward([], group_ids=[]) == []
+    for silent in ("...", "?!", "$$", "```", "—", "。", "<answer>**</answer>", " "):
+        assert rewards.majority_reward([silent] * 3 + ["7"], group_ids=[0] * 4) == [0.0, 0.0, 0.0, 1.0], silent
+    for symbol in ("+", "😀", "∞"):
+        assert rewards.majority_reward([symbol] * 2 + ["7"], group_ids=[0] * 3) == [1.0, 1.0, 0.0], symbol
+    assert rewards.majority_reward(["-", "- ", "+"], group_ids=[0] * 3, choices=[["+", "-"]] * 3) == [1.0, 1.0, 0.0]
+    numbers = ["\\boxed{3 \\times 10^8}", "$3\\cdot10^{8}$", "3e8", "300,000,000", "7", "7", "7"]
+    assert rewards.majority_reward(numbers, group_ids=[0] * 7) == [1.0] * 4 + [0.0] * 3
     with pytest.raises(ValueError, match="needs `group_ids`.*`num_generations`"):
         rewards.majority_reward(["a"])
     with pytest.raises(ValueError, match="`threshold=2`"):
@@ -443,6 +531,19 @@ def test_settings_by_name():
     assert boxed(["\\boxed{1}"]) == [1.0] and boxed.required_in_prompt == "\\boxed"
     for name, problem in [
         ("box_iou_reward(threshold=0.5)", "no setting 'threshold', only .*'iou_threshold'"),
+        (
+            "box_iou_reward(iou_threshold=2)",
+            "`iou_threshold` of 'box_iou_reward' must be at least 0 and below 1, got 2",
+        ),
+        ("detection_reward(iou_threshold=None)", "`iou_threshold` of 'detection_reward' can't be None"),
+        ("majority_reward(threshold=2)", "`threshold` of 'majority_reward' must be between 0 and 1, got 2"),
+        ("length_reward(bonus=0.1, bonus=0.5)", "can't be read .it sets `bonus` twice; remove one"),
+        ("length_reward(bonus=1e999)", "`bonus` of 'length_reward' must be finite, got inf"),
+        ("length_reward(min_length=3.5)", "`min_length` of 'length_reward' must be a whole number, got 3.5"),
+        ("boxed_format_reward(think='no')", "`think` of 'boxed_format_reward' must be `True` or `False`"),
+        ("accuracy_reward(solution='x')", "`solution` of 'accuracy_reward' is no setting, as the trainer passes it"),
+        ("length_reward(completion_ids=[[1]])", "`completion_ids` of 'length_reward' is no setting"),
+        ("..x.y", r"There is no reward function '\.\.x\.y'; name one of"),
         ("box_iou_reward(0.5)", "can't be read.*settings need names"),
         ("box_iou_reward(iou_threshold=print())", "can't be read"),
         ("box_iou_reward(", "no reward function"),

@@ -9,17 +9,24 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 from datasets import Dataset
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import audio_rows, load, make_trainer
+from tokenizers import AddedToken
+from trl.chat_template_utils import add_response_schema
 from trl.rewards import reasoning_accuracy_reward, think_format_reward
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
+from trl_multimodal_rft.encoding.messages import opened_thoughts
+from trl_multimodal_rft.encoding.processors import completion_texts
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer, evaluation
 from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe, format_reward, length_reward
+from trl_multimodal_rft.rewards.answers import completion_text, extract_answer
 from trl_multimodal_rft.rewards.failures import RewardError, user_frames
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
+from trl_multimodal_rft.rollout.turns import parse_assistant_turn
 from trl_multimodal_rft.trainers import run as shared
 
 
@@ -100,6 +107,70 @@ def test_completions_begin_with_the_thoughts_that_their_prompt_opens(opens, tmp_
     written = [completion[0]["content"] for completion in trainer._logs["completion"]]
     written += evaluate_trainer(trainer, rows()).rows[0]["completions"]
     assert {text.startswith("<think>\n2") for text in written} == {opens}
+
+
+def with_special_tokens(tags):
+    """A tokenizer whose last entries are special tokens, as in Mistral's models and those of harmony."""
+    tokenizer = load("qwen2_5_vl")[1].tokenizer
+    tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken(tag, special=True) for tag in tags]})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tags", "text"),
+    [
+        (["[THINK]", "[/THINK]"], "[THINK]It is 5.[/THINK]4<|im_end|>"),
+        (["<|channel>", "<channel|>"], "<|channel>thought\nIt is 5.<channel|>4<|im_end|>"),
+        (
+            ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"],
+            "<|channel|>analysis<|message|>It is 5.<|end|><|start|>assistant<|channel|>final<|message|>4<|im_end|>",
+        ),
+    ],
+)
+def test_thoughts_between_special_tokens_are_thoughts(tags, text):
+    tokenizer = with_special_tokens(tags)
+    texts = completion_texts(
+        [tokenizer(part)["input_ids"] for part in (text, text[: text.index("5")], "4")], tokenizer
+    )
+    assert [extract_answer(text) for text in texts] == ["4", "", "4"] and "<|im_end|>" not in texts[0]
+    opening = text[: text.index("It")]
+    assert opened_thoughts(torch.tensor(tokenizer(opening)["input_ids"]), tokenizer) == opening
+    plain = load("qwen2_5_vl")[1].tokenizer
+    ids = [plain("<think>5</think>4<|im_end|>")["input_ids"]]
+    assert completion_texts(ids, plain) == plain.batch_decode(ids, skip_special_tokens=True) == ["<think>5</think>4"]
+
+
+@pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill", "nemotron_3_nano", "qwen3"])
+def test_turns_with_tools_keep_what_their_prompt_opened(template):
+    """TRL takes a thought that the prompt opened, and that isn't closed, for text in some templates."""
+    tokenizer = load("qwen3_5")[1].tokenizer
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
+    add_response_schema(tokenizer)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
+    opens = template != "qwen3"
+    answers = {"The answer is 4": "" if opens else "4", "I look.\n</think>\n\n4": "4", "\n</think>\n\n4": "4"}
+    turns = [parse_assistant_turn(tokenizer, tokenizer(text)["input_ids"], prompt, {}) for text in answers]
+    assert [extract_answer(completion_text([turn])) for turn in turns] == [*answers.values()]
+    assert "<think>" not in turns[1]["content"] + turns[2]["content"]
+
+
+def test_tags_that_decoding_drops_are_said_before_the_first_update(tmp_path, monkeypatch):
+    told = []
+    for module in (shared, evaluation):
+        monkeypatch.setattr(module.logger, "warning", told.append)
+        monkeypatch.setattr(module.logger, "warning_once", told.append)
+    objects = dict(zip(("model", "processing_class"), load("qwen2_5_vl"), strict=True))
+    for tags in ([], ["</answer>", "<sound>"]):
+        special = [AddedToken(tag, special=True) for tag in tags]
+        objects["processing_class"].tokenizer.add_special_tokens({"extra_special_tokens": special})
+        trainer = make_trainer(
+            MultimodalGRPOTrainer, "", rows(), tmp_path, reward=[sounds], objects=objects, max_steps=1
+        )
+        told.clear()
+        trainer.train()
+        evaluate_trainer(trainer, rows())
+        said = [text for text in told if "Rewards never see" in text]
+        assert len(said) == 2 * bool(tags) and all("`</answer>`, `<sound>`" in text for text in said)
 
 
 # Arguments

@@ -221,7 +221,10 @@ def test_by_name_from_a_command():
         parse(grpo.ARGUMENTS, [*words, "--reward_funcs", "accuracy_reward", "--output_dir", "out"])
 
 
-@pytest.mark.parametrize("recipe", [{}, {"count": "counting_reward"}, {"count": {"counting_reward": "1"}}])
+@pytest.mark.parametrize(
+    "recipe",
+    [{}, {"count": "counting_reward"}, {"count": {"counting_reward": "1"}}, {"a": {"b": True}}, {"a": {"b": 1e999}}],
+)
 def test_another_form_is_refused(recipe):
     with pytest.raises(ValueError, match="write the weights of reward functions by the label of a row"):
         load_reward_recipe(recipe, "task")

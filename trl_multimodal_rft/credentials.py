@@ -13,35 +13,50 @@ _URL = re.compile(
     r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
 )
 # `user:password@` at the start of a word or after a slash or quote, also in a URL with one slash:
-# `http:/user:password@host`
-_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
-# A user, with or without a password, after `://`. Digits and a slash after the colon are a port and a path, not a
-# password.
-_LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
+# `http:/user:password@host`. A password may contain `@`.
+_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]*:[^\s'\"/]*@(?=[\w\[])")
+# A user, with or without a password, or a password alone, after `://`. Digits and a slash after the colon are a port
+# and a path, not a password, and brackets hold an address. `@` may be percent-encoded behind a password.
+_LOGIN_OF_URL = re.compile(
+    r"(?<=://)(?!\[)(?:[^\s'\"/:@]*:(?!\d+[/?#])(?:(?!://)[^\s'\"<>])*(?:@|%40)|[^\s'\"/:@]+@)(?=[\w\[])"
+)
+_CODE = re.compile(r"(?<=[?&]code=)[^\s'\"<>&#]+")  # a key in the query of a URL
 
 # Tokens in the formats of their issuers, such as `hf_...`, and values of the header `Authorization`
-_TOKEN = re.compile(r"\b(hf|api_org|sk|ghp|github_pat|glpat|xox[bp])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}")
+_TOKEN = re.compile(
+    r"\b(hf|api_org|sk|gh[oprsu]|github_pat|glpat|gsk|nvapi|xai|xox[abeprs])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}"
+    r"|\b(AIza)[\w-]{20,}|\b(eyJ)[\w-]+\.[\w-]+\.[\w-]*"
+)
 _HEADER = re.compile(r"(?i)\b(bearer|basic) +(?!auth|realm)[\w.~+/=-]+")
-# A name and its value: `name=value` or `"name": "value"`; and below, `--name value`
+# Headers whose values have several words, up to the end of the line
+_WHOLE_HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie): *[^\s'\"][^\r\n'\"}\]]*")
+# A name and its value: `name=value`, `name: value` or `"name": "value"`; and below, `--name value`. A bare
+# value after ` = ` isn't an expression of code.
 _ASSIGNMENT = re.compile(
-    r"""(?<![\w-])-{0,2}(?P<name>[A-Za-z][\w-]*)(?P<sign>=|["'] *[:=] *|(?<=authorization): *|(?<=key): +)"""
-    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&()"'\]}]+)""",
+    r"""(?<![\w-])-{0,2}(?P<name>[A-Za-z][\w-]*)"""
+    r"""(?P<sign>["'] *[:=] *|=(?! )|: +| *= *(?=[rbu]?["']|[^\s.(\[]+(?:[\s,;)}]|\Z)))"""
+    r"""(?P<value>[rbu]{0,2}(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^\s,;&()"'\]}]+)""",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value>[^\s-]\S*)")
+# In prose, a word or a count may follow these words and a colon: "no token: its row is empty"
+_PROSE_NAMES, _PROSE_VALUE = {"token", "key", "pass", "auth", "signature"}, re.compile(r"[a-z]+|\d{1,7}")
+_OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value>(?!--)\S+)")
 
 Setting = str | float | Sequence | Mapping | None  # a value of YAML and JSON
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 # Words that make a name secret, regardless of its other words
 _SECRET_WORDS = set(
-    "secret secrets password passwords passwd passphrase pwd credential credentials authorization auth".split()
+    "secret secrets password passwords passwd passphrase pwd pw credential credentials authorization auth".split()
 )
-_SECRET_WORDS |= {"apikey", "bearer", "cookie", "signature", "sig"}
-# Words that precede `key` in names of secrets
+_SECRET_WORDS |= set("apikey bearer cookie cookies signature sig jwt sas dsn".split())
+# Words that precede `key` in names of secrets, and `token` or `pass` in names of one word, such as `apitoken`
 _KEY_WORDS = set(
-    "api access secret private account ssh service subscription encryption signing openai wandb hf".split()
+    "api access secret private account ssh service subscription encryption signing openai wandb hf auth master hmac "
+    "functions function shared storage session client consumer app admin root user db database hub license deploy "
+    "anthropic azure gemini google mistral github gitlab slack bot refresh".split()
 )
+_ONE_WORD = re.compile(rf"({'|'.join(sorted(_KEY_WORDS))})(key|token|pass|secret|password)")
 # Words that precede `token` in names that aren't secrets, such as `eos_token`
 _TOKENIZER_WORDS = set(
     "pad eos bos unk sep cls mask image video audio vision boi eoi boa eoa start end stop media".split()
@@ -63,40 +78,57 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
     Returns:
         `bool`: Whether the name is the name of a secret.
     """
-    words = [word.lower() for word in _WORD.findall(name)]
+    words = [part for word in _WORD.findall(name) for part in _parts(word.lower())]
     if {*words} & _SECRET_WORDS or is_variable and {"key", "token"} & {*words}:
         return True
     words = words[:-1] if words[-1:] == ["id"] and "key" in words else words  # as in `access_key_id`
+    if words[-2:] in (["connection", "string"], ["connection", "strings"]):
+        return True
     before, last = (words[-2] if len(words) > 1 else ""), (words[-1] if words else "")
     return (last == "token" and before not in _TOKENIZER_WORDS) or (
-        last == "key" and (not before or before in _KEY_WORDS)
+        last in ("key", "pass") and (not before or before in _KEY_WORDS) or last == "keys" and before in _KEY_WORDS
     )
+
+
+def _parts(word: str) -> list[str]:
+    """Returns the two words of a name such as `apitoken` or `secretkeys`, or the word alone."""
+    match = _ONE_WORD.fullmatch(word.removesuffix("s"))
+    return [match[1], match[2]] if match else [word]
 
 
 def masked(text: str) -> str:
     """
-    Returns a text with `***` in place of: the user and password of a URL; tokens; values of Bearer and Basic headers;
+    Returns a text with `***` in place of: the user and password of a URL; tokens; values of headers with credentials;
     and values after names of secrets. For example, `--api-key=abc` becomes `--api-key=***`. The rest of a URL's query
     stays, so that links still work.
     """
-    text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
+    text = _CODE.sub("***", _LOGIN.sub("***@", _LOGIN_OF_URL.sub("***@", text)))
+    text = _WHOLE_HEADER.sub(r"\1: ***", _HEADER.sub(r"\1 ***", text))
 
     def mask(match: re.Match[str]) -> str:
         value = match["value"]
-        quote = value[0] if value[0] in "\"'" else ""
-        if not is_secret(match["name"]):
+        quote = value[-1] if value[-1] in "\"'" else ""
+        is_prose = match["name"].lower() in _PROSE_NAMES and match["sign"][0] == ":" and _PROSE_VALUE.fullmatch(value)
+        if is_prose or not is_secret(match["name"]):
             return match[0]
         return f"{match[0][: -len(value)]}{quote}***{quote}"
 
     text = _OPTION.sub(mask, _ASSIGNMENT.sub(mask, text))
-    return _TOKEN.sub(lambda match: f"{match[1] or match[3]}{match[2] or ''}***", text)
+    return _TOKEN.sub(lambda match: f"{match[1] or match[3] or match[4] or match[5]}{match[2] or ''}***", text)
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
     """Masks the words of a command line. The word after an option with the name of a secret becomes `***`."""
     result = list(map(masked, words))
     for i, (option, word) in enumerate(zip(words, words[1:], strict=False)):
-        if option.startswith("-") and "=" not in option and is_secret(option) and not word.startswith("--"):
+        is_login = option == "-u" and ":" in word  # as of curl
+        if (
+            option.startswith("-")
+            and "=" not in option
+            and is_secret(option)
+            and not word.startswith("--")
+            or is_login
+        ):
             result[i + 1] = "***"
     return result
 
@@ -123,6 +155,8 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
         str(name): without_secrets(entry, is_environment=name == "env")
         for name, entry in value.items()
         if not is_secret(str(name), is_variable=is_environment)
+        # Texts are keys, where numbers are counts
+        and not (isinstance(entry, str) and name in ("tokens", "keys"))
     }
 
 

@@ -5,11 +5,13 @@ import ast
 import difflib
 import importlib
 import inspect
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -32,6 +34,12 @@ REMOVED = {
     "vllm_device": "use `vllm_mode`",
     "torch_dtype": "use `dtype`",
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
+    # Options of this package that are settings of others
+    "keep_groups_together": "use `packing` with a setting, such as 'prefix(shuffle=True)' for `False`",
+    "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=1000)'",
+    "value_lr_scheduler_type": "use `value_learning_rate` with a setting, as '1e-5(lr_scheduler_type=\"cosine\")'",
+    "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
+    "vllm_sync_adapter": "use `vllm_engine_kwargs`, such as {'enable_lora': True}",
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
     "processor": "use `processing_class`",
@@ -67,12 +75,15 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
-def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
+def split_settings(text: str, option: str | None = None) -> tuple[str, dict[str, Any] | None]:
     """
     Returns a name and the settings behind it: `"f(a=1)"` is `("f", {"a": 1})`, and `"f"` is `("f", None)`.
 
-    Raises `ValueError` if the text has neither form.
+    Raises `ValueError` if the text has neither form, or a setting twice. The message names the `option`, if any.
     """
+    label = repr(text) if option is None else f"`{option}={text!r}`"
+    if not isinstance(text, str):
+        raise ValueError(f"{label} can't be read; write a name as text.")
     if not text.endswith(")"):
         return text, None
     try:
@@ -80,12 +91,35 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
         call = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
-        return name, {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError) as error:
+        return name, _without_duplicates([(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
+            f"{label} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
         ) from None
+
+
+def _without_duplicates(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in entries]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"it sets `{duplicate}` twice; remove one")
+    return dict(entries)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"`{text}` is no finite number")
+    return value
+
+
+def read_json(text: str) -> Any:
+    """Reads JSON. Raises a `ValueError` also for a key that is set twice, and for numbers beyond floats."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _literal(value: ast.expr) -> Any:
@@ -107,8 +141,7 @@ def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
     """Returns the names of the functions in a `reward_recipe`, without duplicates."""
     weights_by_label = [*recipe.values()] if isinstance(recipe, dict) else []
     if not weights_by_label or not all(
-        isinstance(weights, dict) and all(isinstance(weight, (int, float)) for weight in weights.values())
-        for weights in weights_by_label
+        isinstance(weights, dict) and all(map(_is_finite_number, weights.values())) for weights in weights_by_label
     ):
         raise ValueError(
             f"`reward_recipe` is {recipe!r}; write the weights of reward functions by the label of a row, such as "
@@ -117,12 +150,20 @@ def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
     return [*dict.fromkeys(name for weights in weights_by_label for name in weights)]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
 def check_settings(
     function: Callable, name: str, settings: dict[str, Any], names: Sequence[str] | None = None
 ) -> None:
     """
     Raises a `ValueError` about unknown settings, and about values that the function's annotations exclude, see
-    [`check_value`]. Valid settings are `names`, by default the function's parameters without `**kwargs`.
+    [`check_setting`]. Valid settings are `names`, by default the function's parameters without `**kwargs`.
     """
     parameters = inspect.signature(function).parameters
     valid_names = (
@@ -133,8 +174,29 @@ def check_settings(
             raise ValueError(
                 f"{name!r} has no setting {key!r}, only {[*valid_names]}.{did_you_mean(key, valid_names)}"
             )
-        parameter = parameters[key]
-        check_value(f"`{key}` of {name!r}", value, parameter.annotation, f"the default is {parameter.default!r}")
+        check_setting(f"`{key}` of {name!r}", value, parameters[key].annotation, parameters[key].default)
+
+
+def check_setting(name: str, value: Any, annotation: Any, default: Any) -> None:
+    """
+    Raises a `ValueError` about the value of a setting that its annotation excludes, see [`check_value`]. Unlike an
+    option, a setting must also be a text where the annotation is `str`, finite without an interval, and not `None`
+    unless the annotation or the default is.
+    """
+    types, interval = _types_and_interval(annotation)
+    remedy = f"the default is {default!r}"
+    if value is None and (default is None or NoneType in types):
+        return
+    types = {cls for cls in types if cls is not NoneType}
+    if not (types <= {bool, int, float, str, list[float]} or any(get_origin(cls) is Literal for cls in types)):
+        return
+    if value is None or types == {str} and not isinstance(value, str):
+        raise ValueError(f"{name} can't be {value!r}; {remedy}.")
+    if types == {bool} and not isinstance(value, (bool, str)):
+        raise ValueError(f"{name} must be `True` or `False`, got {value!r}; {remedy}.")
+    if interval is None and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}; {remedy}.")
+    check_value(name, value, annotation, remedy)
 
 
 T = TypeVar("T")
@@ -148,7 +210,7 @@ def read_settings(cls: Callable[..., T], option: str, text: str | float | None) 
     its field excludes.
     """
     first_field, *other_fields = inspect.signature(cls).parameters.values()
-    value, settings = split_settings(text) if isinstance(text, str) else (text, None)
+    value, settings = split_settings(text, option) if isinstance(text, str) else (text, None)
     if isinstance(value, str) and {*_types_and_interval(first_field.annotation)[0]} == {float}:
         value = as_number(value)
         if isinstance(value, str):
@@ -190,17 +252,23 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
         check_choice(name, value, get_args(types[0]))
     elif types == (bool,) and isinstance(value, str):
         raise ValueError(f"{name} must be `True` or `False`, got the text {value!r}; write it without quotes.")
+    elif types == (bool,) and type(value).__name__ not in ("bool", "bool_", "int"):  # of Python and numpy
+        raise ValueError(f"{name} must be `True` or `False`, got {value!r}; {remedy}.")
     elif {*types} <= {int, float}:
         if isinstance(value, str):
             raise ValueError(f"{name} must be a number, got the text {value!r}; write it without quotes.")
-        if isinstance(value, bool):
+        if value is not None and not _is_number(value):
             raise ValueError(f"{name} must be a number, got {value}; {remedy}.")
+        if types == (int,) and _is_finite_number(value) and not hasattr(value, "__index__"):
+            raise ValueError(f"{name} must be a whole number, got {value}; {remedy}.")
         if interval is not None:
             check_interval(name, value, interval, remedy)
     elif types == (list[float],):
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, (bool, str)) or not math.isfinite(item):
-                raise ValueError(f"{name} must be a list of finite numbers, got {item!r}; {remedy}.")
+        wrong = [value]
+        if isinstance(value, (list, tuple)):
+            wrong = [item for item in value if not _is_finite_number(item)]
+        if wrong:
+            raise ValueError(f"{name} must be a list of finite numbers, got {wrong[0]!r}; {remedy}.")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
@@ -229,7 +297,7 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
     """Imports a callable by its dotted path, also from the working directory. Errors suggest the built-in `names`."""
     module, _, function = name.rpartition(".")
-    if not module:
+    if not module or name.startswith("."):
         remedy = f"name one of {[*names]}, or a dotted path such as {example!r}."
         raise ValueError(f"There is no {kind} {name!r}; {remedy}{did_you_mean(name, names)}")
     if os.getcwd() not in sys.path:

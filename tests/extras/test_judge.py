@@ -2,6 +2,7 @@
 """A judge behind real local servers: its requests, scores, failures, cache and bounds, also by name in a trainer."""
 
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -187,6 +188,19 @@ def test_api_key_is_sent_and_never_shown(serve, monkeypatch, tmp_path):
     monkeypatch.delenv("KEY_OF_A_TEST")
     with pytest.raises(ValueError, match="'KEY_OF_A_TEST', with the judge's API key, isn't set"):
         judge_of(server, api_key_variable="KEY_OF_A_TEST")
+
+
+@pytest.mark.parametrize("status", [200, 302, 400, 403, 429, 500, 503])
+@pytest.mark.parametrize("start", ["no ", "x" * 190, '"'])
+def test_api_keys_stay_out_of_errors_of_any_status(status, start, serve, monkeypatch):
+    key = 'a"b/' + KEY
+    monkeypatch.setenv("KEY_OF_A_TEST", key)
+    server = serve(lambda request: (status, {"error": f"{start}{key}"}))
+    judge = judge_of(server, api_key_variable="KEY_OF_A_TEST", retries=1, backoff=0.001)
+    with pytest.raises(RuntimeError, match=str(status)) as error:
+        ask(judge, ["seven"])
+    shown = "".join(traceback.format_exception(error.value))
+    assert KEY[:6] not in shown and "a\\" not in shown and len(str(error.value)) < 400
 
 
 # Cache and bounds

@@ -11,13 +11,14 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..paths import local_path
-from ..spelling import did_you_mean
+from ..spelling import did_you_mean, read_json
 from .errors import one_line
 
 
@@ -55,6 +56,8 @@ _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _MAX_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
 
+_MOST_NODES, _DEEPEST = 100_000, 100  # limits on the values of a config file, with those that aliases repeat
+
 Value = bool | int | float | str | list | dict | None
 
 
@@ -71,6 +74,7 @@ def read_config(path: str) -> dict[str, Value]:
         duplicate = next((name for name in names if names.count(name) > 1), None)
         if duplicate is not None:
             raise ValueError(f"{path}: `{duplicate}` is set twice; remove one.")
+        _check_nodes(node, path)
         loader.flatten_mapping(node)
         # The value of a node, and its source in the file: a text for a scalar, nodes for a list or mapping
         values_and_sources = {
@@ -79,12 +83,32 @@ def read_config(path: str) -> dict[str, Value]:
         }
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: it isn't YAML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply; write it flat.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
     return {
         name: source if value is not None and isinstance(source, str) else value
         for name, (value, source) in values_and_sources.items()
     }
+
+
+def _check_nodes(root: Any, path: str) -> None:
+    """Raises a `ValueError` about a key that is set twice in a mapping, and about aliases that make endless values."""
+    stack, n_nodes = [(root, 0)], 0
+    while stack:
+        node, depth = stack.pop()
+        n_nodes += 1
+        if n_nodes > _MOST_NODES or depth > _DEEPEST:
+            raise ValueError(f"{path}: its aliases (`*name`) repeat values without end; write the values themselves.")
+        if isinstance(node.value, str):  # a scalar
+            continue
+        pairs = [item if isinstance(item, tuple) else (None, item) for item in node.value]
+        keys = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
+        duplicate, n = next(iter(Counter(keys).most_common(1)), (None, 0))
+        if n > 1:
+            raise ValueError(f"{path}: `{duplicate}` is set twice in one mapping; remove one.")
+        stack += [(value, depth + 1) for _, value in pairs]
 
 
 def _option_name(key: str) -> str:
@@ -354,7 +378,7 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     elif len(choices) > _MAX_LISTED:
         arguments["metavar"] = "NAME"
         text += f" One of {', '.join(choices)}."
-    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": _parse_json}.get(
+    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": parse_json}.get(
         type_name, str
     )
     if option["optional"] and type_name != "str":
@@ -382,11 +406,15 @@ def _parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _parse_json(text: str) -> Value:
-    return json.loads(text)
+def parse_json(text: str) -> Value:
+    """Reads JSON on a command line, see [`~spelling.read_json`]."""
+    try:
+        return read_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid json value: {text!r} ({error})") from None
 
 
-_parse_bool.__name__, _parse_json.__name__ = "bool", "json"  # messages of argparse show these names
+_parse_bool.__name__, parse_json.__name__ = "bool", "json"  # messages of argparse show these names
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

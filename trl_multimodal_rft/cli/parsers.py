@@ -2,14 +2,13 @@
 """Options of the commands that run without `accelerate launch`. This module doesn't import the commands' code."""
 
 import argparse
-import json
 import os
 from types import SimpleNamespace
 
 from ..data.reading.rules import BUDGET_NAMES, OPTION_NAMES
 from ..spelling import split_settings
 from ..trainers.batches import batch_size
-from .options import Parser, Value, config_path, options_of, read_config
+from .options import Parser, Value, config_path, options_of, parse_json, read_config
 from .preflight import integer, process_count
 
 
@@ -95,8 +94,8 @@ def check(parser: Parser) -> None:
     length_default = "context length minus `--max_completion_length`"
     add("--max_prompt_length", type=int, help=f"maximum tokens of a prompt (default: {length_default})")
     parser.add_options("grpo", *_CHECK_OPTIONS, max_completion_length=256, model_revision=None)
-    add("--media_rules", type=json.loads, help=_RULES_HELP)
-    add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
+    add("--media_rules", type=parse_json, help=_RULES_HELP)
+    add("--chat_template_kwargs", type=parse_json, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
@@ -198,4 +197,4 @@ def prepare(parser: Parser) -> None:
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    add("--media_rules", type=json.loads, help=_RULES_HELP)
+    add("--media_rules", type=parse_json, help=_RULES_HELP)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.columns import KNOWN_TYPES, block_modality, further_keys
+from ..data.rows.thoughts import opened_thought
 from ..families import family_of_processor
 from .processors import Processor
 
@@ -156,8 +157,7 @@ def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space after it, or `""`."""
-    match = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL_LENGTH:].tolist())))
-    return "" if match is None else match[0]
+    return opened_thought(str(tokenizer.decode(input_ids[-_TAIL_LENGTH:].tolist())))
 
 
 def of_row(row: int | None) -> str:

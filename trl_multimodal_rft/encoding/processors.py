@@ -9,6 +9,7 @@ from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokeni
 from transformers.utils import logging
 
 from ..data.reading.refs import MediaError
+from ..data.rows.thoughts import is_part_of_tag
 from ..families import AUDIO_EXTRACTORS
 from .model_folders import loading_errors
 
@@ -91,6 +92,20 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     added_tokens = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
     added_tokens = added_tokens.values() if isinstance(added_tokens, dict) else ()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added_tokens if token.special)} - {""}
+
+
+def completion_texts(ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decodes completions without special tokens, except those of thoughts, since rewards read what follows them."""
+    tokens = control_tokens(tokenizer)
+    dropped = {token for token in tokens if not is_part_of_tag(token)}
+    if dropped == tokens:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    dropped_ids = {tokenizer.convert_tokens_to_ids(token) for token in dropped}
+
+    def is_kept(token_id: int) -> bool:
+        return token_id not in dropped_ids
+
+    return tokenizer.batch_decode([[*filter(is_kept, row)] for row in ids], skip_special_tokens=False)
 
 
 def checked_text(

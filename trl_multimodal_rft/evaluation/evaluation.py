@@ -30,7 +30,7 @@ from ..engines.transformers import Branches
 from ..families import input_modalities
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
-from ..rewards.calls import reward_loop
+from ..rewards.calls import dropped_tags, reward_loop
 from ..rewards.choices import extracted_answer
 from ..rollout.environments import Environments
 from ..rollout.reward import checked_functions, reward_rollout
@@ -94,6 +94,8 @@ class Evaluation:
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
         self.skips_unreadable = (args.on_media_error or policy.on_media_error) == "skip"
         self.generation_config = _generation_config(self.encoder, self.tokenizer, args)
+        for warning in dropped_tags([*reward_funcs.values()], self.tokenizer):
+            logger.warning_once(warning)
         self._check_columns(dataset, "all")
         dataset_rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
         self.read_row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if dataset_rows is None else dataset_rows[i]

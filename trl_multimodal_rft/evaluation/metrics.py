@@ -61,7 +61,7 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
 
     Args:
         answers (`Sequence[Sequence[Hashable]]`):
-            Answers of each row's completions; equal answers agree.
+            Answers of each row's completions; equal answers agree, and `None` has no vote.
         correct (`Sequence[Sequence[bool]]`):
             Whether each answer is right. For a block, the block's first completion with the winning answer counts.
         k (`int`):
@@ -90,7 +90,11 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
         is_block_right = []
         for start in range(0, len(votes) - k + 1, k):
             block = list(votes[start : start + k])
-            (winner, _), *_ = Counter(block).most_common()  # equal counts are in the order of first appearance
+            counts = Counter(answer for answer in block if answer is not None)
+            if not counts:
+                is_block_right.append(False)
+                continue
+            (winner, _), *_ = counts.most_common()  # equal counts are in the order of first appearance
             is_block_right.append(bool(right[start + block.index(winner)]))
         shares.append(np.mean(is_block_right))
     return np.array(shares, dtype=float)

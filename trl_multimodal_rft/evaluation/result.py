@@ -14,7 +14,7 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from ..credentials import without_secrets
-from ..rewards.answers import normalize_answer
+from ..rewards.choices import vote_of
 from ..rollout.turns import LIMITS
 from .config import EvaluationConfig
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
@@ -122,9 +122,12 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, n_right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers agree if they differ only in case, whitespace or punctuation. With fewer than `2 * k` completions, a
-        # row has a single block of `k`, whose majority is right (1) or wrong (0).
-        answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored_records]
+        # Answers agree if they differ only in case, whitespace or punctuation, or are the same number. With fewer than
+        # `2 * k` completions, a row has a single block of `k`, whose majority is right (1) or wrong (0).
+        answers = [
+            [vote_of(answer, record.get("choices")) for answer in record["extracted_answers"]]
+            for record in scored_records
+        ]
         add(
             f"majority@{k}",
             majority_at_k(answers, [record["correct"] for record in scored_records], k),

@@ -225,10 +225,8 @@ class JudgeReward(Server):
             is_usable=lambda response: response.status != 200 or _reply_in(response) is not None,
         )
         reply = _reply_in(response)
-        if reply is None:  # a server may repeat the API key in its message
-            text = response.body[:200].decode(errors="replace")
-            secret = self._api_key()
-            text = text if secret is None else text.replace(secret, "***")
+        if reply is None:
+            text = self._start_of(response.body)
             raise RuntimeError(f"The judge {self._public_url} answered {response.status}: {text!r}.")
         with self._lock:
             self._replies[key] = reply

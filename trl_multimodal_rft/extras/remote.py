@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import quote
 
 import requests
 
-from ..credentials import without_credentials
+from ..credentials import masked, without_credentials
 from ..data.reading.decoding import load_audio, load_image, load_video
 from ..data.reading.files import png, wav
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
@@ -51,6 +52,16 @@ class Server:
     @property
     def _public_url(self) -> str:
         return without_credentials(self.url)
+
+    def _api_key(self) -> str | None:
+        return None
+
+    def _start_of(self, body: bytes) -> str:
+        """Returns the start of a response for an error, without secrets, such as a key that the server repeats."""
+        text, key = body.decode(errors="replace"), self._api_key()
+        for spelling in () if key is None else (key, json.dumps(key)[1:-1], quote(key, safe="")):
+            text = text.replace(spelling, "***")
+        return masked(text[:1000])[:200]
 
     def _ask_all(
         self, ask: Callable[[requests.Session, P], T], items: Iterable[P], api_key: str | None = None
@@ -92,6 +103,7 @@ class Server:
                 backoff=self.backoff,
                 max_bytes=max_bytes,
                 is_usable=is_usable,
+                shown=self._start_of,
             )
         except TooLarge:
             raise RuntimeError(too_large) from None
@@ -173,7 +185,7 @@ class RemoteReward(Server):
             "return one number for each completion.",
             is_usable=lambda response: not (response.status == 200 and response.is_html),
         )
-        text = response.body[:200].decode(errors="replace")
+        text = self._start_of(response.body)
         if response.status != 200:
             raise RuntimeError(f"The reward server {self._public_url} answered {response.status}: {text!r}.")
         try:

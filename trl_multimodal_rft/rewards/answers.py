@@ -4,6 +4,7 @@
 The rewards read only the completions, since R1-AQA's prompts contain answer tags, too ("... in `<answer> </answer>`").
 """
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 
 from ..data.rows.cells import cell_value
 from ..data.rows.letters import listed_letters, read_letter
+from ..data.rows.thoughts import has_thoughts, without_thoughts
 from . import expressions
 from .calls import Argument, Completion, Reference, RowError, require_column
 
@@ -59,15 +61,30 @@ _MOST_MARKS = 30
 # Texts with words (except LaTeX commands), adjacent numbers or clock times aren't passed to math_verify, which reads
 # "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as a ratio (equal to "4:60")
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
+# Commands that may stand between numbers, as in "3 \times 4" and "5 \sqrt 2"; "3 \quad 4" is a list
+_INFIX = re.compile(
+    r"\\(?:times|cdot|div|pm|mp|leq?(?:slant)?|geq?(?:slant)?|lt|gt|neq?|approx|sqrt|pi|log|ln|exp|sin|cos|tan)(?![a-zA-Z])"
+)
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
 # Characters of expressions. math_verify stops at the first other character, and reads "7?8" as 7.
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
 # Spaces and signs in LaTeX such as `\,` and `\%`, backslashes before brackets, and underscores of subscripts
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
+_LATEX_SPACE = re.compile(r"\\[,;:]")
 _LONGEST_EXPRESSION = 1000  # maximum length of an expression, in characters
 # "1,000", ".5" and "1e3" are numbers; "1/2" and "1 1/2" are fractions
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:(?<=[0-9])e[-+]?[0-9]{1,3})?")
 _MIXED = re.compile(r"([-+]?)\s*(?:([0-9]+) )?([0-9]+/0*[1-9][0-9]*)")
+# A factor of a product: "6.63", "10^{-34}", "10^8" or "\frac{1}{2}", and the operators between factors
+_FACTOR = re.compile(
+    r"(?P<base>[-+]?[0-9.,e]{1,12})(?:\s*\^\s*(?P<brace>\{)?\s*(?P<power>[-+]?[0-9]{1,3})\s*(?(brace)\}))?"
+    r"|(?P<sign>[-+]?)\\[dt]?frac\s*\{(?P<above>[0-9]{1,12})\}\s*\{(?P<below>[0-9]{1,12})\}"
+)
+_BETWEEN_FACTORS = re.compile(r"\s*(\\times(?![a-z])|\\cdot(?![a-z])|\\div(?![a-z])|[×*÷])\s*")
+_MOST_FACTORS = 6
+_SMALL = Fraction(1, 10**4)  # below it, six decimal places hold fewer than three digits
+# Operators beside those of ASCII
+_ASCII_OPERATORS = {"−": "-", "·": "*", "⋅": "*", "∙": "*"}
 # Letters with a value, which may equal a number
 _CONSTANTS = ("e", "π")
 
@@ -117,7 +134,7 @@ def accuracy_reward(
         references = references_of(solutions, position, "accuracy_reward")
         answer, in_latex = _find_answer(completion_text(completion))
         answer = normal_form(answer).strip()
-        is_right = any(_is_right(answer, in_latex, reference) for reference in references)
+        is_right = answer != "" and any(_is_right(answer, in_latex, reference) for reference in references)
         rewards.append(float(is_right) if references else None)
     return rewards
 
@@ -125,6 +142,7 @@ def accuracy_reward(
 def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list[float]:
     """
     Rewards the form `<answer>...</answer>`: 1.0 if a completion has only whitespace around the tags, else 0.0.
+    Thoughts before them don't count, see [`extract_answer`].
 
     See [`accuracy_reward`] for the arguments.
 
@@ -134,7 +152,8 @@ def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list
     [1.0, 0.0]
     ```
     """
-    return [float(_FORMAT.fullmatch(completion_text(completion)) is not None) for completion in completions]
+    answers = [without_thoughts(completion_text(completion)) for completion in completions]
+    return [float(_FORMAT.fullmatch(answer) is not None) for answer in answers]
 
 
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
@@ -142,8 +161,8 @@ vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructi
 
 def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs: Argument) -> list[float]:
     """
-    Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
-    `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
+    Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts, such
+    as `<think>...</think>`, and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
 
     See [`accuracy_reward`] for the other arguments.
 
@@ -160,12 +179,13 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     ```
     """
     rewards = []
-    for text in map(completion_text, completions):
+    for completion in completions:
+        text = completion_text(completion)
         # Without `completion_ids`, the opening tag may be at the end of the prompt, which the function doesn't get
-        begins = text.lstrip().startswith("<think>") or not ("<think>" in text or "completion_ids" in kwargs)
-        has_thoughts = begins and "</think>" in text
-        answer = text.rpartition("</think>")[2] if think else text
-        rewards.append(float((has_thoughts or not think) and _last_box(answer) is not None))
+        begins = not think or has_thoughts(text, prompt_may_open="completion_ids" not in kwargs)
+        if not isinstance(completion, str):  # a tokenizer that parses turns puts thoughts beside the content
+            begins = begins or any(completion[-1].get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+        rewards.append(float(begins and _last_box(without_thoughts(text)) is not None))
     return rewards
 
 
@@ -206,7 +226,8 @@ def completion_text(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     last = completion[-1]
-    return "" if last["role"] == "tool" else last["content"]
+    content = "" if last["role"] == "tool" else last.get("content") or ""
+    return content if isinstance(content, str) else "".join(block.get("text") or "" for block in content)
 
 
 def extract_answer(text: str) -> str:
@@ -221,7 +242,9 @@ def extract_answer(text: str) -> str:
         `str`: Content of the first `<answer>...</answer>`, in upper or lower case, or of a box or statement inside the
         tags. Without tags, content of the last `\\boxed{}`, or the text after `####` in the last line or after a final
         "the answer is". Otherwise, or if `<answer>` isn't closed, the whole text, without outer whitespace and
-        Markdown.
+        Markdown. Of a text with thoughts, only what follows the last thought counts, and `""` if one isn't closed.
+        The tags of thoughts are those of common chat templates, such as `<think>...</think>` and
+        `[THINK]...[/THINK]`.
 
     Example:
     ```python
@@ -234,6 +257,7 @@ def extract_answer(text: str) -> str:
 
 def _find_answer(text: str) -> tuple[str, bool]:
     """Returns the answer in a text, and whether it is in LaTeX."""
+    text = without_thoughts(text)
     # An answer in tags, in which there may be a box or a statement
     _, *after_tag = _OPENING_TAG.split(text, maxsplit=1)
     if after_tag:
@@ -319,7 +343,7 @@ def normalize_answer(text: str) -> str:
 
 def _folded(text: str) -> str:
     """Returns a text without case, punctuation and extra whitespace."""
-    folded = text.casefold().replace("i\u0307", "i")  # from the Turkish capital İ
+    folded = _LATEX_SPACE.sub(" ", text.casefold().replace("i\u0307", "i"))  # from the Turkish capital İ
     # An answer of punctuation alone stays unchanged, as it would otherwise equal an empty completion
     return " ".join(_PUNCTUATION.sub("", folded).split()) or text
 
@@ -337,10 +361,10 @@ def normal_form(text: str, superscripts: bool = False) -> str:
 
 
 def _decomposed(character: str, superscripts: bool) -> str:
-    """Returns a character in NFKD, or as an ASCII digit or minus. A fraction gets a space in front."""
+    """Returns a character in NFKD, or as an ASCII digit or operator. A fraction gets a space in front."""
     digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)  # such as "<super> 0032"
-    if digit is not None or character == "−":
-        return "-" if digit is None else str(digit)
+    if digit is not None or character in _ASCII_OPERATORS:
+        return _ASCII_OPERATORS[character] if digit is None else str(digit)
     if form.startswith("<super>") and not superscripts:
         return character
     decomposed = unicodedata.normalize("NFKD", character)
@@ -387,12 +411,19 @@ def _equal(answer: str, reference: str) -> bool:
     texts = [_folded(answer), _folded(reference)]
     if texts[0] == texts[1]:
         return True
-    numbers = [_number(text) for text in texts]
+    numbers = [number_of(text) for text in texts]
     value, right_value = numbers
     if value is not None and right_value is not None:
-        # As in math_verify, fractions are equal if they agree up to the sixth decimal place
-        are_fractions = all("." in text or "/" in text for text in texts)
-        return value == right_value or are_fractions and round(value, 6) == round(right_value, 6)
+        # As in math_verify, fractions are equal if they agree up to the sixth decimal place. Small ones, which would
+        # all be 0, must agree up to the sixth significant digit
+        are_fractions = all(
+            "." in text or "/" in text or number.denominator > 1
+            for text, number in zip(texts, (value, right_value), strict=True)
+        )
+        places, largest = 6, max(abs(value), abs(right_value))
+        if 0 < largest < _SMALL:
+            places += int(math.log10(largest.denominator // largest.numerator))
+        return value == right_value or are_fractions and round(value, places) == round(right_value, places)
     if not (_is_expression(answer) and _is_expression(reference)):
         return False
     units = {_value_and_unit(text)[1] for text in (answer, reference)} - {""}
@@ -410,7 +441,7 @@ def _is_expression(text: str) -> bool:
     """Returns whether a text can be an expression. math_verify would read only parts of other texts."""
     if len(text) > _LONGEST_EXPRESSION or not any(map(str.isalnum, text)):
         return False
-    bare = _LATEX_COMMAND.sub("", text)
+    bare = _LATEX_COMMAND.sub("", _INFIX.sub("+", text))
     if _PROSE.search(bare) is not None:
         return False
     bare = _ESCAPE.sub("", bare).strip("$?;°\"' ")
@@ -419,13 +450,43 @@ def _is_expression(text: str) -> bool:
     return min(depths) == depths[-1] == bare.count("|") % 2 == 0 and _READABLE.fullmatch(bare) is not None
 
 
-def _number(text: str) -> Fraction | None:
-    """Returns the value of a number or of a fraction such as "1 1/2", or `None` for other texts."""
+def number_of(text: str) -> Fraction | None:
+    """Returns the value of a number, of a fraction such as "1 1/2", or of a product, or `None` for other texts."""
     if len(text) > _LONGEST_EXPRESSION:
         return None
+    text = text.strip("$ ")
     mixed = _MIXED.fullmatch(text)
     if mixed is not None:  # sign, whole number if any, fraction
         return Fraction(mixed[1] + "1") * (int(mixed[2] or 0) + Fraction(mixed[3]))
     if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
-        return None
+        return _product(text)
     return Fraction(text.replace(",", ""))
+
+
+def _product(text: str) -> Fraction | None:
+    """Returns the value of factors such as "3 \\times 10^{8}", "1.5*4" and "\\frac{1}{2}", or `None`."""
+    parts = _BETWEEN_FACTORS.split(text)
+    if len(parts) >= 2 * _MOST_FACTORS:
+        return None
+    value = Fraction(1)
+    for operator, part in zip(["*", *parts[1::2]], parts[::2], strict=True):
+        factor = _factor(part)
+        if factor is None or factor == 0 and operator in ("÷", "\\div"):
+            return None
+        value = value / factor if operator in ("÷", "\\div") else value * factor
+    return value
+
+
+def _factor(text: str) -> Fraction | None:
+    match = _FACTOR.fullmatch(text)
+    if match is None or match["below"] and int(match["below"]) == 0:
+        return None
+    if match["below"]:
+        return Fraction(f"{match['sign']}{match['above']}/{match['below']}")
+    if _NUMBER.fullmatch(match["base"]) is None or not any(map(str.isdigit, match["base"])):
+        return None
+    base, power = Fraction(match["base"].replace(",", "")), match["power"]
+    if power is None:
+        return base
+    # The power of "-3^2" isn't that of the whole base
+    return None if match["base"][0] in "-+" or base == 0 else base ** int(power)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from transformers import TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.trainer.utils import (
     get_callable_name,
     is_async_callable,
@@ -26,6 +26,7 @@ from trl.trainer.utils import (
 
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import as_text, strip_media
+from ..encoding.processors import control_tokens
 from ..spelling import did_you_mean
 from .failures import RewardError, line_of, user_frames
 
@@ -200,6 +201,20 @@ def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prom
         f"</answer>.\"`), or remove '{name}'."
         for name, text in required.items()
         if text is not None and not any(text in prompt for prompt in texts)
+    ]
+
+
+def dropped_tags(reward_funcs: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns a warning if tags that rewards look for are special tokens, which completions lose when decoded."""
+    tags = {"<answer>", *filter(None, (getattr(func, "required_in_prompt", None) for func in reward_funcs))}
+    tags |= {f"</{tag[1:]}" for tag in tags if tag.startswith("<")}
+    dropped = sorted(tags & control_tokens(tokenizer))
+    if not dropped:
+        return []
+    return [
+        f"Rewards never see {', '.join(f'`{tag}`' for tag in dropped)}, since decoding drops special tokens of the "
+        'tokenizer. Set `"special": false` for them in the tokenizer.json of the model, or ask for another form, such '
+        "as `\\boxed{}`."
     ]
 
 

@@ -2,10 +2,11 @@
 """Rewards for multiple-choice questions."""
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Hashable, Sequence
 
 from ..data.rows.letters import listed_letters, read_letter
-from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
+from .answers import completion_text, extract_answer, normal_form, normalize_answer, number_of, references_of
 from .calls import Argument, Completion, Reference, RowError, require_column
 
 
@@ -61,6 +62,20 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None or choices is None else choices[index]
+
+
+def vote_of(answer: str, choices: Sequence[str] | None = None) -> Hashable:
+    """
+    Returns what equal answers share: the index of the named choice, a number's value, or else the normalized text.
+    Returns `None` for an answer without a vote: it is empty or punctuation alone, or names none of the `choices`.
+    """
+    if choices:
+        return named_choice(answer, choices)
+    text = normalize_answer(answer)
+    if all(unicodedata.category(character)[0] in "PZC" or character in "$`^" for character in text):
+        return None
+    number = number_of(text)
+    return text if number is None else number
 
 
 def named_choice(answer: str, choices: Sequence[str]) -> int | None:

@@ -88,6 +88,17 @@ def _read_line(process: subprocess.Popen) -> str:
     return process.stdout.readline().strip()
 
 
+def _differ(*parsed: list) -> bool:
+    """Returns whether small numbers, which are all 0 for math-verify, differ in their first six significant digits."""
+    values = []
+    for candidates in parsed:
+        try:
+            values.append(float(getattr(candidates[0], "rhs", candidates[0])))
+        except Exception:  # not a number
+            return False
+    return max(map(abs, values)) < 1e-4 and len({f"{value:.5e}" for value in values}) > 1
+
+
 def _compare_lines() -> None:
     """Compares the two expressions in each line of stdin, until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
@@ -108,7 +119,8 @@ def _compare_lines() -> None:
             # A watchdog thread ends the process after the limit, even while a C library runs
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)
             guess, gold = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
-            is_equal = bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=None)
+            is_equal = bool(gold) and bool(guess)
+            is_equal = is_equal and verify(gold, guess, timeout_seconds=None) and not _differ(gold, guess)
             faulthandler.cancel_dump_traceback_later()
             print("equal" if is_equal else "other", file=replies, flush=True)
 

@@ -4,7 +4,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!\d)|\d++)
 def box_iou_reward(
     completions: Sequence[Completion],
     solution: Sequence[Reference] | None = None,
-    iou_threshold: float | None = None,
+    iou_threshold: Annotated[float | None, "[0, 1)"] = None,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
     **kwargs: Argument,
@@ -162,7 +162,7 @@ def detection_reward(
     completions: Sequence[Completion],
     solution: Sequence[Reference] | None = None,
     method: Literal["visual_rft", "perception_r1"] = "visual_rft",
-    iou_threshold: float = 0.5,
+    iou_threshold: Annotated[float, "[0, 1)"] = 0.5,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
     **kwargs: Argument,

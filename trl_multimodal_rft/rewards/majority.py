@@ -3,17 +3,17 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from .answers import accuracy_reward, completion_text, normalize_answer
+from .answers import accuracy_reward, completion_text, extract_answer
 from .calls import Argument, Completion
-from .choices import choice_reward, extracted_answer, named_choice
+from .choices import choice_reward, vote_of
 
 
 def majority_reward(
     completions: Sequence[Completion],
     group_ids: Sequence[int] | None = None,
-    threshold: float = 0.0,
+    threshold: Annotated[float, "[0, 1]"] = 0.0,
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Argument,
 ) -> list[float]:
@@ -21,8 +21,9 @@ def majority_reward(
     Rewards the most frequent answer of a group with 1.0, and other answers with 0.0, as in
     [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478).
 
-    Answers are compared as in majority@k, by [`~rewards.choices.extracted_answer`] without case, whitespace and
-    punctuation. An answer that is empty, or that names none of a row's `choices`, has no vote. The most frequent
+    Answers are compared as in majority@k, by [`extract_answer`] without case, whitespace and
+    punctuation, and numbers by their values. An answer that is empty or punctuation alone, or that names none of a
+    row's `choices`, has no vote. The most frequent
     answer is the group's label, unless votes are tied or its share of the completions is below `threshold`. In a group
     without a label, all rewards are 0.0, so the group has no signal. The metric `sampling/agreement` is the mean share
     of the most frequent answer. The metric `majority/correct_frac` is the share of right labels, for rows with a
@@ -61,14 +62,17 @@ def majority_reward(
         )
     columns: Mapping[str, Any] = kwargs
     choices = columns.get("choices") or [None] * len(completions)
-    answers = [_vote(completion, options) for completion, options in zip(completions, choices, strict=True)]
+    answers = [
+        vote_of(extract_answer(completion_text(completion)), options)
+        for completion, options in zip(completions, choices, strict=True)
+    ]
     groups: dict[int, list[int]] = defaultdict(list)
     for position, group in enumerate(group_ids):
         groups[group].append(position)
     # Rewards by completion, shares of the most frequent answer by group, and a completion's index for each label
     rewards, shares, winners = [0.0] * len(completions), [], []
     for positions in groups.values():
-        votes = Counter(answers[position] for position in positions if answers[position])
+        votes = Counter(answers[position] for position in positions if answers[position] is not None)
         # The most frequent answer and its number of votes, and the second number of votes, 0 if there is none
         (label, n_votes), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
         shares.append(n_votes / len(positions))
@@ -81,12 +85,6 @@ def majority_reward(
         if label_rewards := _label_rewards(completions, columns, winners):
             log_metric("majority/correct_frac", sum(label_rewards) / len(label_rewards))
     return rewards
-
-
-def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
-    """Returns the normalized answer of a completion, or an empty text if the completion has no vote."""
-    answer = extracted_answer(completion_text(completion), choices)
-    return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
 
 
 def _label_rewards(completions: Sequence[Completion], columns: Mapping[str, Any], winners: list[int]) -> list[float]:

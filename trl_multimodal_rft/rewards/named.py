@@ -33,6 +33,8 @@ _TRL_FUNCTIONS = ("reasoning_accuracy_reward", "think_format_reward")
 # Factories, which are called to make a reward function, with or without settings
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
+# Arguments of reward functions that trainers pass: of the call, and columns that functions of this package read
+_NO_SETTINGS = (*CALLED_WITH, "group_ids", "media_rules", "solution", "choices")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -109,6 +111,9 @@ def _load_func(name: str) -> Callable:
         return function
     if inspect.isclass(function):
         return _call_factory(function, name, settings)
+    for key in settings:
+        if key in _NO_SETTINGS:
+            raise ValueError(f"`{key}` of {name!r} is no setting, as the trainer passes it for each batch; remove it.")
     check_settings(function, name, settings)
     # Lists become tuples, since a reward function would read a list as a column with an entry per row
     constants = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}

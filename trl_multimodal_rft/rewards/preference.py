@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from ..data.rows.thoughts import without_thoughts
 from .answers import completion_text, extract_answer, normal_form, references_of
 from .calls import Argument, Completion, Reference, RowError, require_column
 
@@ -77,8 +78,7 @@ def verdict_in(text: str) -> Verdict | None:
         `str` or `None`: `"A"` if the first answer is better, `"B"` if the second is better, or `"tie"`. `None` without
         a verdict, or if verdicts contradict each other.
     """
-    # Thoughts have no verdict, also if they aren't closed
-    final_text = text.rpartition("</think>")[2].partition("<think>")[0]
+    final_text = without_thoughts(text)
     candidates = ["".join(groups) for groups in _MARKED_VERDICT.findall(final_text)] or [extract_answer(final_text)]
     verdicts = {_as_verdict(words) for words in candidates} - {None}
     return verdicts.pop() if len(verdicts) == 1 else None

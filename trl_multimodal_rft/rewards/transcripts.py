@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards for transcripts of speech and of text in images."""
 
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -10,6 +11,13 @@ from ..data.reading.decoding import require_module
 from ..data.rows.cells import cell_value
 from .answers import Json, extract_answer, normal_form, rewards_by_reference
 from .calls import Argument, Completion, Reference
+
+
+# Spaces beside letters of scripts that are written without spaces: Chinese, Japanese, Thai, Lao, Burmese and Khmer
+_UNWRITTEN = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_UNWRITTEN_SPACE = re.compile(rf"(?<=[{_UNWRITTEN}])\s+|\s+(?=[{_UNWRITTEN}])")
 
 
 def ocr_reward(
@@ -73,7 +81,8 @@ def cer_reward(
     Rewards a transcript by its character error rate: 1 minus the rate, at least 0.0, for languages whose words aren't
     separated by spaces.
 
-    Spaces count as characters. Everything else is as in [`wer_reward`].
+    Spaces count as characters, except beside letters of scripts that are written without spaces, such as Chinese,
+    Japanese and Thai. Everything else is as in [`wer_reward`].
     For the arguments and the errors, see [`accuracy_reward`].
 
     Example:
@@ -83,7 +92,11 @@ def cer_reward(
     ```
     """
     rate = require_module("jiwer", "speech").cer
-    return _best_rewards(completions, solution, "cer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
+
+    def normalize(text: str) -> str:
+        return _UNWRITTEN_SPACE.sub("", _spoken(text))
+
+    return _best_rewards(completions, solution, "cer_reward", normalize, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
 
 
 def _spoken(text: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,9 +27,10 @@ from trl.chat_template_utils import parse_response
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import TOOL_PREFIX, blocks_to_refs
+from ..data.rows.thoughts import without_thoughts
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_results, stand_in_turn
 from ..encoding.messages import opened_thoughts
-from ..encoding.processors import Processor, checked_texts, tokenizer_of
+from ..encoding.processors import Processor, checked_texts, completion_texts, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
@@ -347,11 +349,22 @@ def parse_assistant_turn(
             nested_values = [[*value.values()] if isinstance(value, dict) else value for value in nested_values]
             nested_values = [item for value in nested_values if isinstance(value, list) for item in value]
         if not nested_values:
-            return message
+            return _with_open_thought(message, tokenizer, ids, ids_before)
     except RecursionError:
         pass
     logger.warning_once(f"A tool call whose arguments are nested more than {_DEEPEST} deep was taken as text.")
-    return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    return {"role": "assistant", "content": completion_texts([ids], tokenizer)[0]}
+
+
+def _with_open_thought(
+    message: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ids: list[int], ids_before: list[int]
+) -> dict[str, Any]:
+    """Adds the thinking tag to a turn whose prompt has opened it, if TRL took a thought that isn't closed as text."""
+    if not message["content"] or message.get("tool_calls"):
+        return message
+    tag = opened_thoughts(torch.tensor(ids_before), tokenizer)
+    is_thought = tag != "" and not without_thoughts(tag + completion_texts([ids], tokenizer)[0])
+    return {**message, "content": tag + message["content"]} if is_thought else message
 
 
 def has_unparsed_call(tokenizer: PreTrainedTokenizerBase, ids: list[int], message: dict[str, Any]) -> bool:
@@ -384,7 +397,7 @@ def completions_without_tools(rollout: Rollout, ids: list[list[int]], processing
 
 def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns completions as texts, which begin with the thinking tag if the prompt has opened it."""
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = completion_texts(ids, tokenizer)
     opening_tags = {id(prompt): opened_thoughts(prompt.input_ids, tokenizer) for prompt in rollout.prompts}
     return [opening_tags[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
 

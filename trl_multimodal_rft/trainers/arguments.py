@@ -3,7 +3,6 @@
 
 import functools
 import inspect
-import json
 import math
 import os
 import re
@@ -11,7 +10,7 @@ import tempfile
 import typing
 from collections.abc import Generator, Sequence
 from dataclasses import fields
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +19,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
 from ..credentials import without_credentials
-from ..spelling import check_value, did_you_mean
+from ..spelling import check_value, did_you_mean, read_json
 
 
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
@@ -119,8 +118,9 @@ def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
 
 def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
     """
-    Raises a `ValueError` if the text of one of a config's dictionaries isn't JSON. transformers would keep a text that
-    doesn't start with a brace, and its error for other texts doesn't name the option. Strips whitespace around JSON.
+    Raises a `ValueError` if one of a config's dictionaries is of another type, or a text that isn't JSON, see
+    [`~spelling.read_json`]. transformers would keep a text that doesn't start with a brace, and its error for other
+    texts doesn't name the option. Strips whitespace around JSON.
 
     Args:
         config ([`~transformers.TrainingArguments`]): Config, changed in place.
@@ -128,16 +128,18 @@ def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
     """
     for name in names:
         text = getattr(config, name)
+        if not isinstance(text, (str, dict, NoneType)) and name not in _OTHER_TEXTS:
+            raise ValueError(f"`{name}` must be a dictionary, got {text!r:.60}; correct or remove it.")
         if not isinstance(text, str) or not text.strip() or (name in _OTHER_TEXTS and not text.startswith("{")):
             continue
         try:
-            is_dictionary = isinstance(json.loads(text), dict)
-        except ValueError:
-            is_dictionary = False
-        if not is_dictionary:
+            problem = "" if isinstance(read_json(text), dict) else "it is no dictionary"
+        except ValueError as error:
+            problem = str(error)
+        if problem:
             raise ValueError(
                 f"`{name}` must be a dictionary, in JSON such as '{{\"option\": 1}}', got the text "
-                f"{without_credentials(text)!r}; correct or remove it."
+                f"{without_credentials(text)!r} ({without_credentials(problem)}); correct or remove it."
             )
         setattr(config, name, text.strip())  # transformers looks for the brace at the start
 
@@ -147,7 +149,7 @@ def as_rates(value: Any) -> dict[str, float] | None:
     if not value:
         return None
     try:
-        rates = {str(key): float(rate) for key, rate in value.items()}
+        rates = {str(key): math.nan if isinstance(rate, bool) else float(rate) for key, rate in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
             f"`learning_rates` must be a dictionary of numbers, such as {{'vision_tower': 2e-6}}, got {value!r}."

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from trl import DistillationConfig
 
 from ..data.rows.columns import TEACHER_COLUMNS
-from ..spelling import read_settings
+from ..spelling import read_settings, split_settings
 from ..views.options import ContrastView, RolloutView
 from ..views.views import as_view
 from .arguments import Needs, help_from_docstring
@@ -106,6 +106,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
+                split_settings(getattr(self, name), name)
                 as_view(getattr(self, name))  # raises if the view is invalid
         if self.auto_find_batch_size:
             raise ValueError(

@@ -153,7 +153,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             check_estimator(self.advantage_estimator)
         else:
             names = [name for name, estimator in ESTIMATORS.items() if self._has_critic or estimator.needs != "critic"]
-            name = split_settings(self.advantage_estimator)[0]
+            name = split_settings(self.advantage_estimator, "advantage_estimator")[0]
             if ALIASES.get(name, name) not in ESTIMATORS:
                 check_choice("`advantage_estimator`", self.advantage_estimator, (*names, *ALIASES))
             self.advantage_estimator = as_estimator(self.advantage_estimator).spelling
@@ -258,7 +258,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def _check_loss(self) -> None:
         # TRL checks `loss_type` and `importance_sampling_level` only after sampling
-        if (name := split_settings(self.loss_type)[0]) not in LOSSES:
+        if (name := split_settings(self.loss_type, "loss_type")[0]) not in LOSSES:
             if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
                 raise ValueError(f"There is no `loss_type={name!r}`. Instead, {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
@@ -366,7 +366,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def _weighs_completions(self) -> bool:
-        return split_settings(self.loss_type)[0] in LOSSES and self.loss.per_completion
+        return split_settings(self.loss_type, "loss_type")[0] in LOSSES and self.loss.per_completion
 
     @property
     def entropy_settings(self) -> EntropySource:

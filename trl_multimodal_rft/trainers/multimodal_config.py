@@ -32,6 +32,10 @@ from .batches import batch_options, check_batches
 
 logger = logging.getLogger(__name__)
 
+# Arguments of `apply_chat_template` that trainers set
+_TEMPLATE_ARGUMENTS = {"conversation", "messages", "tools", "tokenize", "return_dict", "return_tensors"}
+_TEMPLATE_ARGUMENTS |= {"add_generation_prompt", "continue_final_message"}
+
 # For type checkers, the class that a config with these arguments extends
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Config
@@ -321,6 +325,9 @@ class SamplingArguments(MediaArguments):
             raise
         # `None` skips the check of names, since vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
+        for name in getattr(self, "chat_template_kwargs", None) or ():
+            if name in _TEMPLATE_ARGUMENTS:
+                raise ValueError(f"`chat_template_kwargs` has {name!r}, which the trainer sets itself; remove it.")
         _ = self.packing_settings  # the property raises an error for invalid settings
         engine_kwargs = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:

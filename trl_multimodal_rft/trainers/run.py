@@ -26,7 +26,7 @@ from ..forward.scores import Scores
 from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
-from ..rewards.calls import compares_completions, missing_instructions
+from ..rewards.calls import compares_completions, dropped_tags, missing_instructions
 from ..rollout.environments import Environments
 from ..rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
 from ..rollout.reward import (
@@ -223,7 +223,8 @@ class Run:
         early_rewards = None if flight is None or only_first else flight.early_rewards
         is_first_batch, rewards.were_called = not rewards.were_called, True
         if is_first_batch:
-            for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
+            warnings = missing_instructions(rewards.functions, rewards.names, rollout.source.messages)
+            for warning in [*warnings, *dropped_tags(rewards.functions, tokenizer_of(self.prompts.processor))]:
                 logger.warning(warning)
         n_functions = 1 if only_first else None
         # Three lists with an entry per function

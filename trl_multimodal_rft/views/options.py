@@ -2,15 +2,14 @@
 """Options that name a view, with settings for its share of completions, its strength, and its terms in the loss."""
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
 from ..families import MODALITIES
-from ..spelling import check_settings, check_value, did_you_mean, split_settings
-from .views import View, as_view
+from ..spelling import check_setting, check_settings, did_you_mean, split_settings
+from .views import View, as_view, setting_names
 
 
 @dataclass(frozen=True)
@@ -93,27 +92,26 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
     """
     if value is None:
         return cls()
-    name, settings = split_settings(value)
+    name, settings = split_settings(value, option)
     option_fields = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
     view, option_settings = as_view(name), {}
-    view_parameters = inspect.signature(view.type.function).parameters
-    if ambiguous := sorted(option_fields.keys() & view_parameters):
+    view_parameters = setting_names(view.type.function)
+    if ambiguous := sorted(option_fields.keys() & {*view_parameters}):
         raise ValueError(
             f"The view {name!r} has a setting {ambiguous[0]!r}, as `{option}` does; rename the view's setting."
         )
     for key, setting in (settings or {}).items():
         if key in option_fields:
             annotation, default = option_fields[key]
-            check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
+            check_setting(f"`{key}` of `{option}`", setting, annotation, default)
             option_settings[key] = setting
         elif key not in view_parameters:
-            # The first two parameters of a view's function are media and the random generator, which aren't settings
             raise ValueError(
-                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*view_parameters][2:]}, and "
+                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {view_parameters}, and "
                 f"the option has {[*option_fields]}.{did_you_mean(key, [*view_parameters, *option_fields])}"
             )
     view_settings = {key: setting for key, setting in (settings or {}).items() if key not in option_settings}
-    check_settings(view.type.function, option, view_settings)
+    check_settings(view.type.function, option, view_settings, view_parameters)
     return cls(replace(view, settings=view_settings), **option_settings)
 
 
@@ -152,7 +150,7 @@ def as_schedule(text: str) -> Callable[[float], float]:
 
     Raises `ValueError` if there is no such schedule, or it has no such setting.
     """
-    name, settings = split_settings(text)
+    name, settings = split_settings(text, "schedule")
     if name not in SCHEDULES:
         raise ValueError(f"There is no schedule {name!r}; name one of {', '.join(map(repr, SCHEDULES))}.")
     check_settings(SCHEDULES[name], name, settings or {})

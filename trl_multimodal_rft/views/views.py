@@ -155,8 +155,15 @@ def as_view(source: "str | Callable | View") -> View:
         return View(ViewType(getattr(source, "__name__", type(source).__name__), None, source))
     name, settings = split_settings(source)
     view_type = VIEWS.get(name) or ViewType(name, None, load_dotted(name, "view", [*VIEWS], "my_views.flip"))
-    check_settings(view_type.function, name, settings or {})
+    check_settings(view_type.function, name, settings or {}, setting_names(view_type.function))
     return View(view_type, settings or {})
+
+
+def setting_names(function: Callable) -> list[str]:
+    """Returns the settings of a view's function: its parameters without the media, the generator and `other` media."""
+    parameters = [*inspect.signature(function).parameters.values()][2:]
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    return [name for name in names if name != "other"]
 
 
 def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:

@@ -54,6 +54,11 @@ class TooLarge(Exception):
     """Error of a response with more bytes than the limit."""
 
 
+def start_of(body: bytes) -> str:
+    """Returns the start of a response's body as text, for an error."""
+    return body[:200].decode(errors="replace")
+
+
 def ask(
     method: str,
     url: str,
@@ -68,6 +73,7 @@ def ask(
     check_url: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
     connect_seconds: float = math.inf,
+    shown: Callable[[bytes], str] = start_of,
 ) -> Answer:
     """
     Repeats a request until the server gives a usable answer, and returns the answer.
@@ -76,7 +82,7 @@ def ask(
     attempt, and `connect_seconds` the time to connect. After attempt `n`, the wait is `backoff * 2 ** (n - 1)`
     seconds, or longer if the server asks for more, but at most 60 s. An answer that isn't `is_usable` leads to another
     attempt. `check_url` raises an error for a URL that must not be requested, also after a redirect. Without
-    `check_url`, redirects aren't followed.
+    `check_url`, redirects aren't followed. `shown` returns the part of a body that an error shows.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """
@@ -93,8 +99,7 @@ def ask(
                 answer, retry_after = run_until(until, call)
             if answer.status not in _BUSY_STATUSES and is_usable(answer):
                 return answer
-            body_start = answer.body[:200].decode(errors="replace")
-            reason, wait = f"status {answer.status}: {body_start!r}", max(wait, retry_after)
+            reason, wait = f"status {answer.status}: {shown(answer.body)!r}", max(wait, retry_after)
         except NoAnswer as error:
             reason = str(error)
         except _CONNECTION_ERRORS as error:

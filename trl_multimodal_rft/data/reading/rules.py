@@ -92,7 +92,11 @@ class MediaRules:
                     remedy = f"must be a number, got the text {value!r}; write it without quotes"
                 raise ValueError(f"`{name}` {remedy}.")
             if name.startswith("allowed") and value is not None:
+                if not isinstance(value, (list, tuple, set)):
+                    raise ValueError(f"`{name}` must be a list, got {value!r}.")
                 object.__setattr__(self, name, tuple(value))
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"`{name}` must be a number, got {value!r}.")
             elif value is not None and not value > 0:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:

@@ -15,6 +15,7 @@ from trl import is_conversational
 from trl.trainer.utils import get_callable_name
 
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
+from ...encoding.processors import completion_texts
 from ...extras.remote import RemoteReward
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments, reward_tensor
@@ -94,7 +95,7 @@ class RewardSources:
         """Returns arguments for reward functions by name: TRL's, the rows' columns, and LightRFT's."""
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[mask].tolist() for ids, mask in zip(actions, samples.action_mask, strict=True)]
-        completions: list[Any] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions: list[Any] = completion_texts(completion_ids, tokenizer)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
         if is_conversational({"prompt": rows[0]["prompt"]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
