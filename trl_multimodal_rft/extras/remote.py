@@ -166,7 +166,19 @@ class RemoteReward(Server):
         )
 
     def request(self, payload: dict[str, list]) -> list[float | None]:
-        """Requests the rewards of a payload: lists of equal length by the names of the request, see the class."""
+        """
+        Requests the rewards of a payload.
+
+        Args:
+            payload (`dict[str, list]`):
+                Lists of equal length by the names of a request, see the class.
+
+        Returns:
+            `list[float | None]`: Rewards, `None` where the server answered `null`.
+
+        Raises:
+            `RuntimeError`: As for a call.
+        """
         n = len(next(iter(payload.values())))
         batches = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}

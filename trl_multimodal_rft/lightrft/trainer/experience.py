@@ -248,7 +248,14 @@ class Samples:
 
     def padded(self, pad_token_id: int) -> "Samples":
         """
-        Returns the samples in padded form: prompts padded on the left, and completions on the right.
+        Pads packed samples: prompts on the left, and completions on the right.
+
+        Args:
+            pad_token_id (`int`):
+                Id of the padding.
+
+        Returns:
+            [`Samples`]: Padded samples; these samples themselves if they are padded.
 
         Example: the row `[p, q, a, b, r, c]` with `packed_seq_lens` `[4, 2]` and `num_actions` `[2, 1]` becomes
         `[p, q, a, b]` and `[0, r, c, 0]` with two action columns.
