@@ -197,18 +197,21 @@ def check_conversation(
     n, ids = len(prompt.later), torch.tensor([completion], device=measure.device)
     mask = torch.ones_like(ids)
     with measurement_mode(model, measure.device):
-        for each in conversations:
+        for measured in conversations:
             whole = EncodedPrompt(
-                torch.cat([each.input_ids, each.later.input_ids]),
-                {name: torch.cat([value, each.later.token_fields[name]]) for name, value in each.token_fields.items()},
-                join_media(each.parts),
-                torch.cat([each.position_ids, each.later.position_ids], dim=-1),
+                torch.cat([measured.input_ids, measured.later.input_ids]),
+                {
+                    name: torch.cat([value, measured.later.token_fields[name]])
+                    for name, value in measured.token_fields.items()
+                },
+                join_media(measured.parts),
+                torch.cat([measured.position_ids, measured.later.position_ids], dim=-1),
             )
             inputs = measure.model_inputs(outputs_of(whole), whole)
             score_by_model = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
             truth = measure.require("its own forward of a conversation with tool media", score_by_model)
             noise = functools.cache(functools.partial(measure.noise, score_by_model, mask[:, n:]))
-            score = functools.partial(_score_after, measure, each, ids, mask, n)
+            score = functools.partial(_score_after, measure, measured, ids, mask, n)
             _, padded, packed = measure.settle_fallbacks(score, truth, mask[:, n:], noise, label=" after tool media")
             differences.append(padded if packed is None or not measure.fallbacks.packing else packed)
     return max(differences), measure.fallbacks
