@@ -360,6 +360,8 @@ def test_labels_of_majorities():
     assert rewards.majority_reward(named, group_ids=[0] * 4, choices=choices) == [1.0, 1.0, 0.0, 0.0]
     assert rewards.majority_reward(named, group_ids=[0] * 4) == [0.0, 0.0, 1.0, 1.0]
     assert rewards.majority_reward([], group_ids=[]) == []
+    assert rewards.majority_reward(["...", "...", " ?", "7", "—"], group_ids=[0] * 5) == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert rewards.majority_reward(["<answer>**</answer>", "<", "<"], group_ids=[0] * 3) == [0.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="needs `group_ids`.*`num_generations`"):
         rewards.majority_reward(["a"])
     with pytest.raises(ValueError, match="`threshold=2`"):

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A reward without labels: agreement with the most frequent answer of the group."""
 
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ def majority_reward(
     [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478).
 
     Answers are compared as in majority@k, by [`~rewards.choices.extracted_answer`] without case, whitespace and
-    punctuation. An answer that is empty, or that names none of a row's `choices`, has no vote. The most frequent
+    punctuation. An answer that is empty or punctuation alone, or that names none of a row's `choices`, has no
+    vote. The most frequent
     answer is the group's label, unless votes are tied or its share of the completions is below `threshold`. In a group
     without a label, all rewards are 0.0, so the group has no signal. The metric `sampling/agreement` is the mean share
     of the most frequent answer. The metric `majority/correct_frac` is the share of right labels, for rows with a
@@ -86,7 +88,11 @@ def majority_reward(
 def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
     """Returns the normalized answer of a completion, or an empty text if the completion has no vote."""
     answer = extracted_answer(completion_text(completion), choices)
-    return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
+    if choices and named_choice(answer, choices) is None:
+        return ""
+    # `normalize_answer` keeps punctuation that stands alone, such as "..." and "?"
+    is_punctuation = all(unicodedata.category(character)[0] in "PZC" for character in answer)
+    return "" if is_punctuation else normalize_answer(answer)
 
 
 def _label_rewards(completions: Sequence[Completion], columns: Mapping[str, Any], winners: list[int]) -> list[float]:
