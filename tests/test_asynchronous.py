@@ -431,7 +431,7 @@ SCORES = [None, logps_at((3, -1)), logps_at((4, -1), (9, -2)), logps_at((7, -0.5
 LIES = {
     "a position fewer": (SCORES[:-1], "the scores of 3 positions, not 4"),
     "a position more": ([*SCORES, SCORES[-1]], "the scores of 5 positions, not 4"),
-    "no positions": (None, "the scores of no positions, not 4"),
+    "no positions": (None, "it holds no scores"),
     "NaN": ([*SCORES[:-1], logps_at((5, math.nan), (8, -2.5))], "the log-probability nan, which isn't a number from"),
     "a text": ([*SCORES[:-1], logps_at((5, "-1"), (8, -2.5))], "the log-probability '-1', which"),
     "truth values": ([*SCORES[:-1], logps_at((5, False), (8, -2.5))], "the log-probability False, which"),

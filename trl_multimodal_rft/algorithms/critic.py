@@ -37,11 +37,10 @@ def value_loss(
     squared_error = unclipped_error = (values - returns).square()
     is_clipped = torch.zeros_like(values)
     if clip is not None:
-        changes = values - old_values
-        clipped_values = old_values + changes.clamp(-clip, clip)
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
         squared_error = torch.max(unclipped_error, (clipped_values - returns).square())
         # Within the range, clipped values and values may differ by rounding
-        is_clipped = ((changes.abs() > clip) & (squared_error > unclipped_error)).float()
+        is_clipped = (((values - old_values).abs() > clip) & (squared_error > unclipped_error)).float()
     metrics = {
         "value_loss": token_mean(squared_error / 2, mask),
         "value_clip_ratio": token_mean(is_clipped, mask),

@@ -14,7 +14,7 @@ import requests
 from accelerate.logging import get_logger
 
 from ..credentials import without_credentials
-from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, field_in, numbers_in, started
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, list_in, numbers_in, started
 
 
 logger = get_logger(__name__)
@@ -181,7 +181,7 @@ def completions_in(
     - Only the last token may be one of the `end_ids`, which end a text.
     - Each token has a log-probability, or `None` in place of it.
     """
-    choices = field_in(body, "choices", "completions")
+    choices = list_in(body, "choices", "completions")
     try:
         indices = [choice["index"] for choice in choices]
     except (KeyError, TypeError):
@@ -238,10 +238,9 @@ def scores_in(body: bytes, ids: Sequence[int], n: int, k: int, vocab_size: int) 
     - A position has the prompt's token and at least `k` tokens, and their ids are below `vocab_size`.
     - Their log-probabilities are numbers of at most 0, and the sum of their probabilities is at most 1.
     """
-    positions = field_in(body, "prompt_logprobs", "scores")
-    if not isinstance(positions, list) or len(positions) != len(ids):
-        count = len(positions) if isinstance(positions, list) else "no"
-        raise ValueError(f"it holds the scores of {count} positions, not {len(ids)}")
+    positions = list_in(body, "prompt_logprobs", "scores")
+    if len(positions) != len(ids):
+        raise ValueError(f"it holds the scores of {len(positions)} positions, not {len(ids)}")
     scores = []
     for i in range(len(ids) - n, len(ids)):
         try:
@@ -251,7 +250,7 @@ def scores_in(body: bytes, ids: Sequence[int], n: int, k: int, vocab_size: int) 
     return scores
 
 
-def _scores_of(position: Any, token: int, k: int, vocab_size: int) -> dict[int, float]:
+def _scores_of(position: dict[str, Any], token: int, k: int, vocab_size: int) -> dict[int, float]:
     """Returns the scores of a position of a prompt. A `ValueError` has the end of a sentence as its message."""
     try:
         tokens = [int(name) for name in position]

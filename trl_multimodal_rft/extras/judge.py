@@ -15,7 +15,7 @@ from typing import Any
 import requests
 from transformers.utils import logging
 
-from ..data.reading.http import Answer, field_in, numbers_in
+from ..data.reading.http import Answer, list_in, numbers_in
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, has_media, rows_to_messages, strip_media
@@ -318,7 +318,7 @@ def _reply_in(response: Answer) -> str | None:
     if response.status != 200:
         return None
     try:
-        choice = field_in(response.body, "choices", "choices")[0]
+        choice = list_in(response.body, "choices", "choices")[0]
         reply, reason = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
         return None

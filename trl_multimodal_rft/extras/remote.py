@@ -13,7 +13,7 @@ import requests
 from ..credentials import without_credentials
 from ..data.reading.decoding import load_audio, load_image, load_video
 from ..data.reading.files import png, wav
-from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, field_in, numbers_in
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, list_in, numbers_in
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import cell_value
@@ -170,7 +170,7 @@ class RemoteReward(Server):
         if response.status != 200:
             raise RuntimeError(f"The reward server {self._public_url} answered {response.status}: {text!r}.")
         try:
-            rewards = field_in(response.body, "rewards", "rewards")
+            rewards = list_in(response.body, "rewards", "rewards")
             return numbers_in(rewards, n, "reward", -LARGEST_REWARD, LARGEST_REWARD, optional=True)
         except ValueError as error:
             raise RuntimeError(

@@ -47,32 +47,34 @@ class Answer:
     date: str = ""  # header `Date`, by the server's clock
 
 
-def field_in(body: bytes, field: str, content_name: str) -> Any:
+def list_in(body: bytes, field: str, content_name: str) -> list[Any]:
     """
-    Returns a field of the JSON object in the body of an answer. Raises a `ValueError`, with a one-line message, if the
-    body isn't such an object, or if it has an error beside the field. `content_name` says what the field holds.
+    Returns a list in a field of the JSON object in the body of an answer. Raises a `ValueError`, with a one-line
+    message, if there's no such list, or if an error is beside it. `content_name` says what the list holds.
     """
     try:
-        content = json_format.loads(body)
-        value = content[field]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError(f"it holds no {content_name}") from None
+        answer = json_format.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    content: dict[str, Any] = answer if isinstance(answer, dict) else {}
+    values = content.get(field)
+    if not isinstance(values, list):
+        raise ValueError(f"it holds no {content_name}")
     if content.get("error"):
         raise ValueError(f"it holds an error beside {content_name}")
-    return value
+    return values
 
 
 def numbers_in(
-    values: Any, n: int, kind: str, lowest: float, highest: float, *, whole: bool = False, optional: bool = False
+    values: list[Any], n: int, kind: str, lowest: float, highest: float, *, whole: bool = False, optional: bool = False
 ) -> list[Any]:
     """
     Returns the `n` numbers of a `kind` that a server answered with. Raises a `ValueError`, with the end of a sentence
     as its message, for another count, and for anything but numbers from `lowest` to `highest`, which NaN isn't.
     `whole` numbers have no fraction, and `optional` ones may be missing (`None`).
     """
-    if not isinstance(values, list) or len(values) != n:
-        count = len(values) if isinstance(values, list) else "no"
-        raise ValueError(f"has {count} values of {kind} instead of {n}")
+    if len(values) != n:
+        raise ValueError(f"has {len(values)} values of {kind} instead of {n}")
     for value in values:
         is_number = type(value) is int or type(value) is float and not whole
         if not (is_number and lowest <= value <= highest or value is None and optional):
