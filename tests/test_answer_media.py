@@ -7,6 +7,7 @@ import functools
 import PIL.Image
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, Features, Image, List, Value
 from helpers import chats
 from helpers.chats import RATE, text
@@ -18,7 +19,7 @@ from helpers.trainer_utils import load as load_model
 from test_dpo import IN_ORDER
 from test_judges import run_script
 from test_reward_trainer import fresh
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from trl_multimodal_rft import (
     MultimodalDPOConfig,
@@ -30,12 +31,23 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.checks.self_check import check_conversation
+from trl_multimodal_rft.checks.sequences import check_pairs
 from trl_multimodal_rft.data import judge_rows, write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
+from trl_multimodal_rft.encoding.conversations import encode_prefix
+from trl_multimodal_rft.encoding.join import join_media, padded
 from trl_multimodal_rft.evaluation import score_pairs
+from trl_multimodal_rft.forward import masks
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.features import to_model
+from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.masks import windows_reach
+from trl_multimodal_rft.forward.scores import ScoreRequest, with_answer, with_media
 from trl_multimodal_rft.models.reward_model import as_reward_model
-from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.rewards import RewardModel
 
 
@@ -196,6 +208,73 @@ def test_updates_of_dpo_are_those_of_plain_forwards(family, options, tmp_path):
     loss.backward()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert_update_is_gradient(before, trainer.model, plain, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_pictures_attend_to_all_of_themselves_after_text_prompts_of_any_length(family):
+    """Pictures of answers and of tools' results, packed, in float64, up to and beyond what shows the masks of text."""
+    model, processor = ALL_FAMILIES[family].build()
+    plain, encoder = copy.deepcopy(model).double().eval(), supervised.SupervisedEncoder(processor, model)
+    add_fused_head(model.double().eval(), outputs=("log_probs", "entropy"))
+    install_prefix_attention(model)
+    reach, word, picture, other = windows_reach(model), text("cat"), *(chats.image(84, 56, seed=i) for i in (1, 2))
+    n_fixed = len(encoder.encode_preference(supervised.Row(0, pair_of([word], [picture, word], [word])))) - 1
+    for length in (reach - 1, reach, reach + 1, 3 * reach):
+        asked = [text(" ".join(["cat"] * (length - n_fixed)))]
+        pair = encoder.encode_preference(
+            supervised.Row(0, pair_of(asked, [text("So"), picture, word, other, word], [other, word]))
+        )
+        assert len(pair) == length
+        first, second = (pair.answers[name] for name in ("chosen", "rejected"))
+        # Two results of tools, after 3 and 2 sampled tokens
+        ids = [5, 6, 7, *first.input_ids.tolist(), 8, 9, *second.input_ids.tolist()]
+        whole = encode_prefix(pair, ids, [(3, first), (5 + len(first), second)], model)
+        conversations = [with_answer(model, pair, first), with_answer(model, pair, second)]
+        conversations.append(with_media(model, pair, [first, second], whole))
+        completions = [torch.tensor(each) for each in (pair.chosen, pair.rejected, [*ids, 10, 11])]
+        rows = padded(completions)
+        with torch.no_grad():
+            packed = completion_scores(model, model, ScoreRequest(conversations, *rows)).logps
+            for logps, conversation, completion in zip(packed, conversations, completions, strict=True):
+                sequence, n = torch.cat([pair.input_ids, completion])[None], len(completion)
+                fields = {
+                    name: pad(value, (length, n - len(value)))[None]
+                    for name, value in conversation.later.token_fields.items()
+                }
+                media = to_model(join_media(conversation.parts), plain, torch.device("cpu"))
+                logits = plain(input_ids=sequence, **fields, **media).logits[0, length - 1 : -1].log_softmax(-1)
+                truth = logits.gather(-1, completion[:, None])[:, 0].float()
+                torch.testing.assert_close(logps[:n], truth, rtol=0, atol=2e-6)
+
+
+def test_the_self_check_measures_media_after_a_prompt_longer_than_the_windows(monkeypatch):
+    """As of pairs of a first batch with short prompts, and of tools' results after them."""
+    model, processor = ALL_FAMILIES["gemma3"].build()
+    encoder, picture, word = supervised.SupervisedEncoder(processor, model), chats.image(84, 56), text("cat")
+    add_fused_head(model.eval(), outputs=("log_probs", "entropy"))
+    install_prefix_attention(model)
+    policy = PolicyForward(Accelerator(cpu=True), processor)
+    row = pair_of([word], [picture, word], [word])
+    pair = encoder.encode_preference(supervised.Row(0, row))
+    answered = [*pair.chosen, 5, 6]
+
+    def packs():
+        conversation = with_answer(model, pair, pair.answers["chosen"])
+        of_pairs = check_pairs(policy, model, [pair], True, lambda *of_answer: pair.answers["chosen"].media)
+        _, fallbacks = check_conversation(policy, model, [conversation], [answered], False)
+        return of_pairs.fallbacks.packing, fallbacks.packing
+
+    assert len(pair) < windows_reach(model) and packs() == (True, True)
+    monkeypatch.setattr(masks, "_marks_media", lambda prompt, n_new, fill: prompt.media != {})
+    assert packs() == (False, False)
+
+
+def pair_of(prompt, chosen, rejected):
+    return {
+        "prompt": chat("user", prompt),
+        "chosen": chat("assistant", chosen),
+        "rejected": chat("assistant", rejected),
+    }
 
 
 # Rows

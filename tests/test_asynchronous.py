@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import threading
@@ -26,7 +27,9 @@ from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.engines.in_flight import EarlyCalls
-from trl_multimodal_rft.engines.vllm_requests import RequestLost, WarnOnce, completions_in, until_answered
+from trl_multimodal_rft.engines.vllm_requests import RequestLost, WarnOnce, completions_in, scores_in, until_answered
+from trl_multimodal_rft.engines.vllm_server import EngineRequest, ServerClient
+from trl_multimodal_rft.engines.vllm_teacher import ServerTeacher
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 
 
@@ -418,6 +421,58 @@ def test_what_an_answer_holds(name):
     with pytest.raises(ValueError) as error:
         completions_in(*given)
     assert KINDS[name].says in str(error.value) and "\n" not in str(error.value)
+
+
+def logps_at(*pairs):
+    return {str(token): {"logprob": logp} for token, logp in pairs}
+
+
+SCORES = [None, logps_at((3, -1)), logps_at((4, -1), (9, -2)), logps_at((7, -0.5), (8, -1.5), (5, -9999.0))]
+LIES = {
+    "a position fewer": (SCORES[:-1], "the scores of 3 positions, not 4"),
+    "a position more": ([*SCORES, SCORES[-1]], "the scores of 5 positions, not 4"),
+    "no positions": (None, "it holds no scores"),
+    "NaN": ([*SCORES[:-1], logps_at((5, math.nan), (8, -2.5))], "the log-probability nan, which isn't a number from"),
+    "a text": ([*SCORES[:-1], logps_at((5, "-1"), (8, -2.5))], "the log-probability '-1', which"),
+    "truth values": ([*SCORES[:-1], logps_at((5, False), (8, -2.5))], "the log-probability False, which"),
+    "above 0": ([*SCORES[:-1], logps_at((5, 0.1), (8, -2.5))], "the log-probability 0.1, which"),
+    "a token beyond": ([*SCORES[:-1], logps_at((5, -1), (VOCABULARY, -2.5))], f"the token {VOCABULARY}, which"),
+    "a negative token": ([*SCORES[:-1], logps_at((5, -1), (-1, -2.5))], "the token -1, which"),
+    "a word": ([*SCORES[:-1], {"five": {"logprob": -1}}], "position 3 has no log-probabilities by token"),
+    "no scores at a position": ([*SCORES[:-1], None], "position 3 has no log-probabilities by token"),
+    "two certain tokens": ([*SCORES[:-1], logps_at((5, 0.0), (8, 0.0))], "whose probabilities sum to 2"),
+    "another prompt": ([*SCORES[:-1], logps_at((6, -1), (8, -2.5))], "no score of the prompt's token 5"),
+    "too few tokens": ([*SCORES[:-1], logps_at((5, -1))], "has 1 tokens, not the 2 most likely ones"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_scores_hold(name):
+    positions, says = LIES[name]
+    with pytest.raises(ValueError, match=says):
+        scores_in(json.dumps({"prompt_logprobs": positions}).encode(), [1, 3, 4, 5], 2, 2, VOCABULARY)
+
+
+def test_scores_of_the_last_tokens():
+    whole = {"prompt_logprobs": SCORES}
+    expected = [{4: -1, 9: -2}, {7: -0.5, 8: -1.5}]  # without the prompt's token, which isn't among the most likely
+    assert scores_in(json.dumps(whole).encode(), [1, 3, 4, 5], 2, 2, VOCABULARY) == expected
+    for body in (json.dumps({**whole, "error": "dead"}), "<html>", "[1]", '{"choices": []}'):
+        with pytest.raises(ValueError, match="it holds (an error beside|no) scores"):
+            scores_in(body.encode(), [1, 3, 4, 5], 2, 2, VOCABULARY)
+
+
+def test_a_teacher_that_lies_is_asked_again(serve):
+    """A server's teacher gets another chance, as with completions."""
+    answers = iter([{"prompt_logprobs": SCORES[:-1]}, {"prompt_logprobs": SCORES}])
+    server = serve(lambda request: next(answers))
+    PartialState()
+    teacher = object.__new__(ServerTeacher)  # without vLLM, which the constructor needs
+    teacher.client, teacher.vocab_size = object.__new__(ServerClient), VOCABULARY
+    vars(teacher.client).update(base_url=server.url, timeout=5.0, warn=WarnOnce(), model=None)
+    ids, logps = teacher.top_k([EngineRequest([1, 3], None, 1, 1, None)], [[4, 5]], 3, 2)
+    assert ids.tolist() == [[[4, 9], [7, 8], [0, 0]]] and logps.tolist() == [[[-1, -2], [-0.5, -1.5], [0, 0]]]
+    assert len(server.requests) == 2
 
 
 def test_lost_requests_are_asked_again(tmp_path, caplog):

@@ -324,13 +324,13 @@ def weights(trainer):
 
 
 @pytest.mark.parametrize(
-    "objects, view",
-    [({}, None), ({"peft_config": LORA}, None), ({}, "mask_patches(ratio=0.7)")],
-    ids=["whole", "adapter", "view"],
+    "objects, view, size",
+    [({}, None, 8), ({"peft_config": LORA}, None, 8), ({}, "mask_patches(ratio=0.7)", 8), ({}, "blank", 1)],
+    ids=["whole", "adapter", "view", "view of some micro-batches"],
 )
-def test_a_reference_computed_before_the_run_is_the_same(objects, view, tmp_path):
+def test_a_reference_computed_before_the_run_is_the_same(objects, view, size, tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "report_to": []}
-    evaluated |= {"rejected_view": view}
+    evaluated |= {"rejected_view": view, "per_device_train_batch_size": size}
     runs = []
     for precompute in (False, True):
         torch.manual_seed(0)

@@ -282,6 +282,21 @@ def test_clipped_values_get_no_gradient():
     assert value_loss(values, 0 * ones, 2 * ones, ones).loss.tolist() == [[0.5, 4.5]]
 
 
+def test_only_values_beyond_the_range_are_clipped():
+    """Inside of it, the old value plus the change rounds to another float32 than the value."""
+    generator = torch.Generator().manual_seed(0)
+    old, values = 0.05 * torch.randn(2, 64, 64, generator=generator)
+    returns, mask = torch.randn(64, 64, generator=generator), torch.ones(64, 64)
+
+    def ratio(old_values, clip):
+        total, count = value_loss(values, old_values, returns, mask, clip).metrics["value_clip_ratio"].numbers.tolist()
+        return total / count
+
+    assert (values - old).abs().max() < 0.5
+    assert ratio(old, 0.5) == ratio(old, None) == 0
+    assert 0.2 < ratio(old - 1, 0.5) < 0.8  # all values are beyond the range, and some moved towards their return
+
+
 def test_explained_variance():
     returns = torch.tensor([[1.0, 2.0, 3.0, 99.0]])
     mask = torch.tensor([[1, 1, 1, 0]])

@@ -8,20 +8,23 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 from datasets import Dataset, DatasetDict
 from helpers.chats import chat, text, video
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.models.parts import check_base_is_kept
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.models.reward_model import load_reward_model
 
@@ -131,6 +134,51 @@ def test_adapters_that_reach_no_layer(kind, tmp_path, rows):
             peft_config=LoraConfig(target_modules=["query"]),
             **objects,
         )
+
+
+def starts_from_base(kind, tmp_path, start, wrapped=False, ref_model=None, **options):
+    """Returns a trainer of an adapter whose start PEFT takes out of the base model."""
+    columns = {"dpo": {"chosen": "A.", "rejected": "B."}, "kto": {"completion": "A.", "label": True}}
+    objects = {"reward_funcs": length_and_sum} if kind in SAMPLED else {}
+    rows, (model, processor) = image_rows(2).map(lambda _: columns.get(kind, {})), load("qwen2_5_vl")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start)
+    adapter = {"model": get_peft_model(model, lora)} if wrapped else {"model": model, "peft_config": lora}
+    objects |= adapter | ({} if ref_model is None else {"ref_model": ref_model})
+    return TRAINERS[kind](
+        train_dataset=rows, args=config(kind, tmp_path, **options), processing_class=processor, **objects
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "options", "role"),
+    [
+        ("grpo", "pissa", {"beta": 0.1}, "the reference of `beta=0.1`; .* or set `beta=0`"),
+        ("rloo", "olora", {}, "the reference of `beta=0.05`"),
+        ("ppo", "pissa_niter_2", {"beta": 0.1, "wrapped": True}, r"the reference of `beta=0.1`; .* \(merge a trained"),
+        ("dpo", "OLoRA", {}, "the reference; .* or pass `ref_model`"),
+        ("dpo", "pissa", {"wrapped": True}, "the reference"),
+        ("kto", "pissa", {}, "the reference"),
+        ("distillation", "olora", {"self_teacher": "base", "teacher_view": "blank"}, "the teacher of `self_teacher="),
+    ],
+)
+def test_a_reference_that_is_not_the_adapters_start(kind, start, options, role, tmp_path):
+    with pytest.raises(
+        ValueError, match=f"`init_lora_weights='{start}'` moves .* without its adapter can't be {role}"
+    ):
+        starts_from_base(kind, tmp_path, start, **options)
+
+
+@pytest.mark.parametrize("start", ["corda", "loftq", "lora_ga"])
+def test_starts_that_need_preparation(start):
+    with pytest.raises(ValueError, match=f"`init_lora_weights={start!r}` moves a part of the base"):
+        check_base_is_kept(torch.nn.Linear(1, 1), SimpleNamespace(init_lora_weights=start), "the reference", "stop")
+
+
+def test_adapters_whose_base_is_no_reference(tmp_path):
+    assert starts_from_base("grpo", tmp_path, "pissa").beta == 0
+    assert starts_from_base("grpo", tmp_path, "gaussian", beta=0.1).beta == 0.1
+    reference = load("qwen2_5_vl")[0]
+    assert starts_from_base("dpo", tmp_path, "pissa", ref_model=reference).ref_model is not None
 
 
 def test_values_of_trl_that_mean_nothing_is_left_out():

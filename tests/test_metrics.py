@@ -9,7 +9,9 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
-from helpers.trainer_utils import InjectedOurs, InjectedPPO, logged, run, text_rows
+from helpers.trainer_utils import TRAINERS, InjectedOurs, InjectedPPO, logged, make_trainer, run, text_rows
+from test_dpo import text_pairs
+from test_reward_trainer import fresh
 
 from trl_multimodal_rft.algorithms.metrics import (
     MicroBatchSums,
@@ -20,6 +22,7 @@ from trl_multimodal_rft.algorithms.metrics import (
     smallest,
     token_mean,
 )
+from trl_multimodal_rft.trainers.rollout_logs import EvaluationMeans
 
 
 def test_ranks_combine():
@@ -110,3 +113,65 @@ def test_loss_of_a_micro_batch_gathers_once(monkeypatch, trainer_class, options,
     result = run(Counting, "qwen2_5_vl", text_rows(), **options)
     assert all(len(logged(result, name)) == 2 for name in metrics)
     assert counts == [1] * 4
+
+
+# Means over the rows of an evaluation
+
+
+def test_batches_of_an_evaluation_count_by_their_rows():
+    found = defaultdict(list, largest=[7.0], fixed=[3.0])
+    means = EvaluationMeans(found, Accelerator(cpu=True))
+    batches = [(2, 1.5, 1.0, math.nan), (2, 6.0, 4.0, 2.0), (1, 16.0, 9.0, 5.0)]
+    for _ in range(2):  # a second evaluation doesn't see the first one's rows
+        for n, value, answered, sometimes in batches:
+            means.n_rows, means.counts = n, {"answered": 1.0}
+            for name, number in (("row", value), ("answered", answered), ("sometimes", sometimes)):
+                found[name].append(number)
+            found["largest"] = [max(7.0, *found["largest"])]  # merged by the metric itself
+            means.on_prediction_step(*[None] * 3)
+        expected = {"row": 6.2, "answered": 14 / 3, "sometimes": 3.0, "largest": 7.0, "fixed": 3.0}
+        assert {name: pytest.approx([value]) for name, value in expected.items()} == found
+        found.clear()
+        means.on_evaluate(*[None] * 3)
+        found |= {"largest": [7.0], "fixed": [3.0]}
+
+
+def by_value(completion_ids, value, **kwargs):
+    return list(value)
+
+
+def sometimes(completion_ids, value, **kwargs):
+    return [None if each < 3 else each for each in value]
+
+
+def test_held_out_rewards_are_means_over_rows(tmp_path):
+    """Whatever the size of the last batch; a function that doesn't apply to all rows has the mean of its rewards."""
+    values = [1.0, 2.0, 4.0, 8.0, 16.0]
+    rows = text_rows(5).add_column("value", values)
+    for n, batch in ((1, 2), (2, 8)):
+        options = {"num_generations_eval": n, "per_device_eval_batch_size": batch, "reward": [by_value, sometimes]}
+        options["objects"] = {"eval_dataset": rows}
+        trainer = make_trainer(InjectedOurs, "qwen2_5_vl", rows, tmp_path, max_steps=1, **options)
+        metrics = trainer.evaluate()
+        assert metrics["eval_rewards/by_value/mean"] == pytest.approx(sum(values) / 5)
+        assert metrics["eval_rewards/sometimes/mean"] == pytest.approx(28 / 3)
+        assert metrics["eval_reward"] == pytest.approx((1 + 2 + 8 + 16 + 32) / 5)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward", "sft"])
+def test_held_out_pairs_count_alike(kind, tmp_path):
+    """Batches of 2 of 3 rows give the means of one batch of all rows."""
+    found = []
+    rows = text_pairs(3)
+    rows = rows.rename_column("chosen", "completion").remove_columns("rejected") if kind == "sft" else rows
+    for batch in (2, 3):
+        options = {"per_device_eval_batch_size": batch, "objects": {"eval_dataset": rows}, "self_check": False}
+        if kind != "dpo":
+            options["objects"] |= dict(zip(("model", "processing_class"), fresh("qwen2_audio"), strict=True))
+        if kind == "sft":
+            options["objects"] = {"eval_dataset": rows}
+        trainer = make_trainer(TRAINERS[kind], "qwen2_audio", rows, tmp_path, reward=None, max_steps=1, **options)
+        found.append(trainer.evaluate())
+    names = {"dpo": ["rewards/margins", "logps/chosen"], "reward": ["accuracy", "margin", "mean_reward"]}
+    for name in names.get(kind, ["mean_token_accuracy", "entropy"]):
+        assert found[0][f"eval_{name}"] == pytest.approx(found[1][f"eval_{name}"], rel=1e-5, abs=1e-6), name

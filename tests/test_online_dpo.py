@@ -63,6 +63,19 @@ def test_gradient_is_that_of_dpo(kind):
         assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "is_pair"),
+    [([0.1 + 0.2, 0.3], False), ([100.0, 100.00001], False), ([0.3, 0.30001], True), ([100.0, 100.001], True)],
+)
+def test_rewards_that_differ_by_rounding_are_no_pair(rewards, is_pair):
+    """As in the other estimators: the tolerance grows with the mean of a group."""
+    rewards, logps = torch.tensor(rewards, dtype=torch.float64), torch.zeros(2, 1)
+    arguments = {"rewards": rewards, "group_ids": torch.zeros(2).long(), "mask": torch.ones(2, 1), "kl_coef": 0.1}
+    arguments |= {"rewards_per_func": rewards[:, None], "old_logps": logps, "ref_logps": logps}
+    for name in ("online_dpo", "online_dpo(loss='ipo')", "group_norm"):
+        assert bool(estimate_advantages(name, **arguments).any()) == is_pair
+
+
 class Scripted(OnlineDPOTrainer):
     """TRL's trainer with completions that another trainer has drawn, as ids by prompt."""
 

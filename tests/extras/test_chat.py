@@ -89,6 +89,14 @@ def test_code_of_the_docs_and_what_is_no_question(served, adapted, tmp_path, mon
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_base_that_the_adapter_has_changed(tmp_path):
+    model, processor = load("qwen2_audio")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights="olora"))
+    assert command.answerer(model, processor)
+    with pytest.raises(ValueError, match="'olora'` moves .* can't be the base to compare with; .* or pass `--base`"):
+        command.answerer(model, processor, adapted=False)
+
+
 def test_model_beside_another(served):
     folder = str(saved("qwen2_audio"))
     answers = ask(served(folder, "--base", folder), "Is there a cat?")

@@ -86,6 +86,19 @@ def test_urls(tail):
         ("Score: -1", None),
         ("I don't know", None),
         ("nan", None),
+        ("Score: 1/2", None),
+        ("Score: 1 / 3", None),
+        ("Score: 1 out of 2", None),
+        ("Score: 1%", None),
+        ("Score: 0-1", None),
+        ("1/1", None),
+        ("Score: 1/1.0", 1.0),
+        ("Score: 0.\nThat is 1/2 of it", 0.0),
+        ("Score: 1st", None),
+        ("<think>Score: 1</think>", None),
+        ("<think>Score: 1", None),
+        ("<think>Score: 0?</think>\n\nScore: 1", 1.0),
+        ("Score: 0?</think>1", 1.0),
         ("", None),
         (None, None),
     ],
@@ -95,6 +108,20 @@ def test_replies(serve, reply, score):
     judge = judge_of(serve(lambda request: chat(reply)))
     assert ask(judge, ["seven", ""], log_metric=metrics.__setitem__) == [score, 0.0]
     assert metrics["judge_reward/unreadable"] == float(score is None)
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "error", "abort", "tool_calls"])
+def test_replies_that_did_not_end(serve, reason):
+    reply = chat("Score: 1")
+    reply["choices"][0]["finish_reason"] = reason
+    assert ask(judge_of(serve(lambda request: reply)), ["seven"]) == [None]
+
+
+@pytest.mark.parametrize("reason", ["stop", None, "eos_token"])
+def test_replies_that_ended(serve, reason):
+    reply = chat("Score: 1")
+    reply["choices"][0]["finish_reason"] = reason
+    assert ask(judge_of(serve(lambda request: reply)), ["seven"]) == [1.0]
 
 
 def test_own_template_and_pattern(serve):
@@ -152,6 +179,7 @@ def test_media(server):
         (200, b"{'choices'"),
         (200, {"choices": []}),
         (200, {"error": {"message": "overloaded"}}),
+        (200, {**chat("Score: 1"), "error": {"message": "overloaded"}}),
         (200, [1]),
     ],
 )

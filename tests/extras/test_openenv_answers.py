@@ -107,6 +107,8 @@ WRONG = {
     "a reward of NaN": [answer({"message": "x"}, math.nan)],
     "an infinite reward": [answer({"message": "x"}, math.inf)],
     "a reward in words": [answer({"message": "x"}, "high")],
+    "a reward that is a truth value": [answer({"message": "x"}, True)],
+    "a reward that float32 can't hold": [answer({"message": "x"}, 1e39)],
     "two answers": [answer({"message": "mine"}), answer({"message": "stale"}, 100.0)],
     "no observation": [{"type": "observation", "data": {"reward": 1.0, "done": False}}],
     "no data": [{"type": "observation"}],

@@ -231,7 +231,8 @@ def test_null_is_no_reward(serve):
     "answer",
     [
         *({"rewards": each} for each in ([1.0], [1.0, 2.0, 3.0], {"a": 1, "b": 2}, "ab")),
-        *({"rewards": [1.0, wrong]} for wrong in (math.nan, math.inf, 1e39, "2.0", [2.0])),
+        *({"rewards": [1.0, wrong]} for wrong in (math.nan, math.inf, 1e39, "2.0", [2.0], True)),
+        {"rewards": [1.0, 2.0], "error": "CUDA out of memory"},
         {"scores": [1.0, 2.0]},
         [1.0, 2.0],
         b"Hello",
@@ -244,7 +245,7 @@ def test_null_is_no_reward(serve):
 )
 def test_other_answers_are_errors(serve, answer):
     error = (
-        r"answered '.+' for 2 completions; it must return {'rewards': \[...\]} with one finite number, or null, for"
+        r"answered '.+' for 2 completions \(.+\); it must return {'rewards': \[...\]} with one finite number, or null"
     )
     if isinstance(answer, tuple):
         error = "answered 302"

@@ -80,8 +80,12 @@ KINDS = {
     ),
     "null token_ids": Spoiled(tokens(lambda ids: None), "again", NO_TOKENS),
     "null logprobs": Spoiled(each(lambda choice: {"logprobs": None}), "again", "0 has no log-probabilities"),
-    "too few logprobs": Spoiled(logps(lambda content: content[:-2]), "again", "has 4 log-probabilities for 6 tokens"),
-    "too many logprobs": Spoiled(logps(lambda content: content * 2), "again", "has 12 log-probabilities for 6 tokens"),
+    "too few logprobs": Spoiled(
+        logps(lambda content: content[:-2]), "again", "has 4 values of log-probability instead of 6"
+    ),
+    "too many logprobs": Spoiled(
+        logps(lambda content: content * 2), "again", "has 12 values of log-probability instead of 6"
+    ),
     "NaN logprobs": Spoiled(logps(lambda content: [{"logprob": math.nan}] * len(content)), "taken"),
     "one NaN": Spoiled(second_logp(math.nan), "taken"),
     "null logprob": Spoiled(second_logp(None), "taken"),
@@ -94,9 +98,9 @@ KINDS = {
     "one of no tokens": Spoiled(
         choices(lambda items: [{**items[0], **nothing(items[0])}, *items[1:]]), "again", "completion 0 has 0 tokens"
     ),
-    "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, but the vocabulary "),
-    "negative token": Spoiled(second(-1), "again", "has the token -1, but the vocabulary "),
-    "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, but the vocabulary "),
+    "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, which isn't a "),
+    "negative token": Spoiled(second(-1), "again", "has the token -1, which isn't a whole n"),
+    "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, which isn't a whole"),
     "placeholder": Spoiled(second(PLACEHOLDER), "again", "7, which stands for media that don't exist"),
     "a choice less": Spoiled(choices(lambda items: items[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
     "a choice more": Spoiled(choices(lambda items: items + items[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),

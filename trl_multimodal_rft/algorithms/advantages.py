@@ -304,9 +304,9 @@ def online_dpo(
     Online DPO's weight $G \beta \sigma(-\beta \Delta)$ for the completion with the largest reward of a group, and the
     negative weight for the completion with the smallest reward, see
     [Online AI Feedback](https://huggingface.co/papers/2402.04792). The group has $G$ completions, and $\Delta$ is the
-    difference of $\log \pi - \log \pi_\mathrm{ref}$ between the two. Other completions, and groups with equal
-    rewards, have the weight 0. With `loss="ipo"` ([IPO](https://huggingface.co/papers/2310.12036)), the weight is
-    $G (1 / \beta - 2 \Delta)$.
+    difference of $\log \pi - \log \pi_\mathrm{ref}$ between the two. Other completions, and groups whose
+    rewards are equal up to rounding, have the weight 0. With `loss="ipo"`
+    ([IPO](https://huggingface.co/papers/2310.12036)), the weight is $G (1 / \beta - 2 \Delta)$.
 
     With a policy loss that sums over the tokens of a completion (`"luspo"`), the first update on a batch has the
     gradient of DPO's loss.
@@ -335,7 +335,8 @@ def online_dpo(
     has_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
     # Batch indices of the first and the last completion of each group in this order: `[0, 3]` and `[0, 2]`
     worst, best = sorted_indices[(ends - n_scorable)[has_scorable]], sorted_indices[ends[has_scorable] - 1]
-    is_pair = rewards[best] > rewards[worst]
+    has_signal = group_statistics(rewards, group_ids).has_signal.to(groups.device)
+    is_pair = has_signal[groups[best]]
     worst, best = worst[is_pair], best[is_pair]
     log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)  # of whole completions
     margins = log_ratios[best] - log_ratios[worst]

@@ -35,12 +35,15 @@ def value_loss(
         [`LossOutput`]: Loss of each token, shape `(B, T)`, and metrics.
     """
     squared_error = unclipped_error = (values - returns).square()
+    is_clipped = torch.zeros_like(values)
     if clip is not None:
         clipped_values = old_values + (values - old_values).clamp(-clip, clip)
         squared_error = torch.max(unclipped_error, (clipped_values - returns).square())
+        # Within the range, clipped values and values may differ by rounding
+        is_clipped = (((values - old_values).abs() > clip) & (squared_error > unclipped_error)).float()
     metrics = {
         "value_loss": token_mean(squared_error / 2, mask),
-        "value_clip_ratio": token_mean((squared_error > unclipped_error).float(), mask),
+        "value_clip_ratio": token_mean(is_clipped, mask),
     }
     return LossOutput(squared_error / 2, metrics)
 

@@ -29,6 +29,7 @@ from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
 from .measure import FORWARDS, Case, Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
+from .targets import longer_than_windows
 
 
 logger = get_logger(__name__)
@@ -170,44 +171,65 @@ def check_conversation(
     has_engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
     """
-    Measures the tokens that follow tool media in a completion. Returns their difference from the truth and the
-    fallbacks, or `None` if no rank has such a completion.
+    Measures the tokens that follow tool media in a completion, also after a prompt longer than the model's windows.
+    Returns their difference from the truth and the fallbacks, or `None` if no rank has such a completion.
 
     The truth is the model's own forward on the prompt, the completion up to the last tool result
     (`Conversation.later`), and the tokens after it, which are compared.
     """
-    # At most one completion of this rank. The first rank that has one sends it to the others.
-    local_case = [
+    # At most one completion of this rank, preferably after a prompt of text, whose masks only the results change. The
+    # first rank that has one sends it to the others.
+    local_cases = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
         if isinstance(prompt, Conversation) and len(ids) > len(prompt.later)
-    ][:1]
+    ]
+    local_case = sorted(local_cases, key=lambda case: bool(case[0].media))[:1]
     holders = [rank for rank, has_case in enumerate(gather_object([bool(local_case)])) if has_case]
     if not holders:
         return None
     measure = Measure(policy, model, has_engine_positions)
     is_holder = measure.accelerator.process_index == holders[0]
     prompt, completion = broadcast_object_list(local_case if is_holder else [None], from_process=holders[0])[0]
-    later, n = prompt.later, len(prompt.later)
-    whole = EncodedPrompt(
-        torch.cat([prompt.input_ids, later.input_ids]),
-        {name: torch.cat([value, later.token_fields[name]]) for name, value in prompt.token_fields.items()},
-        join_media(prompt.parts),
-        torch.cat([prompt.position_ids, later.position_ids], dim=-1),
-    )
-    inputs = measure.model_inputs(outputs_of(whole), whole)
-    ids = torch.tensor([completion], device=measure.device)
+    conversations, differences = [prompt], list[float]()
+    if (longer := longer_than_windows(measure.model, prompt, prompt.later)) is not None:
+        conversations.append(_with_prompt(prompt, longer))
+    n, ids = len(prompt.later), torch.tensor([completion], device=measure.device)
     mask = torch.ones_like(ids)
-    score_by_model = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
-
-    def score(packed: bool) -> torch.Tensor:
-        return measure.score([prompt], ids, mask, packed)[:, n:]
-
     with measurement_mode(model, measure.device):
-        truth = measure.require("its own forward of a conversation with tool media", score_by_model)
-        noise = functools.cache(lambda: measure.noise(score_by_model, mask[:, n:]))
-        _, padded, packed = measure.settle_fallbacks(score, truth, mask[:, n:], noise, label=" after tool media")
-    return padded if packed is None or not measure.fallbacks.packing else packed, measure.fallbacks
+        for measured in conversations:
+            whole = EncodedPrompt(
+                torch.cat([measured.input_ids, measured.later.input_ids]),
+                {
+                    name: torch.cat([value, measured.later.token_fields[name]])
+                    for name, value in measured.token_fields.items()
+                },
+                join_media(measured.parts),
+                torch.cat([measured.position_ids, measured.later.position_ids], dim=-1),
+            )
+            inputs = measure.model_inputs(outputs_of(whole), whole)
+            score_by_model = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
+            truth = measure.require("its own forward of a conversation with tool media", score_by_model)
+            noise = functools.cache(functools.partial(measure.noise, score_by_model, mask[:, n:]))
+            score = functools.partial(_score_after, measure, measured, ids, mask, n)
+            _, padded, packed = measure.settle_fallbacks(score, truth, mask[:, n:], noise, label=" after tool media")
+            differences.append(padded if packed is None or not measure.fallbacks.packing else packed)
+    return max(differences), measure.fallbacks
+
+
+def _score_after(
+    measure: Measure, prompt: EncodedPrompt, ids: torch.Tensor, mask: torch.Tensor, n: int, packed: bool
+) -> torch.Tensor:
+    """Returns the policy's log-probabilities of a completion after its first `n` tokens."""
+    return measure.score([prompt], ids, mask, packed)[:, n:]
+
+
+def _with_prompt(conversation: Conversation, longer: Conversation) -> Conversation:
+    """Returns a `longer` copy of a conversation, with its own prompt, and with later tokens at their positions."""
+    n_added = len(longer) - len(conversation)
+    prompt = EncodedPrompt(longer.input_ids, longer.token_fields, {}, longer.position_ids, row=longer.row)
+    later = replace(conversation.later, position_ids=conversation.later.position_ids + n_added)
+    return replace(longer, prompt=prompt, later=later)
 
 
 class _Completions(NamedTuple):

@@ -20,6 +20,7 @@ from ..models.modes import measurement_mode
 from ..policy import PolicyForward
 from .measure import Case, Measure
 from .self_check import SelfCheck
+from .targets import longer_than_windows
 
 
 _N_COMPARED = 256  # maximum number of compared tokens of a row, few enough for their logits to fit into memory
@@ -96,7 +97,7 @@ def check_pairs(
 ) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
-    with media in completions.
+    with media in completions, the latter also after a prompt longer than the model's windows.
 
     See [`check_sequences`] for arguments and errors. `processor_outputs` also takes the column of a completion with
     media, and then returns the outputs for prompt and completion. In packed rows, both completions share one prompt.
@@ -107,6 +108,11 @@ def check_pairs(
     targets, donors, rows = _cases(measure, pairs, processor_outputs)
     media_completions = _media_completions(measure, pairs, processor_outputs)
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in media_completions)]
+    # The pair also after a longer prompt, whose own masks could hide those of its completions' media
+    if media_completions and packs and measure.fallbacks.packing:
+        pair, column, _ = media_completions[0]
+        longer_pair = longer_than_windows(measure.model, pair, pair.answers[column])
+        rows += [] if longer_pair is None else [longer_pair]
     outputs_of_completions = {(pair, column): outputs for pair, column, outputs in media_completions}
     # Two sequences per pair: the prompt with the chosen, and with the rejected completion
     sequences = [
@@ -147,7 +153,9 @@ def _media_completions(
     measure: Measure, pairs: Sequence[PreferencePair], processor_outputs: ProcessorOutputs
 ) -> list[MediaCompletion]:
     """Returns the completions with media of the first pair that has such completions, and the processor's outputs."""
-    first_with_media = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
+    with_media = [(i, pair) for i, pair in enumerate(pairs) if pair.answers]
+    # Preferably after a prompt of text, whose masks only the completions change
+    first_with_media = min(with_media, key=lambda entry: bool(entry[1].media), default=None)
     holders = [rank for rank, holds in enumerate(gather_object([first_with_media is not None])) if holds]
     if not holders:
         return []

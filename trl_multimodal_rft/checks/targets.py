@@ -3,11 +3,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
+from ..forward.masks import windows_reach
+
+
+_Prompt = TypeVar("_Prompt", bound=EncodedPrompt)
 
 
 # Maximum number of partners with media: prompts with media of other shapes, in one forward with the first target. One
@@ -108,6 +114,30 @@ def with_other_media(prompt: EncodedPrompt, modality: str, donor: EncodedPrompt 
             new_value = new_value.index_select(dim, torch.arange(size) % new_value.size(dim))
         media[name] = torch.where((value == 0) | (new_value == 0), value, new_value.to(value.dtype))
     return replace(prompt, media=media, mask_cache={}, on_device={})
+
+
+def longer_than_windows(model: PreTrainedModel, prompt: _Prompt, later: EncodedPrompt) -> _Prompt | None:
+    """
+    Returns a text prompt with repeats of its tokens at the start, so that it is longer than the start that shows the
+    masks of text, see [`windows_reach`]. The media after a prompt, in `later`, may need other masks.
+
+    Returns `None` if this makes no difference, as the prompt is as long already or has media, or as the model has no
+    windows or no token fields; and if the model's positions don't suffice.
+    """
+    reach = windows_reach(model)
+    n_added = reach + 1 - len(prompt)
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    is_possible = most is None or reach + 1 + 2 * len(later) <= most  # text follows the media
+    if reach <= 2 or prompt.media or not later.token_fields or n_added <= 0 or not is_possible:
+        return None
+    index, first_position = torch.arange(n_added) % len(prompt), prompt.position_ids[..., :1]
+    return replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids[index], prompt.input_ids]),
+        token_fields={name: torch.cat([value[index], value]) for name, value in prompt.token_fields.items()},
+        position_ids=torch.cat([first_position + torch.arange(n_added), prompt.position_ids + n_added], dim=-1),
+        mask_cache={},
+    )
 
 
 def _features_of(prompt: EncodedPrompt, modality: str) -> dict[str, torch.Tensor]:

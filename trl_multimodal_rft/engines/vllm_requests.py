@@ -6,7 +6,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import as_completed
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import requests
 from accelerate.logging import get_logger
 
 from ..credentials import without_credentials
-from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, started
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, list_in, numbers_in, started
 
 
 logger = get_logger(__name__)
@@ -33,7 +33,8 @@ _EXCERPT_BYTES = 200  # bytes of an answer in an error
 _FINISH_REASONS = ("stop", "length", "repetition")
 # Value that servers send in place of a missing log-probability
 _MISSING_LOGP = -9999.0
-_LARGEST_LOGP = 1e-3  # limit of log-probabilities, which rounding may lift above 0
+LARGEST_LOGP = 1e-3  # limit of log-probabilities, which rounding may lift above 0
+_LARGEST_EXCESS = 1e-2  # limit of what rounding adds to a sum of probabilities
 
 # Token ids of a completion, and their log-probabilities. The engine may lack some log-probabilities (`None`).
 ServerSample = tuple[list[int], list[float | None]]
@@ -180,17 +181,15 @@ def completions_in(
     - Only the last token may be one of the `end_ids`, which end a text.
     - Each token has a log-probability, or `None` in place of it.
     """
+    choices = list_in(body, "choices", "completions")
     try:
-        content = json.loads(body)
-        indices = [choice["index"] for choice in content["choices"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        indices = [choice["index"] for choice in choices]
+    except (KeyError, TypeError):
         raise ValueError("it holds no completions") from None
-    if content.get("error"):
-        raise ValueError("it holds an error beside completions")
     if any(type(index) is not int for index in indices) or sorted(indices) != [*range(count)]:
         raise ValueError(f"it holds the completions {indices}, not {count}")
     samples: list[ServerSample] = [([], [])] * count
-    for choice in content["choices"]:
+    for choice in choices:
         try:
             samples[choice["index"]] = _sample_in(choice, max_tokens, vocab_size, placeholders, end_ids)
         except ValueError as error:
@@ -209,27 +208,66 @@ def _sample_in(
         raise ValueError(
             f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {max_tokens} are possible"
         )
-    for value in ids:
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise ValueError(f"has the token {value!r}, but the vocabulary has {vocab_size} tokens")
+    for value in numbers_in(ids, len(ids), "token", 0, vocab_size - 1, whole=True):
         if value in placeholders:
             raise ValueError(f"has the token {value}, which stands for media that don't exist")
     if early_ends := [token for token in ids[:-1] if token in end_ids]:
         raise ValueError(f"has tokens after the token {early_ends[0]}, which ends a text")
     try:
-        logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        # NaN, which engines report, is as good as a missing value
+        logps = [
+            None if entry["logprob"] != entry["logprob"] else entry["logprob"]
+            for entry in choice["logprobs"]["content"]
+        ]
     except (KeyError, TypeError):
         raise ValueError("has no log-probabilities") from None
-    if len(logps) != len(ids):
-        raise ValueError(f"has {len(logps)} log-probabilities for {len(ids)} tokens")
+    numbers_in(logps, len(ids), "log-probability", -math.inf, LARGEST_LOGP, optional=True)
     # Servers may name the token of a log-probability by its id. Names by text aren't compared
     for token, entry in zip(ids, choice["logprobs"]["content"], strict=True):
         if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
             raise ValueError(f"has the log-probability of {name} for the token {token}")
-    for logp in logps:
-        if logp is not None and (type(logp) not in (int, float) or logp > _LARGEST_LOGP):
-            raise ValueError(f"has the log-probability {logp!r}, which isn't a number of at most 0")
     return ids, [logp_or_none(logp) for logp in logps]
+
+
+def scores_in(body: bytes, ids: Sequence[int], n: int, k: int, vocab_size: int) -> list[dict[int, float]]:
+    """
+    Returns the log-probabilities of the `k` most likely tokens at the last `n` positions of a prompt with these `ids`,
+    from the body of an answer. Raises a `ValueError` with a one-line message if the answer breaks one of these rules:
+
+    - It has as many positions as the prompt has tokens.
+    - A position has the prompt's token and at least `k` tokens, and their ids are below `vocab_size`.
+    - Their log-probabilities are numbers of at most 0, and the sum of their probabilities is at most 1.
+    """
+    positions = list_in(body, "prompt_logprobs", "scores")
+    if len(positions) != len(ids):
+        raise ValueError(f"it holds the scores of {len(positions)} positions, not {len(ids)}")
+    scores = []
+    for i in range(len(ids) - n, len(ids)):
+        try:
+            scores.append(_scores_of(positions[i], ids[i], k, vocab_size))
+        except ValueError as error:
+            raise ValueError(f"position {i} {error}") from None
+    return scores
+
+
+def _scores_of(position: dict[str, Any], token: int, k: int, vocab_size: int) -> dict[int, float]:
+    """Returns the scores of a position of a prompt. A `ValueError` has the end of a sentence as its message."""
+    try:
+        tokens = [int(name) for name in position]
+        logps = [entry["logprob"] for entry in position.values()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError("has no log-probabilities by token") from None
+    numbers_in(tokens, len(tokens), "token", 0, vocab_size - 1, whole=True)
+    numbers_in(logps, len(tokens), "log-probability", -math.inf, LARGEST_LOGP)
+    # vLLM adds the prompt's token to the `k` most likely ones
+    if token not in tokens:
+        raise ValueError(f"has no score of the prompt's token {token}")
+    if len(tokens) < min(k, vocab_size):
+        raise ValueError(f"has {len(tokens)} tokens, not the {k} most likely ones")
+    if (total := math.fsum(map(math.exp, logps))) > 1 + _LARGEST_EXCESS:
+        raise ValueError(f"has tokens whose probabilities sum to {total:.3g}")
+    # Without the prompt's token, if it isn't among the most likely ones
+    return dict(sorted(zip(tokens, logps, strict=True), key=lambda item: -item[1])[:k])
 
 
 def logp_or_none(logp: float | None) -> float | None:

@@ -33,6 +33,7 @@ from .vllm_requests import (
     content_of,
     lost_error,
     refusal,
+    scores_in,
     until_answered,
 )
 from .vllm_versions import engine_obstacle
@@ -380,37 +381,60 @@ def server_completions(
     sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
     n_logps = request.count * request.max_tokens * (1 + (options.get("logprobs") or 0))
     body = {**_request_body(model, request, sampling), **({} if salt is None else {"cache_salt": salt})}
+    end_ids = options.get("stop_token_ids") or ()
+
+    def read(answer: bytes) -> list[ServerSample]:
+        return completions_in(answer, request.count, request.max_tokens, vocab_size, placeholders, end_ids)
+
+    # A restarted server lacks the adapter `model`; the next attempt loads it
+    lost_statuses = () if model is None else (404,)
+    return _generated(url, body, timeout, n_logps, read, lost_statuses)
+
+
+def prompt_scores(
+    client: ServerClient, requests: Sequence[EngineRequest], counts: Sequence[int], k: int, vocab_size: int
+) -> list[list[dict[int, float]]]:
+    """
+    Returns the log-probabilities of the `k` most likely tokens at the last positions of prompts, `counts` of each. The
+    probabilities are normalized over the whole vocabulary, at a temperature of 1.
+    """
+
+    def score(item: tuple[EngineRequest, int]) -> list[dict[int, float]]:
+        request, count = item
+        sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
+        # TRL's client can't read the answers of vLLM 0.32 and later
+        body, n_logps = _request_body(client.model, request, sampling), len(request.ids) * (1 + k)
+        read = partial(scores_in, ids=request.ids, n=count, k=k, vocab_size=vocab_size)
+        attempt = partial(_generated, client.base_url, body, client.timeout, n_logps, read)
+        return until_answered(lambda _: attempt(), client.timeout, client.warn)
+
+    return at_once(score, zip(requests, counts, strict=True))
+
+
+def _generated(
+    url: str,
+    body: dict[str, Any],
+    timeout: float,
+    n_logps: int,
+    read: Callable[[bytes], T],
+    lost_statuses: Collection[int] = (),
+) -> T:
+    """
+    Requests tokens or scores, and returns what `read` finds in the answer with `n_logps` log-probabilities. Raises a
+    [`RequestLost`] if there's no answer, an answer with one of the `lost_statuses`, or one that `read` refuses by a
+    `ValueError`. Raises a `RuntimeError` for a refusal.
+    """
     answer = answer_of(
         url, _GENERATE_PATH, body, seconds=timeout, max_bytes=_BYTES_PER_ANSWER + n_logps * _BYTES_PER_LOGP
     )
-    if answer.status == 404 and model is not None:  # a restarted server lacks the adapter; the next attempt loads it
-        raise lost_error(url, _GENERATE_PATH, 404, answer)
+    if answer.status in lost_statuses:
+        raise lost_error(url, _GENERATE_PATH, answer.status, answer)
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE_PATH)
     try:
-        end_ids = options.get("stop_token_ids") or ()
-        return completions_in(answer.body, request.count, request.max_tokens, vocab_size, placeholders, end_ids)
+        return read(answer.body)
     except ValueError as error:
         raise lost_error(url, _GENERATE_PATH, error, answer) from None
-
-
-def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
-    """
-    Returns the log-probabilities of the `k` most likely tokens at each position of prompts, except at the first
-    position. The probabilities are normalized over the whole vocabulary, at a temperature of 1.
-    """
-
-    def score(request: EngineRequest) -> list[dict[int, float]]:
-        sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
-        max_bytes = _BYTES_PER_ANSWER + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
-        # TRL's client can't read the answers of vLLM 0.32 and later
-        answer = client.call(_GENERATE_PATH, _request_body(client.model, request, sampling), max_bytes=max_bytes)
-        positions = answer["prompt_logprobs"][1:]
-        scores = [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]
-        # If the prompt's token isn't among the `k` most likely ones, vLLM adds it, and the cut leaves it out
-        return [dict(sorted(logps.items(), key=lambda item: -item[1])[:k]) for logps in scores]
-
-    return at_once(score, requests)
 
 
 def _request_body(model: str | None, request: EngineRequest, sampling: dict[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,9 @@ class ServerTeacher:
             prompt._replace(ids=prompt.ids + completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        for i, positions in enumerate(prompt_scores(self.client, requests, k)):
-            scores = positions[len(prompts[i].ids) - 1 :]  # log-probabilities by token, at each position
+        counts = [len(completion) for completion in completions]
+        # Log-probabilities by token, at each position
+        for i, scores in enumerate(prompt_scores(self.client, requests, counts, k, self.vocab_size)):
             ids[i, : len(scores)] = torch.tensor([[*position] for position in scores])
             logps[i, : len(scores)] = torch.tensor([[*position.values()] for position in scores])
         return ids, logps

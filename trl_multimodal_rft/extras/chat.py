@@ -29,6 +29,7 @@ from ..data.rows.columns import file_modality, rows_to_messages
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES, input_modalities
+from ..models.parts import check_base_is_kept
 from ..models.pretrained import load_trained
 from ..reporting.curves import FILE_NAME
 from ..reporting.model_card import in_text
@@ -56,6 +57,8 @@ def answerer(
     Returns a function that samples a model's answer to a conversation, with the code and options of evaluations. The
     model's adapter is off unless `adapted`.
     """
+    if not adapted:
+        check_base_is_kept(model, None, "the base to compare with", "pass `--base`")
     accelerator = Accelerator()
     placeholders = placeholder_tokens(model, processor)
 

@@ -3,7 +3,6 @@
 
 import base64
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing, suppress
@@ -16,7 +15,9 @@ import requests
 
 from ..credentials import without_credentials
 from ..data.reading.decoding import require_module
+from ..data.reading.http import numbers_in
 from ..data.reading.refs import shortened
+from ..rewards.calls import LARGEST_REWARD
 from ..rollout.environments import EnvironmentFailure
 
 
@@ -126,8 +127,10 @@ class OpenEnvironment(ServedEnvironment):
         call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
         response = self._session.ask("step", arguments if tool is None else call)
         reward = response.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not math.isfinite(reward or 0.0):
-            raise EnvironmentFailure(f"the server gave the reward {reward!r}, which is no finite number")
+        try:
+            numbers_in([reward], 1, "reward", -LARGEST_REWARD, LARGEST_REWARD, optional=True)
+        except ValueError as error:
+            raise EnvironmentFailure(f"the server's answer {error}") from None
         self.rewards.append(float(reward or 0.0))
         return self._observation(response)
 

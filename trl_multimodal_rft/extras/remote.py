@@ -2,7 +2,6 @@
 """Rewards from a server, over HTTP."""
 
 import base64
-import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
@@ -15,13 +14,13 @@ import requests
 from ..credentials import masked, without_credentials
 from ..data.reading.decoding import load_audio, load_image, load_video
 from ..data.reading.files import png, wav
-from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, list_in, numbers_in
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import cell_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from ..rewards.calls import Argument, check_rewards
+from ..rewards.calls import LARGEST_REWARD, Argument
 from ..rewards.model import rows_of_batch
 
 
@@ -201,11 +200,12 @@ class RemoteReward(Server):
         if response.status != 200:
             raise RuntimeError(f"The reward server {self._public_url} answered {response.status}: {text!r}.")
         try:
-            return check_rewards(json.loads(response.body)["rewards"], n, self.name)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            rewards = list_in(response.body, "rewards", "rewards")
+            return numbers_in(rewards, n, "reward", -LARGEST_REWARD, LARGEST_REWARD, optional=True)
+        except ValueError as error:
             raise RuntimeError(
-                f"The reward server {self._public_url} answered {text!r} for {n} completions; it must return "
-                "{'rewards': [...]} with one finite number, or null, for each completion."
+                f"The reward server {self._public_url} answered {text!r} for {n} completions ({error}); it must "
+                "return {'rewards': [...]} with one finite number, or null, for each completion, and no error."
             ) from error
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:

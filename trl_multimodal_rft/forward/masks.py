@@ -61,18 +61,34 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         text_fields = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
         return {name: torch.cat([value[:size], text_fields[name]])[None] for name, value in fields_of_prompt}
 
-    # If all token fields are 0, masks depend on distances between tokens alone. Then the start of the prompt, twice as
-    # long as the longest window, shows whether masks are causal. A causal mask holds for any length of the prompt.
-    if not any(value.any() for value in prompt.token_fields.values()):
-        config = model.config.get_text_config(decoder=True)
-        windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
-        if (size := 2 * max(windows) + 2) < len(prompt):
-            short_masks = _model_masks(model, size, 1, fields(size, 1))
-            masks = short_masks if _is_causal(short_masks) else None
+    size = windows_reach(model)
+    if size < len(prompt) and not _marks_media(prompt, n_new, fill):
+        short_masks = _model_masks(model, size, 1, fields(size, 1))
+        masks = short_masks if _is_causal(short_masks) else None
     if masks is None:
         masks = _model_masks(model, len(prompt), n_new, fields(len(prompt), n_new))
     prompt.mask_cache["linear"] = (n_new, masks)
     return masks
+
+
+def windows_reach(model: PreTrainedModel) -> int:
+    """
+    Returns the number of tokens, twice as many as the longest window, that shows whether masks of text are causal.
+
+    Where all token fields are those of text, masks depend on distances between tokens alone. So the start of a longer
+    prompt shows its masks, and a causal mask holds for any length of the prompt.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    return 2 * max(windows) + 2
+
+
+def _marks_media(prompt: EncodedPrompt, n_new: int, fill: Mapping[str, int]) -> bool:
+    """Returns whether token fields of a prompt, or of an answer's or tool's media after it, aren't those of text."""
+    return any(
+        value.any() or (prompt.field_after(name, n_new, fill.get(name, 0)) != fill.get(name, 0)).any()
+        for name, value in prompt.token_fields.items()
+    )
 
 
 def _model_masks(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 CRITIC = "critic"
 
+# First letters of `init_lora_weights` that takes an adapter's start out of the weights of the base model
+_STARTS_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 # Patterns of the last component of an encoder's dotted name, such as `visual` of `model.visual`, for encoders that
 # `get_encoder` doesn't return, such as the second encoder of DeepSeek-VL
 _ENCODERS = {
@@ -187,6 +190,22 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
         f"`target_modules` {sorted(targets)} of `peft_config` name no layer of {class_name}; its linear layers are "
         f"named {', '.join(name for name in names if not name.isdigit())}."
     )
+
+
+def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role: str, remedy: str) -> None:
+    """
+    Raises a `ValueError` if the initialization of an adapter changes the weights of the base model, so that the model
+    without its adapter isn't the model that training begins with. `role` says what the model without its adapter
+    would be, and `remedy` how to do without it.
+    """
+    configs = [*getattr(model, "peft_config", {}).values()] if peft_config is None else [peft_config]
+    for start in (getattr(config, "init_lora_weights", None) for config in configs):
+        if isinstance(start, str) and start.lower().startswith(_STARTS_FROM_BASE):
+            raise ValueError(
+                f"`init_lora_weights={start!r}` moves a part of the base model's weights into the adapter, so the "
+                f"model without its adapter can't be {role}; use `init_lora_weights=True` (merge a trained adapter "
+                f"into its base model first), or {remedy}."
+            )
 
 
 def check_trainable(model: nn.Module) -> None:

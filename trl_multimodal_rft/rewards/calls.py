@@ -33,7 +33,7 @@ from .failures import RewardError, line_of, user_frames
 
 T = TypeVar("T")
 
-_LARGEST = torch.finfo(torch.float32).max  # rewards are summed in float32
+LARGEST_REWARD = torch.finfo(torch.float32).max  # rewards are summed in float32
 # A completion: a text, or messages that end with the answer
 Completion = str | list[dict[str, Any]]
 # A reference answer in a column of the dataset
@@ -353,7 +353,7 @@ def _stepwise_reward(values: list[Any], turns: Sequence[tuple[int, int]], source
 
 def is_finite(value: str | float | list | dict | None) -> bool:
     """Returns whether a value is a number that float32, the dtype of rewards, can hold."""
-    return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
+    return isinstance(value, Real) and abs(cast(float, value)) <= LARGEST_REWARD
 
 
 def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: str) -> torch.Tensor:

@@ -75,7 +75,7 @@ from .loading import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
-from .rollout_logs import ReadMetrics, RolloutLog, log_media_contribution
+from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
 from .setup import (
@@ -301,8 +301,10 @@ class MultimodalTrainer(CheckpointMixin):
         handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
         main_handler = handler if self.is_world_process_zero() else None
         self._unread_metrics = PendingMetrics()
-        self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler)
-        for callback in (ReadMetrics(self._unread_metrics), *self._rollout_log.callbacks(handler, scheduler)):
+        means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
+        self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
+        callbacks = (ReadMetrics(self._unread_metrics), means, *self._rollout_log.callbacks(handler, scheduler))
+        for callback in callbacks:
             self.add_callback(callback)
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
 
@@ -551,6 +553,7 @@ class MultimodalTrainer(CheckpointMixin):
         """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        self._evaluation_means.n_rows = len(inputs)
         self._micro_batch, self._scores = inputs, None
         try:
             loss = self._compute_loss(model, TRLInputs(inputs))

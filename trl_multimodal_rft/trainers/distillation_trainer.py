@@ -15,6 +15,7 @@ from ..algorithms.metrics import scored_mean
 from ..data.rows.columns import TEACHER_COLUMNS
 from ..engines.samplers import Sampler
 from ..forward.scores import ScoreRequest, Scores
+from ..models.parts import check_base_is_kept
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
 from ..rollout.rollout import Rollout, require
@@ -154,6 +155,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 "`self_teacher='base'` makes the student without its adapter the teacher, but the student has no "
                 "adapter; pass `peft_config`, or pass the initial model as `teacher_model`."
             )
+        if self.teacher_model is None and args.self_teacher_settings.weights == "base":
+            remedy = "pass the initial model as `teacher_model`"
+            check_base_is_kept(self.model, None, "the teacher of `self_teacher='base'`", remedy)
         if args.self_teacher_settings.weights == "ema":
             self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)

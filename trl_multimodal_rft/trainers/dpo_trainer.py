@@ -151,6 +151,13 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         under_view[inputs["viewed"]] = view_logps[0]
         return chosen, rejected, under_view
 
+    def _with_reference_logps(self, inputs: Batch) -> Batch:
+        if len(self._reference_columns) == 3 and not inputs["viewed"] and REFERENCE_COLUMNS[0] in inputs:
+            # Without media, the micro-batch needs no log-probabilities under the view, and its rows have none
+            under_view = torch.full_like(inputs[REFERENCE_COLUMNS[0]], torch.nan)
+            inputs = {REFERENCE_COLUMNS[2]: under_view, **inputs}
+        return super()._with_reference_logps(inputs)
+
     # Update
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:

@@ -39,7 +39,7 @@ from ..forward.features import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..models.modes import fix_encoders
-from ..models.parts import check_adapter, freeze_as_built
+from ..models.parts import check_adapter, check_base_is_kept, freeze_as_built
 from ..models.pretrained import is_adapter, load_model, policy_class, require_all_weights, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.wrapped import replaced, unwrapped
@@ -180,7 +180,9 @@ def load_for_sampling(
     if any(modality in model.input_modalities for modality in MODALITIES):
         check_takes_media(processing_class, args.ignored_media_columns, *datasets)
     if ref_model is None:
-        ref_model = load_reference(model, args, peft_config, quantization_config) if needs_reference(args) else None
+        if needs_reference(args):
+            check_base_is_kept(model, peft_config, f"the reference of `beta={args.beta}`", "set `beta=0`")
+            ref_model = load_reference(model, args, peft_config, quantization_config)
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")

@@ -19,6 +19,7 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import ScoreRequest, Scores
 from ..models.modes import evaluation_mode
+from ..models.parts import check_base_is_kept
 from ..models.wrapped import is_unsharded, replaced
 from .loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
 from .preference_data import completions_to_score
@@ -51,6 +52,7 @@ class PreferenceTrainer(CompletionTrainer):
         args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._reference_is_initial_policy = arguments["ref_model"] is None
         if self._reference_is_initial_policy:
+            check_base_is_kept(loaded.model, arguments["peft_config"], "the reference", "pass `ref_model`")
             arguments["ref_model"] = load_reference(
                 loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
             )

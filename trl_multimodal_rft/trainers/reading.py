@@ -34,6 +34,7 @@ from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
+from .rollout_logs import EvaluationMeans
 from .setup import check_launch, has_unchecked_rows, modalities, warn_of_unread_media
 from .signatures import EvalRows, Processor
 
@@ -80,6 +81,8 @@ class CompletionTrainer(CheckpointMixin):
         first rows with the outputs of the processor from `load_processor`.
         """
         self._load_processor = load_processor
+        self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
+        self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
         self._stream = RowStream(
@@ -136,6 +139,7 @@ class CompletionTrainer(CheckpointMixin):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: NumItems = None
     ) -> Any:
+        self._evaluation_means.n_rows = len(inputs["sequences"])
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:

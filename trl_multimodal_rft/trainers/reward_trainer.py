@@ -185,6 +185,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
         n_correct, difference_sum, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         metrics = self._metrics["train" if self.model.training else "eval"]
+        self._evaluation_means.counts = {"accuracy": n, "margin": n}
         for name, total in (("accuracy", n_correct), ("margin", difference_sum)) if n_ties else ():
             metrics[name][-1:] = [total / n] if n else []
             if not metrics[name]:

@@ -1,11 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Logs of a rollout: TRL's metrics and table of completions, media, the first example, and hints about rewards."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
@@ -30,6 +32,36 @@ from .run import Run
 logger = get_logger(__name__)
 
 
+class EvaluationMeans(TrainerCallback):
+    """
+    Callback that keeps one value of each metric of an evaluation: the mean over the rows so far. TRL logs the mean of
+    batches, in which a row of a smaller last batch would count more. Metrics that are merged already stay as they are.
+    """
+
+    def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
+        self.metrics, self.accelerator = metrics, accelerator
+        self.n_rows = 0  # of this rank's last batch, or completions
+        # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
+        self.counts: dict[str, float] = {}
+        self._totals: dict[str, float] = {}  # by metric, the number of rows, or values, of the batches so far
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
+    ):
+        [n_rows] = sum_over_ranks(self.accelerator, [float(self.n_rows)])
+        for name, values in self.metrics.items():
+            earlier, count = self._totals.get(name, 0.0), self.counts.get(name, n_rows)
+            new_values = [value for value in values[name in self._totals :] if not math.isnan(value)]
+            if new_values and count:
+                mean, self._totals[name] = sum(new_values) / len(new_values), earlier + count
+                mean += (values[0] - mean) * earlier / (earlier + count) if earlier else 0.0
+                self.metrics[name] = [mean]
+        self.counts = {}
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+        self._totals = {}
+
+
 @dataclass
 class RolloutLog:
     """Logger of rollouts: TRL's metrics and tables, media, and the first example of a run."""
@@ -39,6 +71,7 @@ class RolloutLog:
     extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
     pending_metrics: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
+    means: EvaluationMeans
 
     def __post_init__(self):
         args, self.media, self.hint = self.run.args, None, None
@@ -64,6 +97,11 @@ class RolloutLog:
         run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
         advantages = estimates.advantages
         run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
+        rewards_by_metric = {
+            "reward": rewards,
+            **{f"rewards/{name}/mean": per_func[:, i] for i, name in enumerate(names)},
+        }
+        self.means.counts = {name: (~values.isnan()).sum().item() for name, values in rewards_by_metric.items()}
         if rollout.source.from_view is not None:
             run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
         for i, name in enumerate(names):

@@ -191,7 +191,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         n_learned, *totals = gathered.sum(0)[:4]
         means = [total / n_learned.clamp(min=1) for total in totals[:2]]
         # One transfer for all values, as the host waits for each transfer from the device
-        entropy, accuracy, n_all, *aux_loss = torch.stack([*means, totals[2], *gathered[:, 4:].mean(0)]).tolist()
+        values = torch.stack([*means, totals[2], n_learned, *gathered[:, 4:].mean(0)])
+        entropy, accuracy, n_all, n_learned, *aux_loss = values.tolist()
+        self._evaluation_means.counts = {"entropy": n_learned, "mean_token_accuracy": n_learned}
         metrics["entropy"].append(entropy)
         metrics["mean_token_accuracy"].append(accuracy)
         if self.model.training:

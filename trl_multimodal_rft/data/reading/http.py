@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """HTTP requests with limits of time and size, repeated while a server is busy or closes the connection."""
 
+import json as json_format
 import math
 import socket
 import threading
@@ -44,6 +45,42 @@ class Answer:
     body: bytes  # the whole body
     is_html: bool  # by the content type or the start of the body
     date: str = ""  # header `Date`, by the server's clock
+
+
+def list_in(body: bytes, field: str, content_name: str) -> list[Any]:
+    """
+    Returns a list in a field of the JSON object in the body of an answer. Raises a `ValueError`, with a one-line
+    message, if there's no such list, or if an error is beside it. `content_name` says what the list holds.
+    """
+    try:
+        answer = json_format.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    content: dict[str, Any] = answer if isinstance(answer, dict) else {}
+    values = content.get(field)
+    if not isinstance(values, list):
+        raise ValueError(f"it holds no {content_name}")
+    if content.get("error"):
+        raise ValueError(f"it holds an error beside {content_name}")
+    return values
+
+
+def numbers_in(
+    values: list[Any], n: int, kind: str, lowest: float, highest: float, *, whole: bool = False, optional: bool = False
+) -> list[Any]:
+    """
+    Returns the `n` numbers of a `kind` that a server answered with. Raises a `ValueError`, with the end of a sentence
+    as its message, for another count, and for anything but numbers from `lowest` to `highest`, which NaN isn't.
+    `whole` numbers have no fraction, and `optional` ones may be missing (`None`).
+    """
+    if len(values) != n:
+        raise ValueError(f"has {len(values)} values of {kind} instead of {n}")
+    for value in values:
+        is_number = type(value) is int or type(value) is float and not whole
+        if not (is_number and lowest <= value <= highest or value is None and optional):
+            number = "a whole number" if whole else "a number"
+            raise ValueError(f"has the {kind} {value!r:.40}, which isn't {number} from {lowest:g} to {highest:g}")
+    return values
 
 
 class NoAnswer(Exception):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...models.modes import kept_random_state
+from ...models.parts import check_base_is_kept
 from ...spelling import join_settings
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import ActorVL
@@ -158,6 +159,8 @@ class PPOTrainerVL:
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
         self.strategy, self.actor, self.ema_model = config, actor, ema_model
         reference = initial_model if config.beta > 0 else None
+        if reference is actor:
+            check_base_is_kept(actor.model, None, "the reference of `init_kl_coef`", "pass `initial_model`")
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
         self.save_hf_ckpt = save_hf_ckpt
