@@ -293,6 +293,16 @@ class SupervisedEncoder:
         ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
+    def n_answer_tokens(self, row: Row, column: str) -> int | None:
+        """
+        Returns the number of tokens of a completion in text, without decoding media, and `None` for one that holds
+        media. Raises the errors of [`encode_preference`] and [`encode_completion`] about a completion.
+        """
+        selected_row, messages, n = self._select_completion(row, column)
+        if next(iter_refs(messages[n:]), None) is not None:
+            return None
+        return len(self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end))
+
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
         Returns the prompt of a row, or its whole `messages`, with its media.

@@ -33,6 +33,7 @@ _TRL_FUNCTIONS = ("reasoning_accuracy_reward", "think_format_reward")
 # Factories, which are called to make a reward function, with or without settings
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
+DEFAULT_REWARDS = ("accuracy_reward", "format_reward")  # of commands without a reward model
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
