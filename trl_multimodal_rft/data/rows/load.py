@@ -136,10 +136,16 @@ def json_file(path: str | Path, pattern: str) -> Path | None:
 def read_json(file: Path) -> list[dict[str, Any]]:
     """Reads the rows of a file of JSON or JSON Lines."""
     with one_line_errors(str(file)):
-        text = file.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = text_lines(file)
+        if lines and lines[0].lstrip().startswith("["):
+            return json.loads("".join(lines))
+        return [json.loads(line) for line in lines]
+
+
+def text_lines(file: Path) -> list[str]:
+    """Returns the lines of a text that aren't empty. They end with a line feed alone, as those of JSON Lines do."""
+    with file.open(encoding="utf-8-sig", newline="\n") as stream:
+        return [line for line in stream if line.strip()]
 
 
 def read_video_questions(file: Path) -> list[dict[str, Any]]:
