@@ -148,7 +148,7 @@ def preference_pair(chat: list[dict[str, str]], row: dict[str, Any], index: int)
     if rejected_media:
         raise ValueError(
             f"row {index}, column 'rejected_{rejected_media[0]}': media of the rejected answer alone aren't "
-            "converted; mark their places in the answers by `<image>`, and list the media of the prompt, the chosen and "
+            "converted; mark their places in the answers by `<image>`, and list those of the prompt, the chosen and "
             "the rejected answer in 'images', or remove the row."
         )
     ends_with_answer = chat[-1]["role"] == "assistant"
