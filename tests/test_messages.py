@@ -317,8 +317,9 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     adapter.parent.mkdir()
     adapter.write_text("{}")
     for name, message in {
-        "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. "
-        f"'{tmp_path}/models' has 'audio'.",
+        "models/audioo": f"The model 'models/audioo' can't be loaded. There is no such folder in '{tmp_path}'. "
+        f"'{tmp_path}/models' has 'audio'. On the Hub: We",
+        "models/run/x": "The model 'models/run/x' can't be loaded: there is no such folder. ",
         "modls/audio": f"There is no such folder in '{tmp_path}'. '{tmp_path}' has 'models'. On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
         "./x/y": "'.' has no 'x'.",

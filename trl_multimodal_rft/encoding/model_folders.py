@@ -106,9 +106,9 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Returns whether a name can't be a name on the Hub, or starts with a local folder."""
+    """Returns whether a name can't be a name on the Hub. A folder may have the name of the Hub's organization."""
     parts = name.replace(os.sep, "/").split("/")
-    return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
+    return parts[0] in ("", ".", "..", "~") or len(parts) > 2
 
 
 def _similar_paths(name: str) -> str:
@@ -119,4 +119,4 @@ def _similar_paths(name: str) -> str:
         hint, has_similar = similar_names(Path(name))
     except OSError:
         return ""
-    return f" {hint}." if has_similar or _is_path(name) else ""
+    return f" {hint}." if has_similar or _is_path(name) or os.path.isdir(os.path.dirname(name)) else ""
