@@ -77,6 +77,11 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     try:
         yield
     except ImportError as error:  # transformers doesn't name the extra that installs the package
+        if "FlashAttention" in str(error):
+            remedy = (
+                f"`{install('flash-attn')}`, or leave `attn_implementation` out, as packed rows need no such package"
+            )
+            raise ImportError(f"The {part} {name!r} needs a package for FlashAttention: {remedy}.") from error
         for package, extra in _EXTRAS.items():
             if package in str(error).lower():
                 raise ImportError(f"The {part} {name!r} needs {package}: `{install(extra)}`") from error
