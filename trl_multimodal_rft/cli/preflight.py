@@ -126,9 +126,10 @@ def check_processes(args: argparse.Namespace) -> None:
             f"`--num_processes` is {count}, but {config!r} has `distributed_type: 'NO'`, which starts one; use "
             "`--accelerate_config multi_gpu`, or leave it out."
         )
-    is_cpu = any(str(options.get(name, False)).lower() == "true" for name in ("cpu", "use_cpu"))
-    devices = None if is_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else device_count()
-    if "config_file" in options or devices is None or math.ceil(count / machines) <= devices:
+    settings = options.get("cpu"), options.get("use_cpu"), getattr(args, "use_cpu", None)
+    is_cpu = "true" in {str(value).lower() for value in (*settings, os.environ.get("ACCELERATE_USE_CPU"))}
+    devices = device_count()
+    if is_cpu or "config_file" in options or devices is None or math.ceil(count / machines) <= devices:
         return
     on_cpu = "on the CPU, use `--accelerate_config multi_gpu`, and set `ACCELERATE_USE_CPU=true` in the environment"
     remedy = f"set it to {devices}" if devices else f"leave it out, or, {on_cpu}"
