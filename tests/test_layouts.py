@@ -355,7 +355,7 @@ def test_rlaif_v(tmp_path):
     assert [*map(blocks, judged[1]["prompt"])] == [["image", "What is it? A cat < image>. A bird.?"]]
     with pytest.raises(ValueError, match="`template` is the prompt of a judge"):
         load_preferences(tmp_path / "rlaif", template="{question}")
-    with pytest.raises(ValueError, match="prepare rlaif-v"):
+    with pytest.raises(ValueError, match="; rename 'question' to 'prompt', or convert the rlaif-v .* prepare rlaif-v"):
         trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "out")
 
 
