@@ -264,7 +264,7 @@ def check_dotted(name: str, kind: str) -> None:
     """
     module, _, function = name.rpartition(".")
     path = Path(*module.split("."))
-    file = next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+    file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
     if file is None:
         top = module.split(".")[0]
         if not Path(top).is_dir() and importlib.util.find_spec(top) is None:
@@ -298,7 +298,7 @@ def _defined_names(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:
     return names
 
 
-def _names_in_module(name: str, names: Mapping[str, Any]) -> str:
+def _names_in_module(name: str, names: Mapping[str, object]) -> str:
     """Returns a sentence about the names that a module defines, for the end of an error about a missing one."""
     public = [key for key, value in names.items() if not key.startswith("_") and not isinstance(value, ModuleType)]
     listing = f" It has {', '.join(map(repr, public))}." if 0 < len(public) <= 5 else ""

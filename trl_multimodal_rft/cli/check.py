@@ -296,7 +296,7 @@ class Report:
             return self.n_rows
         return sum(cause.count for cause in self.causes.values()) + self.overlong_prompts.count
 
-    def refuse(self, reason: str) -> None:
+    def note_error(self, reason: str) -> None:
         """Notes why the dataset as a whole would not train."""
         self.warnings.append(reason)
         self.is_refused = True
@@ -471,9 +471,9 @@ def run(args: argparse.Namespace) -> None:
             report.warnings.append(warning)
         report.warnings += check_reward_columns(load_reward_funcs(_reward_names(args, rows.column_names or ())), rows)
     except ValueError as error:  # an error of the dataset as a whole
-        report.refuse(str(error))
+        report.note_error(str(error))
     if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
-        report.refuse(str(too_few_rows_error(len(rows), args.batch_rows, has_groups=True)))
+        report.note_error(str(too_few_rows_error(len(rows), args.batch_rows, has_groups=True)))
     report.empty_note = describe_empty_cells(
         rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
     )
@@ -486,7 +486,7 @@ def run(args: argparse.Namespace) -> None:
     if not report.n_rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")
     if report.equal_answers.count == report.n_rows and args.rejected_view is None:
-        report.refuse("The dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
+        report.note_error("The dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
     if len(report.labels) == 1:
         report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
     text = report.text()

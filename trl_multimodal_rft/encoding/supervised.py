@@ -295,8 +295,20 @@ class SupervisedEncoder:
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
         """
-        Returns the number of tokens of a completion in text, without decoding media, and `None` for one that holds
-        media. Raises the errors of [`encode_preference`] and [`encode_completion`] about a completion.
+        Counts the tokens of a completion without decoding media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+            column (`str`):
+                Column of the completion.
+
+        Returns:
+            `int` or `None`: Number of tokens, `None` for a completion with media.
+
+        Raises:
+            `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
+                it after the prompt.
         """
         selected_row, messages, n = self._select_completion(row, column)
         if next(iter_refs(messages[n:]), None) is not None:

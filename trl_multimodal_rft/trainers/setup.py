@@ -4,7 +4,7 @@
 import inspect
 import os
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accelerate.logging import get_logger
@@ -38,6 +38,7 @@ from ..policy import check_one_run
 from ..views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, mapping
+from .signatures import Rows
 
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def resolve_config(
 NO_NAME = "The model was passed as an instance, and has no name (`_name_or_path` of its config is empty) by which"
 
 
-def check_kept_columns(args: SamplingConfig, reward_funcs: Sequence[Any] | None, dataset: Any) -> None:
+def check_kept_columns(args: SamplingConfig, reward_funcs: Sequence[Callable] | None, dataset: Rows) -> None:
     """Raises a `ValueError` if `remove_unused_columns` removes a column that is a reward function's parameter."""
     if not args.remove_unused_columns or not isinstance(dataset, Dataset):
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...spelling import did_you_mean
 from ..reading.refs import shortened
+from .cells import Cell
 from .columns import MEDIA_COLUMNS
 from .load import one_line_errors, required
 
@@ -58,7 +59,7 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     return data_file, rename
 
 
-def _renamed(value: Any, keys: dict[str, str], roles: dict[str, str]) -> Any:
+def _renamed(value: Cell, keys: dict[str, str], roles: dict[str, str]) -> Cell:
     """Returns a message, or a list of messages, with LLaMA-Factory's own keys and roles in place of tags."""
     if isinstance(value, list):
         return [_renamed(item, keys, roles) for item in value]
@@ -127,7 +128,7 @@ def _turns_of_columns(row: dict[str, Any], index: int, column: str) -> list[dict
     return [{"role": role, "content": _text(text, name, index)} for role, text, name in turns if text is not None]
 
 
-def _text(value: Any, column: str, index: int) -> str:
+def _text(value: Cell, column: str, index: int) -> str:
     """Returns a text. Raises a `ValueError` for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"row {index}, column '{column}': {shortened(repr(value))} is no text; write it as one.")

@@ -78,7 +78,7 @@ class _StoredVideo(Video):
 class _ClassName(ClassLabel):
     """Class label that is read as its name, and as `None` for -1, the missing label."""
 
-    def decode_example(self, value: int, token_per_repo_id: dict[str, Any] | None = None) -> str | None:
+    def decode_example(self, value: int, token_per_repo_id: dict[str, str | bool | None] | None = None) -> str | None:
         return None if value < 0 else self.int2str(value)
 
 
