@@ -243,6 +243,14 @@ def test_classes_are_labels_by_their_names(names, kind, tmp_path):
         assert next(iter(loader))["label"].tolist() == expected
 
 
+def test_classes_stay_labels_while_the_reference_is_scored(tmp_path):
+    rows = with_classes(image_rows(), ["good", "bad"]).shuffle(seed=1)
+    trainer = ours(tmp_path, rows, precompute_ref_log_probs=True, max_length=80, max_steps=1)
+    expected = [i == 0 for i in rows["label"]]
+    for n, batch in enumerate(trainer.get_train_dataloader()):
+        assert batch["label"].tolist() == expected[4 * n : 4 * n + 4]
+
+
 def test_words_are_labels(tmp_path):
     trainer = ours(tmp_path, with_words("BAD"))
     assert next(iter(trainer.get_train_dataloader()))["label"].tolist() == [True, True, False, True]

@@ -236,6 +236,7 @@ def test_runs_that_cannot_be_meant(kind, refused, tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError, match="names 'tensorboard', which isn't installed: `pip install tensorboard`, or"):
         config(kind, report_to="tensorboard")
+    assert config(kind, report_to='["none"]').report_to == []  # as a command passes the list of a file
     for folder in (model, f"{model}/../{Path(model).name}", Path(model)):
         message = refused(kind, ValueError, args=config(kind, folder))
         assert message.endswith("the run would overwrite; name another folder.")

@@ -2,6 +2,7 @@
 """Checks of the trackers in `report_to`, without importing them."""
 
 import importlib.util
+import json
 from collections.abc import Sequence
 
 from ..spelling import did_you_mean
@@ -26,10 +27,16 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
+def tracker_names(report_to: str | Sequence[str] | None) -> Sequence[str]:
+    """Returns the names in `report_to`: a name, a list, or a list in JSON, in which commands pass one from a file."""
+    if isinstance(report_to, str):
+        return json.loads(report_to) if report_to.startswith("[") else [report_to]
+    return report_to or ()
+
+
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
     """Raises a `ValueError` for the name of a tracker that doesn't exist, or whose package isn't installed."""
-    names = [report_to] if isinstance(report_to, str) else report_to or ()
-    for name in names:
+    for name in tracker_names(report_to):
         if name in ("all", "none"):
             continue
         if name not in _MODULES:
