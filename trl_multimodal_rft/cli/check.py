@@ -457,10 +457,9 @@ def run(args: argparse.Namespace) -> None:
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
-    max_length = min(context_lengths, default=None) if args.max_length is None else args.max_length
     if args.max_length is not None:  # which has to leave a token for the answer
         max_tokens = min(args.max_length - 1, args.max_length if max_tokens is None else max_tokens)
-    report = Report(title, max_tokens, max_length, args.audio_overlong == "truncate")
+    report = Report(title, max_tokens, args.max_length, args.audio_overlong == "truncate")
     rows, reads_labels = _with_labels(rows, report)
     try:
         ignored, modalities = args.ignored_media_columns or (), input_modalities(model)
