@@ -9,29 +9,8 @@
 #
 # Further words are options of `trl-multimodal-rft evaluate`, such as `--dataset_name avqa-r1-validation`. TRAIN has
 # further options of the training, SEEDS other seeds: TRAIN="--num_processes 4" SEEDS="0 1" examples/reproduce.sh ...
+# A folder has the results of one recipe, with one set of options, at one commit.
 set -euo pipefail
 
-recipe=${1:?name a recipe, such as qwen3_vl_2b/geometry3k_grpo} folder=${2:?name a folder for the results}
-shift 2
-here=$(dirname "$0")
-read -ra seeds <<<"${SEEDS:-0 1 2}"
-read -ra train <<<"${TRAIN:-}"
-settings=$(python "$here/reproduced.py" settings "$recipe" "${train[@]}")
-mapfile -t settings <<<"$settings"
-command=${settings[0]} model=${settings[1]} fixed=("${settings[@]:2}")
-
-evaluate() { # MODEL RESULTS WORDS...
-    [ -f "$2/metrics.json" ] || trl-multimodal-rft evaluate "${fixed[@]}" --model_name_or_path "$1" --output_dir "$2" "${@:3}"
-}
-
-evaluate "$model" "$folder/before" "$@"
-for seed in "${seeds[@]}"; do
-    run=$folder/seed-$seed
-    if [ ! -f "$run/after/metrics.json" ]; then
-        resume=()
-        compgen -G "$run/checkpoint-*" >/dev/null && resume=(--resume_from_checkpoint true)
-        trl-multimodal-rft "$command" --config "$recipe" --seed "$seed" --output_dir "$run" "${train[@]}" "${resume[@]}"
-    fi
-    evaluate "$run" "$run/after" "$@"
-done
-python "$here/reproduced.py" results "$folder"
+: "${1:?name a recipe, such as qwen3_vl_2b/geometry3k_grpo}" "${2:?name a folder for the results}"
+exec python "$(dirname "$0")/reproduced.py" "$@"

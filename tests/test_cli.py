@@ -155,6 +155,8 @@ FILES = {
     "inner.yaml": "model_init_kwargs:\n  dtype: float32\n  dtype: auto\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
     "launch.yaml": "num_processes: two\n",
+    "mine.py": "raise SystemExit\ndef good(completions): ...\ndef other(completions): ...\n",
+    "folder/config.json": "{}",
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
 # Expected words of the message, for each command line
@@ -220,7 +222,19 @@ MISTAKES = [
     (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),
     (["chat", "./model"], 1, "There is no file or folder './model'"),
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
-    (["grpo", *REWARD, "acuracy_reward"], 1, "no reward function 'acuracy_reward'"),
+    (["grpo", *REWARD, "acuracy_reward"], 1, "reward function 'acuracy_reward'. Did you mean `accuracy_reward`?"),
+    (["ppo", *REWARD, "hopeless"], 1, "no reward function 'hopeless'; name one of ['accuracy_reward'"),
+    (["rloo", *REWARD, "mine.gut"], 1, "module 'mine' has no attribute 'gut'. It has 'good', 'other'."),
+    (["rloo", *REWARD, "mine.god(a=1)"], 1, "no attribute 'god'. Did you mean `good`?"),
+    (["grpo", *REWARD, "min.good"], 1, "there is no module 'min'. '"),
+    (["grpo", *MODEL, *ROWS, "--tools", "mine.zoom"], 1, "There is no tool 'mine.zoom': module 'mine' has no"),
+    (["sft", *MODEL, *ROWS, "--report_to", "tensorbord"], 1, "no tracker. Did you mean `tensorboard`?"),
+    (["dpo", *MODEL, *ROWS, "--report_to", "no-such"], 1, "no tracker. Name one of clearml, "),
+    (["kto", *MODEL, *ROWS, "--report_to=mlflow"], 1, "names 'mlflow', which isn't installed: `pip install mlflow`"),
+    (["sft", *ROWS, "--model_name_or_path", "folder", "--output_dir", "./folder/"], 1, "the folder of the model"),
+    (["grpo", *MODEL, *ROWS, "--n", "4"], 2, "there is no option `--n`. Use `num_generations`."),
+    (["dpo", *MODEL, *ROWS, "--max-completion-length", "4"], 2, "Use `max_length`, for a prompt and its completion"),
+    (["kto", *MODEL, *ROWS, "--num_generations", "4"], 2, "Leave it out, as completions are those of the dataset."),
     (["sft", *MODEL, *ROWS, "--media_dir", "pictures"], 1, "pictures', which isn't a folder; correct it."),
     (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
     ([*BATCH, "--num_processes", "3"], 1, "`per_device_train_batch_size=2` x `gradient_accumulation_steps=1` x 3 pr"),
@@ -231,6 +245,7 @@ MISTAKES = [
 
 
 def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "folder").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     found = runs([words for words, _, _ in MISTAKES], tmp_path)
@@ -239,12 +254,74 @@ def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
         assert err.count("\n") == 1 and err.startswith("trl-multimodal-rft") and ": error: " in err
 
 
-def test_names_of_rewards_and_tools():
+def test_names_of_rewards_and_tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def even(completions): ...")
     check_functions([*table()["rewards"], "mine.even", "box_iou_reward(iou_threshold=0.5)"])
     check_functions(["zoom(scale=1000)", "mine.even"], "tool")
     for name, kind in (("box_iou(a=1)", "reward function"), ("zooms", "tool")):
         with pytest.raises(ValueError, match=f"no {kind} '{re.escape(name.partition('(')[0])}'"):
             check_functions(name, kind)
+
+
+MODULES = {
+    "plain": ("def even(c): ...\nclass Odd: ...\nlimit = 3\n", ("even", "Odd", "limit"), ("evn", "Even")),
+    "nested": (
+        "try:\n    from x import even\nexcept ImportError:\n    def odd(c): ...\n",
+        ("even", "odd"),
+        ("x", "c"),
+    ),
+    "paired": ("import x.y, z as w\na, b = 1, 2\nfor i in range(2):\n    c = i\n", ("x", "w", "a", "b", "c"), ("z",)),
+    "made": ("def __getattr__(name): ...", ("anything",), ()),
+    "starred": ("from x import *", ("anything",), ()),
+    "broken": ("def even(:", (), ("even",)),
+}
+
+
+@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py", "package/{}.py"])
+@pytest.mark.parametrize("module", MODULES)
+def test_names_that_modules_define_are_known_without_importing_them(module, form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, (text, names, others) = Path(form.format(module)), MODULES[module]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    dotted = f"package.{module}" if "package" in form else module
+    check_functions([f"{dotted}.{name}" for name in names])
+    for name in others:
+        with pytest.raises(ValueError, match=f"There is no tool '{dotted}.{name}': .*"):
+            check_functions(f"{dotted}.{name}", "tool")
+    check_functions(["trl.rewards.think_format_reward", "json.dumps"])  # of packages, which are imported later
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("launch", "config", "variables", "devices", "message"),
+    [
+        ({"num_processes": 2}, None, {}, 0, "is 2, but this machine has no accelerators to use; leave it out, or, on"),
+        ({"num_processes": 4}, None, {}, 2, "is 4, but this machine has 2 accelerators to use; set it to 2"),
+        ({"num_processes": 2}, None, {"CUDA_VISIBLE_DEVICES": "3"}, 4, "has 1 accelerator to use; set it to 1"),
+        ({"num_processes": 2}, "single_gpu", {}, 4, "'single_gpu' has `distributed_type: 'NO'`, which starts one"),
+        ({}, "multi_gpu", {}, 4, "is 8, but this machine has 4"),
+        ({"num_processes": 8, "num_machines": 2}, None, {}, 4, None),
+        ({"num_processes": 2, "cpu": True}, None, {}, 0, None),
+        ({"num_processes": 2}, "multi_gpu", {"ACCELERATE_USE_CPU": "true"}, 0, None),
+        ({"num_processes": 2, "config_file": "mine.yaml"}, None, {}, 0, None),
+        ({"num_processes": 4}, None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 8, None),
+    ],
+)
+def test_processes_have_devices(launch, config, variables, devices, message, tmp_path, monkeypatch):
+    for i in range(devices):
+        (tmp_path / f"nvidia{i}").touch()
+    monkeypatch.setattr(preflight, "_ACCELERATORS", (f"{tmp_path}/nvidia[0-9]*",))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args = argparse.Namespace(launch=launch, accelerate_config=config)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=re.escape(message)):
+        preflight.check_processes(args)
+    args.use_cpu = True
+    if config != "single_gpu":
+        preflight.check_processes(args)
 
 
 def test_another_release_of_trl_has_its_own_options(monkeypatch):

@@ -163,7 +163,7 @@ def test_streams_and_files(tmp_path, said):
     Dataset.from_list(rows).cast_column("images", List(ImageFeature())).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     Dataset.from_list(rows).to_json(tmp_path / "folder" / "rows.jsonl")
-    (tmp_path / "run.yaml").write_text(f"dataset_name: {tmp_path / 'rows.parquet'}\nlearning_rate: 1.0e-6\n")
+    (tmp_path / "run.yaml").write_text(f"dataset_name: {tmp_path / 'rows.parquet'}\nreward_funcs: format_reward\n")
     for options in (
         [None, "--config", tmp_path / "run.yaml"],
         [tmp_path / "rows.parquet"],
@@ -184,6 +184,7 @@ def test_a_batch_of_a_run_needs_its_rows(tmp_path, said):
     """`train` raises the same error."""
     Dataset.from_list([{"prompt": f"What is {i}?"} for i in range(4)]).to_parquet(tmp_path / "rows.parquet")
     run = {"per_device_train_batch_size": 8, "num_generations": 2, "num_processes": 2}
+    run["reward_funcs"] = ["format_reward"]
     for steps in (1, 2, None):
         config = {**run, "gradient_accumulation_steps": steps, "generation_batch_size": None if steps else 10}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -300,6 +301,58 @@ def test_answers_of_pairs_and_labels(table, columns, tmp_path, said):
     for row, column in enumerate(reversed(columns), start=1):
         assert f"in `{column}`\n\n" in report and f"Rows: {row}\n" in report
     assert "All" not in report
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "status", "words"),
+    [
+        ("prompt,chosen,rejected|A,one,one|B,two,two", (), 1, "The dataset prefers nothing"),
+        (
+            "prompt,chosen,rejected|A,one,one|B,two,two",
+            ("--rejected_view", "drop"),
+            0,
+            "2 of 2 rows (100 %). Rows: 0, 1",
+        ),
+        (
+            "prompt,chosen,rejected|A,one,one|B,two,one",
+            (),
+            0,
+            "which teach nothing: 1 of 2 rows (50 %)",
+        ),
+        ("prompt,chosen,rejected|A,one,' '|B,two,one", (), 0, "without anything to read: 1 of 2 rows (50 %). Rows: 0"),
+        ("prompt,completion,label|A,one,Yes|B,two,no", (), 0, "Labels: 1 desirable, 1 undesirable"),
+        ("prompt,completion,label|A,one,GOOD|B,two,1", (), 0, "All labels are True, so that"),
+        ("prompt,completion,label|A,one,good|B,two,so so", (), 1, "is 'so so' of type str; give True or False."),
+        ("prompt,completion,label|A,one,cat|B,two,dog", (), 0, "No cell of 'label' is true or false"),
+        ("prompt,chosen,rejected|A,one,one two three|B,two,a", ("--max_length", 8), 0, "refuse: 1 of 2 rows"),
+        (
+            "prompt,completion,label|A,one,good|B,one two three,bad",
+            ("--max_length", 8),
+            0,
+            "refuse: 1 of 2 rows (50 %)",
+        ),
+    ],
+)
+def test_what_pairs_and_labels_teach(table, options, status, words, tmp_path, said):
+    (tmp_path / "rows.csv").write_text(table.replace("|", "\n").replace("'", '"'))
+    report = said("qwen2_audio", tmp_path / "rows.csv", *options, status=status)
+    assert words in " ".join(report.split())
+
+
+def test_the_default_rewards_of_a_config_are_checked(tmp_path, said):
+    Dataset.from_list([{"prompt": "What?"}] * 2).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list([{"prompt": "What?", "completion": "A bird."}] * 2).to_parquet(tmp_path / "answers.parquet")
+    for rows, options, status in (
+        ("rows", {}, 1),
+        ("rows", {"reward_funcs": None}, 1),
+        ("rows", {"reward_funcs": "format_reward"}, 0),
+        ("rows", {"reward_model_name_or_path": "org/scorer"}, 0),
+        ("rows", {"teacher_model_name_or_path": "org/teacher"}, 0),
+        ("answers", {}, 0),
+    ):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"learning_rate": 1e-6, **options}))
+        words = [tmp_path / f"{rows}.parquet", "--config", tmp_path / "run.yaml"]
+        assert ("column `solution`" in said("qwen2_5_vl", *words, status=status)) == bool(status)
 
 
 def test_files_silence_and_repeated_rows(tmp_path, said):

@@ -107,6 +107,18 @@ def test_rows_with_control_tokens_are_named(trainer_class, media, tmp_path):
         train(trainer_class, dataset, tmp_path, special_tokens_in_text="raise")
 
 
+def test_rendered_prompts_are_told_to_be_messages(caplog):
+    """A text that the chat template wrote begins with a control token; others only hold one."""
+    processor = load("qwen2_5_vl")[1]
+    rendered = processor.apply_chat_template([{"role": "user", "content": "What?"}], tokenize=False)
+    for text, is_rendered in ((rendered, True), (f"What?{rendered}", False)):
+        with pytest.raises(MediaError) as caught:
+            checked_texts(text, processor, "raise", "here")
+        checked_texts(text, processor, "warn", "here")
+        for message in (str(caught.value), *warnings(caplog)):
+            assert ("give messages, as the trainer applies the template; or " in message) == is_rendered
+
+
 def prompts_of(dataset, **options):
     result = run(Recorded, "qwen2_5_vl", dataset, max_steps=1, media_prefetch=0, shuffle_dataset=False, **options)
     return result.trainer.draws[0].batch.prompts[::4]

@@ -1,12 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The number of media in a dataset's prompts, compared with the number that reading its rows finds."""
 
+import math
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from datasets import Audio, Dataset, Features, Image, Json, List, Value, Video, concatenate_datasets
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import iter_refs
+from trl_multimodal_rft.data.rows.cells import finite_number, truth_value
 from trl_multimodal_rft.data.rows.columns import is_empty, rows_to_messages
 from trl_multimodal_rft.data.rows.counts import describe_empty_cells, empty_row_indices, max_media_per_row
 from trl_multimodal_rft.families import MODALITIES
@@ -137,3 +142,16 @@ def test_datasets_without_a_count():
     assert max_media_per_row(inline) is None  # its other rows may have media that no column shows
     mixed = [{"prompt": user(image_block | {"image": "a.png"})}, {"prompt": [{"role": "user", "content": "b"}]}]
     assert max_media_per_row(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None
+
+
+@pytest.mark.parametrize("cell", [10**400, -(10**400), Decimal("1e400"), Fraction(10**400), math.inf, "1", True])
+def test_what_is_no_finite_number_is_refused(cell):
+    with pytest.raises(ValueError, match="row 2, column 'margin': is .* give a finite number"):
+        finite_number(cell, "margin", 2)
+
+
+@pytest.mark.parametrize("cell", [Decimal("sNaN"), Decimal("NaN"), math.nan, np.float32("nan")], ids=repr)
+def test_every_nan_is_missing(cell):
+    assert finite_number(cell, "margin", 2) is None and truth_value(cell, "label", 2) is False
+    with pytest.raises(ValueError, match="row 2, column 'label': is empty"):
+        truth_value(cell, "label", 2, is_required=True)

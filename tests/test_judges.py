@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 from helpers.chats import image
 from helpers.chats import turn as chat
 from helpers.samplers import Wrapped
@@ -167,17 +167,26 @@ def test_pairs_are_checked_as_those_of_dpo(name):
             read(Dataset.from_list([REFUSED[name][0]]))
 
 
-@pytest.mark.parametrize("tie", [None, False, 0, 0.0, float("nan"), True, 1, "False", "no", 2, b"1"], ids=repr)
+@pytest.mark.parametrize("tie", [None, False, 0, 0.0, float("nan"), True, 1, "False", "yes", "so", 2, b"1"], ids=repr)
 def test_ties_are_truth_values(tie):
     rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "tie": tie}])
     readers = [lambda rows: judge_rows(rows)["solution"][0] == "tie"]
     readers += [lambda rows: score_pairs(lambda **kwargs: [1.0, 0.0], rows).rows[0]["tie"]]
     for read in readers:
-        if isinstance(tie, (str, bytes)) or tie == 2:
+        if tie in ("so", 2, b"1"):
             with pytest.raises(ValueError, match=re.escape(f"row 0, column 'tie': is {tie!r} of type ")):
                 read(rows)
         else:
-            assert read(rows) == (tie in (True, 1))
+            assert read(rows) == (tie in (True, 1, "yes"))
+
+
+@pytest.mark.parametrize("names", [["yes", "no"], ["no", "yes"]])
+def test_classes_are_ties_by_their_names(names):
+    rows = Dataset.from_dict({"prompt": ["a"] * 2, "chosen": ["b"] * 2, "rejected": ["c"] * 2, "tie": [0, 1]})
+    rows = rows.cast_column("tie", ClassLabel(names=names))
+    assert [solution == "tie" for solution in judge_rows(rows)["solution"][::2]] == [name == "yes" for name in names]
+    scored = score_pairs(lambda **kwargs: [1.0, 0.0] * 2, rows).rows
+    assert [row["tie"] for row in scored] == [name == "yes" for name in names]
 
 
 class Judges(Wrapped):

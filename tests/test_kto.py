@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import ClassLabel, Dataset, concatenate_datasets
 from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import (
@@ -220,11 +220,55 @@ def with_label(value):
     return Dataset.from_list([{**row, "label": value if i == 2 else int(row["label"])} for i, row in enumerate(rows)])
 
 
+def with_words(*words):
+    """Labels in words, the last for the third row."""
+    rows = image_rows().remove_columns("label").select(range(4))
+    return rows.add_column("label", ["TRUE", " Yes", words[-1], "desirable"])
+
+
+def with_classes(rows, names):
+    labels = rows["label"][:]
+    return rows.remove_columns("label").add_column("label", labels).cast_column("label", ClassLabel(names=names))
+
+
+@pytest.mark.parametrize("names", [["bad", "good"], ["good", "bad"], ["Desirable", "undesirable"], ["0", "1"]])
+@pytest.mark.parametrize("kind", ["table", "selection", "stream"])
+def test_classes_are_labels_by_their_names(names, kind, tmp_path):
+    rows = with_classes(image_rows(), names)
+    rows = rows.select(range(2, 6)) if kind == "selection" else rows.select(range(4))
+    expected = [names[i].lower() in ("good", "desirable", "1") for i in rows["label"]]
+    rows = rows.to_iterable_dataset() if kind == "stream" else rows
+    trainer = ours(tmp_path, rows, max_steps=1, objects={"eval_dataset": rows})
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        assert next(iter(loader))["label"].tolist() == expected
+
+
+def test_classes_stay_labels_while_the_reference_is_scored(tmp_path):
+    rows = with_classes(image_rows(), ["good", "bad"]).shuffle(seed=1)
+    trainer = ours(tmp_path, rows, precompute_ref_log_probs=True, max_length=80, max_steps=1)
+    expected = [i == 0 for i in rows["label"]]
+    for n, batch in enumerate(trainer.get_train_dataloader()):
+        assert batch["label"].tolist() == expected[4 * n : 4 * n + 4]
+
+
+def test_words_are_labels(tmp_path):
+    trainer = ours(tmp_path, with_words("BAD"))
+    assert next(iter(trainer.get_train_dataloader()))["label"].tolist() == [True, True, False, True]
+
+
+def test_labels_of_an_evaluation_are_checked_at_the_start(tmp_path):
+    with pytest.raises(ValueError, match="row 2, column 'label': is 'maybe' of type str"):
+        ours(tmp_path, image_rows(), objects={"eval_dataset": {"other": with_words("maybe")}})
+
+
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
         (lambda rows: rows.remove_columns("label"), {}, "needs `prompt`, `completion` and `label`, or `prompt`, `cho"),
         (lambda rows: with_label(2), {}, "row 2, column 'label': is 2 of type int; give True or False."),
+        (lambda rows: with_words("maybe"), {}, "row 2, column 'label': is 'maybe' of type str; give True or False."),
+        (lambda rows: with_classes(rows, ["good", "soso"]), {}, "row 0, column 'label': is 'soso' of type str"),
+        (lambda rows: with_label(-1), {}, "row 2, column 'label': is -1 of type int; give True or False."),
         (lambda rows: with_label(None), {}, "row 2, column 'label': is empty; fill it, or leave the row out."),
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
@@ -247,6 +291,8 @@ def test_unequal_numbers_of_labels_are_warned_of(tmp_path, caplog):
     ours(tmp_path, rows, undesirable_weight=2.5)
     ours(tmp_path, image_rows())
     assert "desirable" not in caplog.text
+    ours(tmp_path, image_rows().select([0, 1, 4, 6]))
+    assert "All labels are True, so that KTO has no undesirable completions" in caplog.text
 
 
 @pytest.mark.slow

@@ -355,7 +355,7 @@ def test_rlaif_v(tmp_path):
     assert [*map(blocks, judged[1]["prompt"])] == [["image", "What is it? A cat < image>. A bird.?"]]
     with pytest.raises(ValueError, match="`template` is the prompt of a judge"):
         load_preferences(tmp_path / "rlaif", template="{question}")
-    with pytest.raises(ValueError, match="prepare rlaif-v"):
+    with pytest.raises(ValueError, match="; rename 'question' to 'prompt', or convert the rlaif-v .* prepare rlaif-v"):
         trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "out")
 
 
@@ -521,7 +521,7 @@ def test_labelled_answers_of_other_tools(form, files, tmp_path):
         assert row["completion"] == answered("A bird.")
     good_rows = dataset.select([0, 2])  # the gradients of the same answer with another label cancel out
     assert trains(good_rows, "qwen2_5_vl", tmp_path / "run", kind="kto")
-    for value, message in (("yes", f"row 1, column '{name}': is 'yes'"), (None, "row 1 has no 'label' or 'kto_tag'")):
+    for value, message in (("so", f"row 1, column '{name}': is 'so'"), (None, "row 1 has no 'label' or 'kto_tag'")):
         with pytest.raises(ValueError, match=message):
             load_conversations(files([good, {**good, name: value}]), task="kto")
     with pytest.raises(
@@ -533,6 +533,79 @@ def test_labelled_answers_of_other_tools(form, files, tmp_path):
         files([{key.replace(name, "good"): value for key, value in good.items()}])
         dataset = load_conversations(files({"NAME": entry}, "dataset_info.json"), task="kto")
         assert dataset["label"][:] == [True] and "good" not in dataset.column_names
+
+
+TURNS = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "x"})
+QUERY = {"query": "What?", "response": "x"}
+UNREAD = [
+    ("sft", {"messages": [TURNS[0], {**TURNS[1], "loss": False}]}, r"'messages\[1\]': 'loss' of the message isn't"),
+    ("rl", {"conversations": [{**TURNS[0], "loss": True}, TURNS[1]]}, r"'conversations\[0\]': 'loss' of the message"),
+    ("kto", {"messages": [TURNS[0], {**TURNS[1], "thinking": "T"}], "label": 1}, "'thinking' of the message isn't"),
+    ("sft", {"messages": [{**TURNS[0], "audios": ["a.wav"]}, TURNS[1]]}, "'audios' of the message isn't converted"),
+    ("sft", {"messages": [TURNS[0], {**TURNS[1], "value": "y"}]}, "'content' of the message isn't converted"),
+    ("sft", {"conversation": [{"human": "q", "assistant": "x", "loss": False}]}, "'loss' of the message isn't"),
+    (
+        "dpo",
+        {"messages": TURNS[:1], "chosen": {**TURNS[1], "reasoning": "T"}, "rejected": "y"},
+        r"'chosen\[0\]': 'reas",
+    ),
+    (
+        "dpo",
+        {"messages": TURNS, "rejected_response": "y", "rejected_audios": ["a.wav"]},
+        "column 'rejected_audios': me",
+    ),
+    ("dpo", {"messages": TURNS, "chosen": "z", "rejected": "y"}, "has a 'chosen' answer, but its conversation also"),
+    ("kto", {"messages": TURNS, "label": 0, "kto_tag": "good"}, "'label' and 'kto_tag' differ"),
+    ("sft", {**QUERY, "history": "Hi"}, r"column 'history\[0\]': 'H' is no pair"),
+    ("sft", {**QUERY, "history": [["q", "a"], ["q", "a", "b"]]}, r"column 'history\[1\]': .* is no pair"),
+    ("rl", {**QUERY, "history": [["q", 5]]}, r"column 'history\[0\]': 5 is no text"),
+    ("sft", {"instruction": "q", "input": 5, "output": "x"}, "column 'input': 5 is no text"),
+    ("sft", {"instruction": "q", "output": ["x"]}, r"column 'output': \['x'\] is no text"),
+    ("sft", {**QUERY, "query": 2.5}, "column 'query': 2.5 is no text"),
+    ("sft", {"messages": TURNS, "system": {"text": "s"}}, "column 'system': .* is no text"),
+    ("sft", {"messages": [{"role": ["user"], "content": "q"}, TURNS[1]]}, r"column 'messages\[0\]': .* isn't a text"),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "message"), UNREAD)
+def test_what_would_be_lost_is_an_error_of_its_row(task, row, message, files):
+    good = {"messages": TURNS, "label": True, "rejected_response": "y"}
+    with pytest.raises(ValueError, match=f"row 1.*{message}"):
+        load_conversations(files([good, row]), task=task)
+
+
+def test_keys_that_say_nothing_more_are_no_error(files):
+    messages = [{**TURNS[0], "id": 3, "loss": False, "images": []}, {**TURNS[1], "loss": True, "tool_calls": None}]
+    rows = [{"messages": messages, "history": [["a", "b"]], "query": "kept"}]
+    dataset = load_conversations(files(rows))
+    assert [blocks(message) for message in dataset[0]["messages"]] == [["q"], ["x"]]
+    assert dataset["query"][:] == ["kept"] and dataset["history"][:] == [[["a", "b"]]]  # of no conversation
+
+
+def test_tags_of_dataset_info(files):
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "person", "assistant_tag": "model"}
+    entry = {"file_name": "rows.json", "formatting": "sharegpt", "columns": {"messages": "talk"}, "tags": tags}
+    talk = [{"who": "person", "says": "q"}, {"who": "model", "says": "x"}]
+    pair = {"talk": talk[:1], "a": talk[1], "b": talk[1:]}
+    for row, columns, task in (({"talk": talk}, {}, "sft"), (pair, {"chosen": "a", "rejected": "b"}, "dpo")):
+        entry["columns"] = {"messages": "talk", **columns}
+        files([row])
+        tagged = load_conversations(files({"NAME": entry}, "dataset_info.json"), task=task)
+        plain = {"messages": TURNS[: len(row["talk"])], **dict.fromkeys(columns, TURNS[1])}
+        assert tagged.to_list() == load_conversations(files([plain], "plain.json"), task=task).to_list()
+    files([{"talk": [*talk, {"who": "function", "says": "{}"}]}])
+    with pytest.raises(ValueError, match="isn't a text of the user"):
+        load_conversations(files({"NAME": {**entry, "columns": {"messages": "talk"}}}, "dataset_info.json"))
+
+
+@pytest.mark.parametrize(("start", "end"), [("", "\n"), ("\ufeff", "\n"), ("\ufeff", "\r\n"), ("\ufeff\n", "\n\n")])
+def test_lines_of_json_end_at_line_feeds_alone(start, end, tmp_path):
+    texts = ["a\u2028b", "c\u2029d", "e\x85f", "g\x1eh", "i\x0bj"]
+    lines = [json.dumps({"messages": [{**TURNS[0], "content": text}, TURNS[1]]}, ensure_ascii=False) for text in texts]
+    for text in (end.join([*lines, ""]), f"[{f',{end}'.join(lines)}]"):
+        (tmp_path / "rows.jsonl").write_bytes((start + text).encode())
+        dataset = load_conversations(tmp_path / "rows.jsonl")
+        assert [blocks(row["messages"][0]) for row in dataset] == [[text] for text in texts]
 
 
 def test_errors_name_the_columns_of_the_file(files):
@@ -672,6 +745,10 @@ def test_pairs_of_generated_images(layout, files, tmp_path, capsys):
     broken = files([{**rows[0], "path1": None, "label_0": 2}], "broken.json")
     with pytest.raises(ValueError, match="row 0.* needs prompt, path1, path2 or|row 0, column 'label_0': is 2"):
         load_generations(broken)
+    unlabelled = [{"label_0": None, "path2": None}, {"has_label": False, "path2": None}, {"caption": 5, "prompt": 5}]
+    for changes in unlabelled:
+        with pytest.raises(ValueError, match="row 0.*(says nothing of this pair|needs prompt, path1|5 stands in)"):
+            load_generations(files([{**rows[0], **changes}], "broken.json"))
     with pytest.raises(ValueError, match=f"prepare {layout}`"):
         trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "raw", "reward")
     saved_in = ["--dataset_name", out, "--model_name_or_path", str(saved("qwen2_5_vl"))]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,13 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.load import load_rows
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.models.parts import check_base_is_kept
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.models.reward_model import load_reward_model
+from trl_multimodal_rft.reporting import trackers
 
 
 SAMPLED = ("grpo", "rloo", "ppo")
@@ -245,12 +248,17 @@ def test_unknown_keyword_arguments(kind, refused):
         "max_prompt_length": " It was removed: remove long prompts from the dataset",
         "evaluation_strategy": " It was removed: use `eval_strategy`.",
         "learning_rte": " Did you mean `learning_rate`?",
+        "n": " Use `num_generations`." if kind in SAMPLED else "",
+        "system_prompt": " Put a message of the role 'system' at the start of `prompt`",
         "xyz": "",
     }.items():
         with pytest.raises(TypeError) as caught:
             config(kind, **{name: 1})
         start = f"{CONFIGS[kind].__name__} got an unexpected keyword argument '{name}'."
         assert str(caught.value).startswith(start + hint) and (hint or str(caught.value) == start)
+    for name, hint in {"max_completion_length": " Use `max_length`, for", "num_generations": " Leave it out"}.items():
+        with nullcontext() if kind in SAMPLED else pytest.raises(TypeError, match=f"'{name}'.{hint}"):
+            config(kind, **{name: 8})
     hints = {
         "tokenizer": "It was removed: use `processing_class`.",
         "processor": "It was removed: use `processing_class`.",
@@ -266,6 +274,72 @@ def test_unknown_keyword_arguments(kind, refused):
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
         assert message.endswith(hint)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_that_cannot_be_meant(kind, refused, tmp_path, caplog, monkeypatch):
+    model, names = str(saved("qwen2_5_vl")), {"report_to": ["none", "tensorbord"]}
+    with pytest.raises(ValueError, match="`report_to` names 'tensorbord', which is no tracker. Did you mean `tensorb"):
+        config(kind, **names)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ValueError, match="names 'tensorboard', which isn't installed: `pip install tensorboard`, or"):
+        config(kind, report_to="tensorboard")
+    assert config(kind, report_to='["none"]').report_to == []  # as a command passes the list of a file
+    for folder in (model, f"{model}/../{Path(model).name}", Path(model)):
+        message = refused(kind, ValueError, args=config(kind, folder))
+        assert message.endswith("the run would overwrite; name another folder.")
+    loaded = load("qwen2_5_vl")[0]
+    loaded.config._name_or_path = model  # loaded by the user
+    assert "would overwrite" in refused(kind, ValueError, model=loaded, args=config(kind, model))
+    config(kind, num_train_epochs=0, max_steps=1, learning_rate=1.0)
+    assert not caplog.records
+    config(kind, num_train_epochs=0, learning_rate=1e3)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0].startswith("`num_train_epochs=0` trains nothing") and "`learning_rate=1000` is far" in texts[1]
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_columns_that_are_removed_before_a_reward_reads_them(kind, refused, tmp_path, rows):
+    args = config(kind, tmp_path / "out", remove_unused_columns=True)
+    rows = rows.add_column("solution", ["a"] * len(rows))
+
+    def mine(completions, solution, **kwargs):
+        return [0.0] * len(completions)
+
+    for reward in ("accuracy_reward", "box_iou_reward(iou_threshold=0.5)", mine):
+        message = refused(kind, ValueError, reward_funcs=[reward], args=args, train_dataset=rows)
+        assert message.startswith("`remove_unused_columns=True` removes 'solution', which ")
+
+
+def test_a_model_that_writes_is_no_reward(tmp_path, rows):
+    """Also one that names a judge; its message isn't a list of all configs."""
+    message = "is a Qwen2_5_VLForConditionalGeneration, which writes text and scores nothing; ask it as a judge by `Ju"
+    with pytest.raises(ValueError, match=message):
+        TRAINERS["grpo"](str(saved("qwen2_5_vl")), str(saved("qwen2_5_vl")), config("grpo", tmp_path), rows)
+    with pytest.raises(ValueError, match="no reward function 'acuracy_reward'. Did you mean `accuracy_reward`?"):
+        TRAINERS["grpo"](str(saved("qwen2_5_vl")), "acuracy_reward", config("grpo", tmp_path), rows)
+
+
+def test_nothing_to_resume_from_and_no_rows(tmp_path, rows):
+    rows = rows.map(lambda row: {"completion": "A cat."})
+    trainer = TRAINERS["sft"](str(saved("qwen2_5_vl")), config("sft", tmp_path), train_dataset=rows)
+    with pytest.raises(
+        ValueError, match="There is no checkpoint in .* to resume from; leave `resume_from_checkpoint`"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+    for name in ("adapter_config.json", "model.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        rows[0]["image"].save(folder / "training_curves.png")
+        with pytest.raises(ValueError, match="it is the folder of a model or an adapter, which has no rows"):
+            load_rows(str(folder), None, "train", streaming=False)
+
+
+def test_a_missing_package_of_attention_has_its_remedy(tmp_path, rows):
+    args = config("grpo", tmp_path, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(ImportError, match="flash-attn.*, or leave `attn_implementation` out, as packed rows need"):
+        TRAINERS["grpo"](str(saved("qwen2_5_vl")), length_and_sum, args, rows)
 
 
 def test_constructor_of_a_subclass_takes_its_own_arguments(tmp_path, rows):
@@ -365,8 +439,9 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     adapter.parent.mkdir()
     adapter.write_text("{}")
     for name, message in {
-        "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. "
-        f"'{tmp_path}/models' has 'audio'.",
+        "models/audioo": f"The model 'models/audioo' can't be loaded. There is no such folder in '{tmp_path}'. "
+        f"'{tmp_path}/models' has 'audio'. On the Hub: We",
+        "models/run/x": "The model 'models/run/x' can't be loaded: there is no such folder. ",
         "modls/audio": f"There is no such folder in '{tmp_path}'. '{tmp_path}' has 'models'. On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
         "./x/y": "'.' has no 'x'.",

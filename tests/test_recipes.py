@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import PIL.Image
@@ -431,13 +432,65 @@ def test_table_of_seeds(tmp_path):
 
 def test_settings_to_reproduce():
     """Of a recipe that trains by another command, with the model of the training's options; others are refused."""
-    words = reproduced.settings_of("qwen2_5_vl_3b/geometry3k_ppo", ["--model_name_or_path", "here"])
-    assert words[:4] == ["ppo", "here", "--dataset_name", "geometry3k"] and words[-1] == "bfloat16"
+    options = ["--model_name_or_path=here", "--model-revision", "v2", "--max_pixels", "9", "--media_dir", "a b"]
+    command, model, words = reproduced.settings_of("qwen2_5_vl_3b/geometry3k_ppo", options)
+    assert (command, model) == ("ppo", ["--model_name_or_path", "here", "--model_revision=v2"])
+    assert {"--dataset_name=geometry3k", "--max_pixels=9", "--media_dir=a b"} <= {*words} and words[-1] == "bfloat16"
     assert words[words.index("--reward_funcs") + 1] == "accuracy_reward"
     with pytest.raises(ValueError, match="Did you mean"):
         reproduced.settings_of("qwen3_vl_2b/geometry3k_grp", [])
     with pytest.raises(ValueError, match="'internvl3_5_8b/mmpr_mpo' names no command or no `reward_funcs`"):
         reproduced.settings_of("internvl3_5_8b/mmpr_mpo", [])
+
+
+def test_options_to_reproduce_are_those_of_an_evaluation():
+    assert {*reproduced.SHARED, "model_revision"} <= {option["name"] for option in options_of("evaluate")}
+
+
+def test_what_a_reproduction_calls(tmp_path, monkeypatch):
+    """Each call for the recipe, options and commit of the folder; an interrupted training goes on."""
+    recipe, called = tmp_path / "my.yaml", []
+    settings = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": "accuracy_reward"}
+    settings |= {"system_prompt": "Think.\n--output_dir elsewhere", "ignored_media_columns": ["a", "b"]}
+    recipe.write_text("# trl-multimodal-rft grpo --config my.yaml\n" + yaml.safe_dump(settings))
+    folder, dies = tmp_path / "out [1]", [True]
+
+    def run(words, check=True, **kwargs):
+        if words[0] == "git":
+            return SimpleNamespace(stdout="abc\n")
+        called.append(words)
+        out = Path(words[words.index("--output_dir") + 1])
+        out.mkdir(parents=True, exist_ok=True)
+        if words[1] == "evaluate":
+            (out / "metrics.json").write_text(json.dumps({"metrics": {"accuracy": 0.5, "rows": 8}}))
+            return
+        (out / "checkpoint-2").mkdir(exist_ok=True)
+        (out / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+        if dies.pop():
+            raise subprocess.CalledProcessError(1, words)
+
+    monkeypatch.setattr(reproduced.subprocess, "run", run)
+    with pytest.raises(subprocess.CalledProcessError):
+        reproduced.reproduce(str(recipe), folder, [], ["0"], [])
+    dies.append(False)
+    (folder / "seed-7").mkdir()  # another one that was interrupted
+    for _ in range(2):
+        reproduced.reproduce(str(recipe), folder, [], ["0"], [])
+    assert [words[1] for words in called] == ["evaluate", "grpo", "grpo", "evaluate"]
+    assert ["--resume_from_checkpoint" in words for words in called] == [False, False, True, False]
+    assert "--system_prompt=Think.\n--output_dir elsewhere" in called[0] and called[0].count("--output_dir") == 1
+    assert called[0][called[0].index("--ignored_media_columns") + 1 :][:2] == ["a", "b"]
+    for words, options, what in ((["--seed", "1"], [], "evaluation"), ([], ["--max_steps=3"], "training")):
+        with pytest.raises(ValueError, match=f"has results of another {what} "):
+            reproduced.reproduce(str(recipe), folder, words, ["0"], options)
+    monkeypatch.setattr(reproduced, "commit", lambda: "def")
+    recipe.write_text(recipe.read_text() + "seed: 3\n")
+    with pytest.raises(ValueError, match="has results of another recipe and commit"):
+        reproduced.reproduce(str(recipe), folder, [], ["0"], [])
+    (folder / reproduced.RECORD).unlink()
+    with pytest.raises(ValueError, match="has results without settings.json"):
+        reproduced.reproduce(str(recipe), folder, [], ["0"], [])
+    assert len(called) == 4
 
 
 MAIN = "from trl_multimodal_rft.cli import main; main()"

@@ -173,7 +173,7 @@ def test_ties_pull_scores_together_and_are_no_right_or_wrong(tmp_path):
     assert trainer._metrics["train"]["accuracy"] == [] and len(trainer._metrics["train"]["mean_reward"]) == 1
 
 
-@pytest.mark.parametrize("of_rows", [{"tie": "False"}, {"margin": "1.5"}, {"margin": True}, {"margin": math.inf}])
+@pytest.mark.parametrize("of_rows", [{"tie": "maybe"}, {"margin": "1.5"}, {"margin": True}, {"margin": math.inf}])
 def test_cells_of_another_type_are_refused(of_rows, tmp_path):
     ((name, cell),) = of_rows.items()
     trainer = run_ours(Dataset.from_list([{**row, **of_rows} for row in pairs(4)]), tmp_path)

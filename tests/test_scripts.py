@@ -19,7 +19,7 @@ from tasks import spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 from trl import TrlParser
 
-from trl_multimodal_rft.cli import evaluate, filter, launch, main
+from trl_multimodal_rft.cli import evaluate, filter, launch, main, preflight
 from trl_multimodal_rft.cli.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.cli.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.cli.inputs import load_split, with_prompts
@@ -44,6 +44,7 @@ def recipe(folder, **keys):
 def test_config_file_is_for_script_and_launcher(tmp_path, monkeypatch):
     launched = []
     monkeypatch.setattr(launch, "_run_accelerate", launched.append)
+    monkeypatch.setattr(preflight, "device_count", lambda: 2)
     keys = {"reward_funcs": "choice_reward", "accelerate_config": "multi_gpu", "num_processes": 3}
     path = recipe(tmp_path, num_generations=4, multi_gpu=True, dataset_name="rows", **keys)
     command = ["--config", path, "--max_steps", "2", "--num_processes", "2", "--output_dir=out", "--seed=3"]

@@ -563,8 +563,8 @@ def test_numbers_for_texts_are_refused(row, tmp_path):
 
 
 def test_masks_hold_truth_values(tmp_path):
-    row = {"input_ids": [60, 61, 62], "completion_mask": ["0", "1", "1"]}
-    with pytest.raises(ValueError, match="row \\d, column 'completion_mask': is '0' of type str; give True or False"):
+    row = {"input_ids": [60, 61, 62], "completion_mask": ["so", "1", "1"]}
+    with pytest.raises(ValueError, match="row \\d, column 'completion_mask': is 'so' of type str; give True or False"):
         make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, completion_only_loss=True).train()
 
 

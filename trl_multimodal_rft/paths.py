@@ -25,6 +25,16 @@ def local_path(name: str) -> Path | None:
     raise ValueError(f"There is no file or folder {name!r}; {similar_names(path)[0]}.")
 
 
+def check_not_overwritten(output_dir: str, name: str | None) -> None:
+    """Raises a `ValueError` if a run would write its model over the one in the folder `name`."""
+    folder = "" if name is None else os.path.expanduser(name)
+    if os.path.isdir(folder) and os.path.realpath(folder) == os.path.realpath(os.path.expanduser(output_dir)):
+        raise ValueError(
+            f"`output_dir` is {output_dir!r}, the folder of the model {name!r}, which the run would overwrite; name "
+            "another folder."
+        )
+
+
 def similar_names(path: Path) -> tuple[str, bool]:
     """Returns a text on similar names in a missing path's deepest existing folder, and whether there are any."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())

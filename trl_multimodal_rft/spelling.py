@@ -3,17 +3,17 @@
 
 import ast
 import difflib
-import importlib
+import importlib.util
 import inspect
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from .paths import similar_names
@@ -60,16 +60,39 @@ REMOVED = {
 }
 
 
+# Names of other tools and of other trainers, with what to do here. The first remedy whose name is valid is shown
+_ELSEWHERE = {
+    "n": ("use `num_generations`", "use `num_samples`"),
+    "group_size": ("use `num_generations`", "use `num_samples`"),
+    "num_return_sequences": ("use `num_generations`", "use `num_samples`"),
+    "num_generations": ("use `num_samples`", "leave it out, as completions are those of the dataset"),
+    "max_completion_length": ("use `max_length`, for a prompt and its completion together",),
+    "max_response_length": ("use `max_completion_length`", "use `max_length`"),
+    "cutoff_len": ("use `max_length`",),
+    "system_prompt": ("put a message of the role 'system' at the start of `prompt`, as `--system_prompt` does",),
+    "lr": ("use `learning_rate`",),
+    "epochs": ("use `num_train_epochs`",),
+    "num_epochs": ("use `num_train_epochs`",),
+    "batch_size": ("use `per_device_train_batch_size`",),
+    "lora_rank": ("use `lora_r`",),
+    "kl_loss_coef": ("use `beta`",),
+    "val_dataset": ("use `eval_dataset`",),
+}
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """
-    Returns a sentence for the end of an error message about a wrong `name`: the replacement of a removed name, or the
-    most similar of the valid `names`; `""` without either.
+    Returns a sentence for the end of an error message about a wrong `name`: the replacement of a removed name or of
+    another tool's, or the most similar of the valid `names`; `""` without either.
     """
     name, names = name.replace("-", "_"), list(names)
-    # A removed name helps only if the name to use instead is valid here
-    replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
-    if name in REMOVED and (replacement is None or replacement[1] in names):
-        return f" It was removed: {REMOVED[name]}."
+    remedies = {"It was removed: ": (REMOVED[name],) if name in REMOVED else (), "": _ELSEWHERE.get(name, ())}
+    for start, texts in remedies.items():
+        for remedy in texts:
+            # It helps only if the name to use instead is valid here
+            replacement = re.match(r"use `(\w+)`", remedy)
+            if replacement is None or replacement[1] in names:
+                return f" {start}{remedy if start else remedy[0].upper() + remedy[1:]}."
     close = [word for word in names if word.startswith(f"{name}_") or word.strip().lower() == name.strip().lower()]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""
@@ -294,19 +317,74 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
     raise ValueError(f"{name} must be {words}, got {value}; {remedy}.")
 
 
+def unknown_name_error(kind: str, name: str, names: Iterable[str], alternative: str) -> ValueError:
+    """Returns the error for a name that isn't among the valid ones, which it lists if none is similar."""
+    near = did_you_mean(name, names)
+    return ValueError(
+        f"There is no {kind} {name!r}" + (f".{near}" if near else f"; name one of {[*names]}, or {alternative}.")
+    )
+
+
+def check_dotted(name: str, kind: str) -> None:
+    """
+    Raises a `ValueError` for a dotted path to a name that a module of the working directory doesn't define. Reads the
+    module without importing it. Paths in other modules, and in modules that make names, pass.
+    """
+    module, _, function = name.rpartition(".")
+    path = Path(*module.split("."))
+    file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    if file is None:
+        top = module.split(".")[0]
+        if not Path(top).is_dir() and importlib.util.find_spec(top) is None:
+            hint = similar_names(Path(f"{top}.py"))[0]
+            raise ValueError(f"There is no {kind} {name!r}: there is no module {top!r}. {hint}.")
+        return
+    try:
+        text = file.read_text(encoding="utf-8")
+        names = _defined_names(ast.parse(text).body)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"There is no {kind} {name!r}: {file} can't be read: {error}.") from error
+    if function not in names and not re.search(r"import \*|__getattr__|globals\(|sys\.modules|setattr\(", text):
+        problem = f"module {module!r} has no attribute {function!r}"
+        raise ValueError(f"There is no {kind} {name!r}: {problem}.{_names_in_module(function, names)}")
+
+
+def _defined_names(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:
+    """Returns the names that statements at the top of a module define, also within `if`, `try` and `with`."""
+    names: dict[str, ast.AST] = {}
+    for node in statements:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names[node.name] = node
+            continue
+        for child in ast.walk(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names[child.name] = child
+            elif isinstance(child, ast.alias):
+                names[child.asname or child.name.split(".")[0]] = child
+            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                names[child.id] = child
+    return names
+
+
+def _names_in_module(name: str, names: Mapping[str, object]) -> str:
+    """Returns a sentence about the names that a module defines, for the end of an error about a missing one."""
+    public = [key for key, value in names.items() if not key.startswith("_") and not isinstance(value, ModuleType)]
+    listing = f" It has {', '.join(map(repr, public))}." if 0 < len(public) <= 5 else ""
+    return did_you_mean(name, public) or listing
+
+
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
     """Imports a callable by its dotted path, also from the working directory. Errors suggest the built-in `names`."""
     module, _, function = name.rpartition(".")
     if not module or name.startswith("."):
-        remedy = f"name one of {[*names]}, or a dotted path such as {example!r}."
-        raise ValueError(f"There is no {kind} {name!r}; {remedy}{did_you_mean(name, names)}")
+        raise unknown_name_error(kind, name, names, f"a dotted path such as {example!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         # Names in the module. If it can't be imported, the names of the error stand in, and are none.
-        suggestion = did_you_mean(function, vars(sys.modules.get(module, error)))
+        suggestion = _names_in_module(function, vars(sys.modules.get(module, error)))
         # The module itself is missing, and not a module that it imports
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
             suggestion = f" {similar_names(Path(f'{module}.py'))[0]}."

@@ -6,9 +6,11 @@ import hashlib
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +26,34 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
-from ..data.rows.columns import MEDIA_COLUMNS, check_has_prompt
+from ..data.rows.cells import is_truth, truth_value
+from ..data.rows.columns import MEDIA_COLUMNS, as_text, check_has_prompt, further_keys, strip_media
 from ..data.rows.counts import describe_empty_cells
-from ..data.rows.features import undecoded
+from ..data.rows.features import undecoded, with_class_names
 from ..data.rows.load import load_rows
-from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
+from ..data.rows.pairs import COMPLETIONS, check_text_only, is_equal_pair, put_answer_media, read_answer
 from ..data.rows.unread import check_columns, check_ignored
 from ..encoding.media import decode_media
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import load_processor, tokenizer_of
-from ..encoding.prompts import placeholder_token_ids
+from ..encoding.prompts import placeholder_token_ids, placeholder_tokens
+from ..encoding.supervised import SupervisedEncoder
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
 from ..progress import progress_bar
 from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
-from ..rewards.named import check_reward_columns, load_reward_funcs
+from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
 from ..rollout.stream import PromptEncoder
+from .options import config_path
+from .options import read_config as read_run_config
 from .prompts import with_system_message, with_texts
 
 
 _MAX_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
 _SILENT_PEAK = 1e-3  # peak below which a sound counts as silence
-_LENGTHS = ("prompt", "text", *MODALITIES)  # rows of the table of lengths
+_LENGTHS = ("prompt", "text", *MODALITIES, *COMPLETIONS, "completion")  # rows of the table of lengths
 _POINTS = "min | median | p90 | p99 | max"  # columns for a distribution
 _OF_MODALITY = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 
@@ -59,6 +65,10 @@ class CheckedRow:
     index: int  # row index in the dataset
     n_media: dict[str, int] = field(default_factory=dict)  # by modality
     n_tokens: int | None = None  # of the prompt, `None` if it can't be encoded
+    n_answer_tokens: dict[str, int] = field(default_factory=dict)  # of completions in text, by column
+    has_equal_answers: bool = False  # whether both completions of a pair are the same
+    has_empty_answer: bool = False  # whether a completion has nothing to read
+    label: bool | None = None  # of KTO
     opens_thoughts: bool = False  # whether the prompt ends with an open `<think>`
     n_placeholders: dict[str, int] = field(default_factory=dict)  # in the prompt, by modality
     sizes: dict[str, list[float]] = field(default_factory=dict)  # by measure, such as 'seconds of a sound'
@@ -82,7 +92,9 @@ class RowChecker(torch.utils.data.Dataset):
         model: PreTrainedModel,
         processor: ProcessorMixin | PreTrainedTokenizerBase,
         args: argparse.Namespace,
+        reads_labels: bool = False,
     ):
+        self.reads_labels = reads_labels  # whether `label` has the labels of KTO
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.rejects_overlong_audio = args.audio_overlong == "raise"
         self.encoder = PromptEncoder(
@@ -96,6 +108,18 @@ class RowChecker(torch.utils.data.Dataset):
         self.placeholder_ids = {
             modality: torch.tensor(sorted(ids)) for modality, ids in placeholder_token_ids(model, processor).items()
         }
+
+    @cached_property
+    def answer_encoder(self) -> SupervisedEncoder:
+        encoder = self.encoder
+        return SupervisedEncoder(
+            encoder.processor,
+            encoder.model,
+            template_kwargs=encoder.template_kwargs,
+            ignored_media_columns=encoder.ignored_media_columns,
+            placeholders=placeholder_tokens(encoder.model, encoder.processor),
+            media_rules=encoder.media_rules,
+        )
 
     def __getitem__(self, key: int | tuple[int, dict[str, Any]]) -> CheckedRow:
         checked = CheckedRow(key if isinstance(key, int) else key[0])
@@ -116,10 +140,19 @@ class RowChecker(torch.utils.data.Dataset):
         """Encodes a row and fills in `checked`. Raises the errors that training would raise."""
         check_has_prompt(row)
         ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
+        answer_columns: Sequence[str] = ()
         if all(name in row for name in COMPLETIONS):
-            row = put_answer_media(row, ignored, rules=rules)
-        elif isinstance(row.get("label"), bool) and "completion" in row:  # a row for KTO
-            check_text_only(read_answer(row["completion"], "completion", row.row_index, rules))
+            placed_row, answer_columns = put_answer_media(row, ignored, rules=rules), COMPLETIONS
+            checked.has_equal_answers = is_equal_pair(row)
+            row = placed_row
+        elif self.reads_labels:
+            answer_columns = ("completion",)
+            checked.label = truth_value(row.get("label"), "label", row.row_index, is_required=True)
+            check_text_only(read_answer(row.get("completion"), "completion", row.row_index, rules))
+        answers = [read_answer(row[name], name, row.row_index, rules) for name in answer_columns]
+        checked.has_empty_answer = not all(map(_has_content, answers))
+        answer_lengths = {name: self.answer_encoder.n_answer_tokens(row, name) for name in answer_columns}
+        checked.n_answer_tokens = {name: n for name, n in answer_lengths.items() if n is not None}
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
@@ -169,6 +202,10 @@ class RowChecker(torch.utils.data.Dataset):
             counts["video"] = counts["image"]  # some processors use the image's placeholder for videos
         checked.n_placeholders = {modality: counts[modality] for modality in checked.n_media}
         checked.digest = digest.digest()
+
+
+def _has_content(answer: list[dict[str, Any]]) -> bool:
+    return bool(as_text(strip_media(answer)).strip() or [*iter_refs(answer)] or any(map(further_keys, answer)))
 
 
 def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -230,6 +267,7 @@ class Report:
 
     title: str
     max_tokens: int | None  # of a prompt
+    max_length: int | None  # of a prompt and an answer
     cuts_audio: bool  # whether audio beyond the model's window is cut
     warnings: list[str] = field(default_factory=list)
     empty_note: str = ""  # on columns with empty cells
@@ -240,6 +278,10 @@ class Report:
     causes: dict[tuple[str, str], Finding] = field(default_factory=dict)
     overlong_prompts: Finding = field(default_factory=Finding)
     overlong_audio: Finding = field(default_factory=Finding)
+    overlong_answers: Finding = field(default_factory=Finding)
+    equal_answers: Finding = field(default_factory=Finding)
+    empty_answers: Finding = field(default_factory=Finding)
+    labels: Counter = field(default_factory=Counter)  # number of rows by label of KTO
     silent: Finding = field(default_factory=Finding)
     repeated: Finding = field(default_factory=Finding)
     n_opening_thoughts: int = 0  # rows whose prompt ends with an open `<think>`
@@ -254,6 +296,11 @@ class Report:
             return self.n_rows
         return sum(cause.count for cause in self.causes.values()) + self.overlong_prompts.count
 
+    def note_error(self, reason: str) -> None:
+        """Notes why the dataset as a whole would not train."""
+        self.warnings.append(reason)
+        self.is_refused = True
+
     def add(self, row: CheckedRow) -> None:
         self.n_rows += 1
         for modality, number in row.n_media.items():
@@ -262,6 +309,12 @@ class Report:
             self.sizes.setdefault(name, array("d")).extend(values)
         if row.has_overlong_audio:
             self.overlong_audio.add(row)
+        if row.has_equal_answers:
+            self.equal_answers.add(row)
+        if row.has_empty_answer:
+            self.empty_answers.add(row)
+        if row.label is not None:
+            self.labels[row.label] += 1
         if row.error is not None:
             # Errors with one cause differ in quoted names, numbers and objects. Without these, they share a key.
             masked_error = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
@@ -276,10 +329,14 @@ class Report:
         if first_index != row.index:
             self.repeated.add(row, f"as {first_index}")
         n_text = row.n_tokens - sum(row.n_placeholders.values())
-        for name, number in {"prompt": row.n_tokens, "text": n_text, **row.n_placeholders}.items():
+        lengths = {"prompt": row.n_tokens, "text": n_text, **row.n_placeholders, **row.n_answer_tokens}
+        for name, number in lengths.items():
             self.tokens[name].append(number)
         if self.max_tokens is not None and row.n_tokens > self.max_tokens:
             self.overlong_prompts.add(row)
+        elif row.n_answer_tokens and self.max_length is not None:
+            if row.n_tokens + max(row.n_answer_tokens.values()) > self.max_length:
+                self.overlong_answers.add(row)
 
     def text(self) -> str:
         verdict = f"{self._share(self.n_failed)} would not" if self.n_failed else f"All {self.n_rows} rows would"
@@ -295,9 +352,12 @@ class Report:
             parts.append(f"Rows: {cause.listing}")
         total = sum(self.tokens["prompt"])
         lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _percentiles(self.tokens)]
+        for row in lengths:
+            row[-1] = row[-1] if row[0] in ("prompt", "text", *MODALITIES) else "-"  # the others are parts of a prompt
         parts += _section("## Lengths", f"tokens of | rows | {_POINTS} | share", lengths)
         if self.max_tokens is not None and lengths:
             parts.append(f"Overlong, of more than {self.max_tokens} tokens: {self._summary(self.overlong_prompts)}")
+        parts += self._answer_lines()
         parts += _section("## Sizes of media", f"size | number | {_POINTS}", _percentiles(self.sizes))
         counts = {modality: numbers for modality, numbers in self.media_counts.items() if numbers}
         rows = [
@@ -313,6 +373,21 @@ class Report:
         opening_note = "Prompts that end with an open `<think>`, which rewards and logs put before completions"
         parts += [f"{opening_note}: {self._share(self.n_opening_thoughts)}."] * bool(self.n_opening_thoughts)
         return "\n\n".join(parts) + "\n"
+
+    def _answer_lines(self) -> list[str]:
+        """Returns findings on the answers of pairs and of labelled rows."""
+        lines = []
+        if any(self.tokens[name] for name in (*COMPLETIONS, "completion")):
+            lines.append(f"Answers without anything to read: {self._summary(self.empty_answers)}")
+        if lines and self.max_length is not None:
+            note = "which DPO and KTO cut, and reward models refuse"
+            overlong = self._summary(self.overlong_answers)
+            lines.append(f"Answers of more than {self.max_length} tokens with their prompt, {note}: {overlong}")
+        if self.tokens["chosen"]:
+            lines.append(f"Pairs of equal answers, which teach nothing: {self._summary(self.equal_answers)}")
+        if self.labels:
+            lines.append(f"Labels: {self.labels[True]} desirable, {self.labels[False]} undesirable")
+        return lines
 
     def _share(self, count: int) -> str:
         return f"{count} of {self.n_rows} rows ({100 * count / self.n_rows:.3g} %)"
@@ -337,6 +412,32 @@ def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> li
     return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 
 
+def _with_labels(rows: Dataset | IterableDataset, report: Report) -> tuple[Dataset | IterableDataset, bool]:
+    """
+    Returns rows with the names of their labels, and whether these are the labels of KTO: a row with a completion has
+    one. Warns of a column `label` that KTO would refuse, but which rows for SFT may have.
+    """
+    columns = {*(rows.column_names or ())}
+    if not {"completion", "label"} <= columns or {*COMPLETIONS} <= columns:
+        return rows, False
+    rows = with_class_names(rows, "label")
+    labels = rows["label"] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
+    if any(map(is_truth, labels)):
+        return rows, True
+    report.warnings.append("No cell of 'label' is true or false, so that KTO would refuse the rows; SFT ignores it.")
+    return rows, False
+
+
+def _reward_names(args: argparse.Namespace, columns: Collection[str]) -> Sequence[str]:
+    """Returns the names of the reward functions to check: those of the options, or the default of a run's config."""
+    if args.reward_funcs is not None or args.config is None:
+        return args.reward_funcs or ()
+    options = read_run_config(config_path("recipes", args.config))
+    others = ("reward_recipe", "reward_model_name_or_path", "teacher_model_name_or_path")
+    samples = not {*COMPLETIONS, "completion", "messages"}.intersection(columns)
+    return DEFAULT_REWARDS if samples and all(options.get(name) is None for name in others) else ()
+
+
 def run(args: argparse.Namespace) -> None:
     """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
     check_ignored(args.ignored_media_columns)
@@ -356,7 +457,10 @@ def run(args: argparse.Namespace) -> None:
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
-    report = Report(title, max_tokens, args.audio_overlong == "truncate")
+    if args.max_length is not None:  # which has to leave a token for the answer
+        max_tokens = min(args.max_length - 1, args.max_length if max_tokens is None else max_tokens)
+    report = Report(title, max_tokens, args.max_length, args.audio_overlong == "truncate")
+    rows, reads_labels = _with_labels(rows, report)
     try:
         ignored, modalities = args.ignored_media_columns or (), input_modalities(model)
         warning = check_columns(
@@ -364,12 +468,11 @@ def run(args: argparse.Namespace) -> None:
         )
         if warning is not None:
             report.warnings.append(warning)
-        report.warnings += check_reward_columns(load_reward_funcs(args.reward_funcs or ()), rows)
-        if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
-            raise too_few_rows_error(len(rows), args.batch_rows, has_groups=True)
+        report.warnings += check_reward_columns(load_reward_funcs(_reward_names(args, rows.column_names or ())), rows)
     except ValueError as error:  # an error of the dataset as a whole
-        report.warnings.append(str(error))
-        report.is_refused = True
+        report.note_error(str(error))
+    if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
+        report.note_error(str(too_few_rows_error(len(rows), args.batch_rows, has_groups=True)))
     report.empty_note = describe_empty_cells(
         rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
     )
@@ -377,10 +480,14 @@ def run(args: argparse.Namespace) -> None:
         columns = ("prompt", *COMPLETIONS, "completion", "label", *MEDIA_COLUMNS)
         rows = rows.select_columns([name for name in rows.column_names if name in columns])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
-    for checked in checked_rows(rows, RowChecker(rows, model, processor, args), args.num_workers):
+    for checked in checked_rows(rows, RowChecker(rows, model, processor, args, reads_labels), args.num_workers):
         report.add(checked)
     if not report.n_rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")
+    if report.equal_answers.count == report.n_rows and args.rejected_view is None:
+        report.note_error("The dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
+    if len(report.labels) == 1:
+        report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
     text = report.text()
     print(text, end="")
     if args.output is not None:

@@ -14,6 +14,7 @@ from ..data.reading.decoding import require_module
 from ..data.rows.load import load_dataset_arguments, load_rows, one_line_errors
 from ..encoding.processors import load_processor
 from ..paths import local_path
+from ..rewards.named import DEFAULT_REWARDS
 from ..trainers.configs import TrainerConfig, mapping
 from .arguments import PPOScriptArguments, PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_model_and_dataset
@@ -82,7 +83,7 @@ def trainer_inputs(
     }
     if isinstance(script_args, RFTScriptArguments):
         reward_model = script_args.reward_model_name_or_path
-        functions = script_args.load_rewards(["accuracy_reward", "format_reward"] if reward_model is None else [])
+        functions = script_args.load_rewards(DEFAULT_REWARDS if reward_model is None else [])
         inputs["reward_funcs"] = functions if reward_model is None else [reward_model, *functions]
     if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
         source = str(model_args.model_name_or_path), model_args.model_revision, training_args.trust_remote_code

@@ -3,22 +3,26 @@
 
 import argparse
 import glob
+import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..data.reading.rules import OPTION_NAMES, rules_of
-from ..paths import local_path
-from ..spelling import did_you_mean, recipe_names, split_settings
+from ..paths import check_not_overwritten, local_path
+from ..reporting.trackers import check_trackers
+from ..spelling import check_dotted, recipe_names, split_settings, unknown_name_error
 from ..trainers.batches import batch_options, batch_size, check_batches
 from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, table
 
 
 # Device files of GPUs and other accelerators. By default, `accelerate launch` starts one process per accelerator.
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/davinci[0-9]*", "/dev/accel*", "/dev/mlu*")
+_ACCELERATORS += ("/dev/accel/accel*", "/dev/hl[0-9]*", "/dev/mtgpu*")
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
@@ -31,6 +35,13 @@ def check_run(command: str, args: argparse.Namespace) -> None:
         check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)
     check_batch(command, args)
+    check_processes(args)
+    if command not in ("evaluate", "filter"):
+        check_trackers(getattr(args, "report_to", None))
+    if command not in ("evaluate", "filter") and not getattr(args, "dry_run", False):
+        for option in (*NAME_OPTIONS, "teacher_model_name_or_path"):
+            if "model" in option:
+                check_not_overwritten(getattr(args, "output_dir", None) or "", getattr(args, option, None))
     recipe = getattr(args, "reward_recipe", None)
     check_functions(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
     check_functions(getattr(args, "tools", None) or (), "tool")
@@ -78,13 +89,14 @@ def check_names(args: argparse.Namespace) -> None:
 
 
 def check_functions(names: Sequence[str], kind: str = "reward function") -> None:
-    """Checks the names of reward functions or tools; dotted paths are imported later."""
+    """Checks the names of reward functions or tools. Modules of dotted paths are imported later."""
     built_in = table()["rewards" if kind == "reward function" else "tools"]
     for text in [names] if isinstance(names, str) else names:
         name, _ = split_settings(text)
-        if "." not in name and name not in built_in:
-            near = did_you_mean(name, built_in)
-            raise ValueError(f"There is no {kind} {name!r}; name one of {built_in}, or a dotted path.{near}")
+        if "." in name:
+            check_dotted(name, kind)
+        elif name not in built_in:
+            raise unknown_name_error(kind, name, built_in, "a dotted path")
 
 
 def check_batch(command: str, args: argparse.Namespace) -> None:
@@ -98,6 +110,42 @@ def check_batch(command: str, args: argparse.Namespace) -> None:
     if (config.num_generations or 1) > 1:
         names, config.generation_batch_size = batch_options(config), batch_size(config)
         check_batches(config, names)
+
+
+def check_processes(args: argparse.Namespace) -> None:
+    """Checks that this machine has a device for each process that `accelerate launch` is to start on it."""
+    launch, config = getattr(args, "launch", {}), getattr(args, "accelerate_config", None)
+    count = process_count(launch, config)
+    if count is None or count <= 1:
+        return
+    options = {} if config is None else read_config(config_path("accelerate_configs", config))
+    options |= launch
+    machines = integer("num_machines", options.get("num_machines") or 1)
+    if str(options.get("distributed_type")) == "NO":
+        raise ValueError(
+            f"`--num_processes` is {count}, but {config!r} has `distributed_type: 'NO'`, which starts one; use "
+            "`--accelerate_config multi_gpu`, or leave it out."
+        )
+    settings = options.get("cpu"), options.get("use_cpu"), getattr(args, "use_cpu", None)
+    is_cpu = "true" in {str(value).lower() for value in (*settings, os.environ.get("ACCELERATE_USE_CPU"))}
+    devices = device_count()
+    if is_cpu or "config_file" in options or devices is None or math.ceil(count / machines) <= devices:
+        return
+    on_cpu = "on the CPU, use `--accelerate_config multi_gpu`, and set `ACCELERATE_USE_CPU=true` in the environment"
+    remedy = f"set it to {devices}" if devices else f"leave it out, or, {on_cpu}"
+    raise ValueError(
+        f"`--num_processes` is {count}, but this machine has {devices or 'no'} accelerator{'s' * (devices != 1)} to "
+        f"use; {remedy}."
+    )
+
+
+def device_count() -> int | None:
+    """Returns the number of accelerators that processes may use here, `None` if it can't be told without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = max(len(glob.glob(files)) for files in _ACCELERATORS)
+    if glob.glob("/dev/dxg") or sys.platform != "linux":
+        return None
+    return count if visible is None or not count else min(count, len([name for name in visible.split(",") if name]))
 
 
 def process_count(launch: Mapping[str, Any], config: str | None) -> int | None:

@@ -77,6 +77,11 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     try:
         yield
     except ImportError as error:  # transformers doesn't name the extra that installs the package
+        if "FlashAttention" in str(error):
+            remedy = (
+                f"`{install('flash-attn')}`, or leave `attn_implementation` out, as packed rows need no such package"
+            )
+            raise ImportError(f"The {part} {name!r} needs a package for FlashAttention: {remedy}.") from error
         for package, extra in _EXTRAS.items():
             if package in str(error).lower():
                 raise ImportError(f"The {part} {name!r} needs {package}: `{install(extra)}`") from error
@@ -106,9 +111,9 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Returns whether a name can't be a name on the Hub, or starts with a local folder."""
+    """Returns whether a name can't be a name on the Hub. A folder may have the name of the Hub's organization."""
     parts = name.replace(os.sep, "/").split("/")
-    return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
+    return parts[0] in ("", ".", "..", "~") or len(parts) > 2
 
 
 def _similar_paths(name: str) -> str:
@@ -119,4 +124,4 @@ def _similar_paths(name: str) -> str:
         hint, has_similar = similar_names(Path(name))
     except OSError:
         return ""
-    return f" {hint}." if has_similar or _is_path(name) else ""
+    return f" {hint}." if has_similar or _is_path(name) or os.path.isdir(os.path.dirname(name)) else ""

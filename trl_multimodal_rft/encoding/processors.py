@@ -135,16 +135,20 @@ def checked_text(
         matches = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
         if not matches:
             break
+        # A text that begins with a control token is likely the output of a chat template
+        is_rendered = text.lstrip().startswith(tuple(matches))
+        remedy = "give messages, as the trainer applies the template; or " * is_rendered
         if mode == "raise":
             raise MediaError(
                 f"{label}: the text holds the control token {matches[0]!r}, which the model would take for one of the "
-                "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if intended"
+                f"chat template; {remedy}remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if "
+                "intended"
             )
         if mode == "warn":
             logger.warning_once(
                 f"A text of the dataset holds the control token {matches[0]!r}, which the model takes for one of the "
-                "chat template. Set `special_tokens_in_text` to 'raise' to find the row, to 'strip' to remove such "
-                "tokens, or to 'allow' if they are intended."
+                f"chat template: {remedy}set `special_tokens_in_text` to 'raise' to find the row, to 'strip' to "
+                "remove such tokens, or to 'allow' if they are intended."
             )
             break
         to_strip.update(matches)

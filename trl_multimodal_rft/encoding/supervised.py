@@ -293,6 +293,28 @@ class SupervisedEncoder:
         ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
+    def n_answer_tokens(self, row: Row, column: str) -> int | None:
+        """
+        Counts the tokens of a completion without decoding media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+            column (`str`):
+                Column of the completion.
+
+        Returns:
+            `int` or `None`: Number of tokens, `None` for a completion with media.
+
+        Raises:
+            `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
+                it after the prompt.
+        """
+        selected_row, messages, n = self._select_completion(row, column)
+        if next(iter_refs(messages[n:]), None) is not None:
+            return None
+        return len(self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end))
+
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
         Returns the prompt of a row, or its whole `messages`, with its media.

@@ -19,7 +19,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
-from ..data.rows.features import restore_media, restore_rows
+from ..data.rows.features import restore_media, restore_rows, with_class_names
 from ..data.rows.pairs import COMPLETIONS, TIE, check_all_is_read, check_pairs, put_answer_media, read_answer
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -151,7 +151,8 @@ def score_pairs(
     """
     check_pairs(dataset)
     args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
-    table, func_name, skips_rows = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
+    dataset, func_name = with_class_names(dataset, TIE), get_callable_name(reward_func)
+    table, skips_rows = DatasetRows(dataset), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     # If unreadable rows are skipped, a batch is one pair, so that other pairs aren't skipped with it
     pairs, skipped, batch_size = [], {}, 1 if skips_rows else args.batch_size

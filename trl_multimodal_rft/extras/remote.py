@@ -2,6 +2,7 @@
 """Rewards from a server, over HTTP."""
 
 import base64
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass

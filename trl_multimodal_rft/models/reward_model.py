@@ -186,6 +186,20 @@ def is_reward_model(architectures: Sequence[str] | None) -> bool:
     return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
 
 
+def check_scores(name: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """Registers the class of a model that is named as a reward. Raises `ValueError` for one that writes text."""
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if register_reward_model(name, **source):
+        return
+    config_dict, _ = PreTrainedConfig.get_config_dict(name, **source)
+    architecture = (config_dict.get("architectures") or [""])[0]
+    if architecture.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise ValueError(
+            f"{name!r} is a {architecture}, which writes text and scores nothing; ask it as a judge by `JudgeReward`, "
+            "or train a reward model from it by `trl-multimodal-rft reward`."
+        )
+
+
 def register_reward_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """
     Registers the class of a saved reward model at [`~transformers.AutoModelForSequenceClassification`], if

@@ -35,6 +35,7 @@ _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
 # Arguments of reward functions that trainers pass: of the call, and columns that functions of this package read
 _NO_SETTINGS = (*CALLED_WITH, "group_ids", "media_rules", "solution", "choices")
+DEFAULT_REWARDS = ("accuracy_reward", "format_reward")  # of commands without a reward model
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import logging
 import math
 import os
 import re
@@ -19,8 +20,11 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
 from ..credentials import without_credentials
+from ..paths import check_not_overwritten
 from ..spelling import check_value, did_you_mean, read_json
 
+
+logger = logging.getLogger(__name__)
 
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _NAMES_BY_INTERVAL = {
@@ -206,6 +210,16 @@ def _annotations(config_class: type) -> dict[str, Any]:
     }
 
 
+def warn_of_rates(config: TrainingArguments) -> None:
+    """Warns of a run without steps, and of a learning rate that no model survives."""
+    if config.num_train_epochs == 0 and config.max_steps <= 0:
+        logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
+    if config.learning_rate > 1:
+        logger.warning(
+            f"`learning_rate={config.learning_rate:g}` is far above any that trains a model; write 1e-6 for 0.000001."
+        )
+
+
 def check_generation_kwargs(config, names: set[str] | None) -> None:
     """Raises a `ValueError` if `generation_kwargs` has a name outside `names` (unless `None`) or an invalid value."""
     options = config.generation_kwargs or {}
@@ -324,8 +338,12 @@ def _check_dataset(name: str, dataset: Any) -> None:
     raise TypeError(f"{problem} {kind}; pass {remedies.get(kind, remedy)}.")
 
 
-def check_output_dir(folder: str) -> None:
-    """Raises `OSError` if an output folder can't be made or written to. Makes no folder."""
+def check_output_dir(folder: str, model: str | None = None) -> None:
+    """
+    Raises `OSError` if an output folder can't be made or written to, and `ValueError` if it is the model's folder.
+    Makes no folder.
+    """
+    check_not_overwritten(folder, model)
     path = os.path.abspath(folder)
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)

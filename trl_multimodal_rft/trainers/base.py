@@ -79,6 +79,7 @@ from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_co
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
 from .setup import (
+    check_kept_columns,
     check_launch,
     has_unchecked_rows,
     modalities,
@@ -137,6 +138,7 @@ class MultimodalTrainer(CheckpointMixin):
         check_launch(args, model)
         warn_of_excluded_tokens(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
+        check_kept_columns(args, reward_funcs, kwargs.get("train_dataset"))
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
         rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
         processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)

@@ -14,6 +14,7 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 from ..data.rows.batches import Row
 from ..data.rows.cells import Cell, finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS, other_layout
+from ..data.rows.features import with_class_names
 from ..data.rows.unread import lists_columns
 from ..encoding.join import padded
 from ..encoding.prompts import check_ids
@@ -43,7 +44,7 @@ _PAIRS_PER_BLOCK = 1000
 
 
 def label_of(cell: Cell, row: int) -> bool:
-    """Returns the label in a cell. Raises a `ValueError` unless it is a truth value, 0 or 1."""
+    """Returns the label in a cell. Raises a `ValueError` unless it is a truth value, see [`truth_value`]."""
     return truth_value(cell, "label", row, is_required=True)
 
 
@@ -158,6 +159,11 @@ class LabelledCollator(PreferenceCollator):
             raise missing_columns_error(
                 name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns))
             )
+        dataset = with_class_names(dataset, "label")
+        if isinstance(dataset, Dataset):
+            labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
+            if name == "train":
+                warn_of_balance(labels, self.args.desirable_weight, self.args.undesirable_weight)
         return dataset
 
 
@@ -202,6 +208,12 @@ def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable
     [KTO](https://huggingface.co/papers/2402.01306), weight times number should be 1 to 1.33 times as large for
     desirable completions as for undesirable ones.
     """
+    if len({*labels}) == 1:
+        logger.warning(
+            f"All labels are {labels[0]}, so that KTO has no {'un' * labels[0]}desirable completions to learn from; "
+            "check the column 'label', or add some."
+        )
+        return
     n_desirable = max(sum(labels), 1)
     n_undesirable = max(len(labels) - n_desirable, 1)
     if (

@@ -6,20 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
 from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
-from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import Scores
 from ..models.parts import kept_requires_grad
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .kto_config import MultimodalKTOConfig
-from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator, label_of, warn_of_balance
+from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator
 from .preferences import PreferenceTrainer
 from .reading import Batch, NumItems, load_for_scoring
 from .setup import resolve_config
@@ -96,7 +94,6 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             "train_dataset": collator.prepare(train_dataset, "train"),
             "eval_dataset": collator.prepare(eval_dataset, "eval"),
         }
-        self._check_labels(datasets["train_dataset"], args)
         arguments |= {**datasets, "data_collator": collator}
         stand_in_columns = {"prompt": ["-"] * 2, "completion": ["-"] * 2, "label": [True, False]}
         self._call_trl_constructor(super().__init__, arguments, loaded, stand_in_columns)
@@ -113,12 +110,6 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
             self._precompute_reference(args.per_device_train_batch_size)
         self._finish_setup()
-
-    def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
-        """Raises `ValueError` for a label that isn't true or false. Warns of unequal numbers of both labels."""
-        if isinstance(dataset, Dataset) and lists_columns(dataset):
-            labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
-            warn_of_balance(labels, args.desirable_weight, args.undesirable_weight)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """

@@ -41,7 +41,7 @@ from ..forward.masks import sharing_obstacle
 from ..models.modes import fix_encoders
 from ..models.parts import check_adapter, check_base_is_kept, freeze_as_built
 from ..models.pretrained import is_adapter, load_model, policy_class, require_all_weights, trained_part
-from ..models.reward_model import load_trained_reward_model, register_reward_model
+from ..models.reward_model import check_scores, load_trained_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
@@ -352,7 +352,7 @@ def reward_sources(
             # If the list is too short, the slice is empty, and TRL raises an error afterwards
             processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
         elif isinstance(reward_func, str):  # TRL loads the model
-            register_reward_model(reward_func, revision, trust_remote_code)
+            check_scores(reward_func, revision, trust_remote_code)
     return RewardSources(reward_funcs, processors, [isinstance(func, str) for func in reward_funcs], environment_funcs)
 
 

@@ -13,6 +13,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
+from ..reporting.trackers import check_trackers, tracker_names
 from ..rollout.stream import UnreadableRows, unreadable_rows
 from ..spelling import read_settings
 from ..views.options import ContrastView, RolloutView, as_schedule, view_option
@@ -26,6 +27,7 @@ from .arguments import (
     check_json,
     check_values,
     help_from_docstring,
+    warn_of_rates,
 )
 from .batches import batch_options, check_batches
 
@@ -148,6 +150,9 @@ class MediaArguments(CheckedKeywords, _Config):
             if getattr(self, f"activation_{suffix}", False) is None:
                 setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
         check_values(self)
+        check_trackers(self.report_to)
+        self.report_to = [*tracker_names(self.report_to)]
+        warn_of_rates(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without an accelerator, torch would only warn
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()

@@ -13,9 +13,9 @@ from trl.data_utils import get_dataset_column_names
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.batches import Row
 from ..data.rows.cells import finite_number, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS, has_media, other_layout
-from ..data.rows.features import undecoded
-from ..data.rows.pairs import COMPLETIONS, TIE
+from ..data.rows.columns import MEDIA_COLUMNS, other_layout
+from ..data.rows.features import undecoded, with_class_names
+from ..data.rows.pairs import COMPLETIONS, TIE, is_equal_pair
 from ..data.rows.unread import lists_columns
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt, check_ids
@@ -160,8 +160,7 @@ class PreferenceCollator(SupervisedCollator):
         if self.view is None and isinstance(dataset, Dataset):
             undecoded_rows = undecoded(dataset.select_columns([*COMPLETIONS]))
             pairs = (undecoded_rows.__getitems__([i])[0] for i in range(len(undecoded_rows)))
-            # Completions with media may be equal as text although their media differ
-            if all(pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs):
+            if all(map(is_equal_pair, pairs)):
                 raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 
@@ -183,7 +182,8 @@ class ComparisonCollator(PreferenceCollator):
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
-        return dataset if is_tokenized else super()._prepare(dataset, name)
+        dataset = dataset if is_tokenized else super()._prepare(dataset, name)
+        return with_class_names(dataset, TIE) if lists_columns(dataset) else dataset
 
     def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Returns `margin` and `tie`, `(B,)`. They are 0 and false for rows without these columns."""

@@ -1,9 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks of a trainer's config, launch, datasets and model, and warnings about them."""
 
+import inspect
 import os
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accelerate.logging import get_logger
@@ -18,6 +19,7 @@ from transformers import (
 )
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.trainer.utils import (
+    get_callable_name,
     get_config_model_id,
 )
 
@@ -36,6 +38,7 @@ from ..policy import check_one_run
 from ..views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, mapping
+from .signatures import Rows
 
 
 if TYPE_CHECKING:
@@ -82,12 +85,28 @@ def resolve_config(
             "of this package."
         )
     if args.should_save and args.save_strategy != "no":
-        check_output_dir(str(args.output_dir))
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+        check_output_dir(str(args.output_dir), name)
     return args
 
 
 # Start of error messages, which continue with the part of the run that needs the name
 NO_NAME = "The model was passed as an instance, and has no name (`_name_or_path` of its config is empty) by which"
+
+
+def check_kept_columns(args: SamplingConfig, reward_funcs: Sequence[Callable] | None, dataset: Rows) -> None:
+    """Raises a `ValueError` if `remove_unused_columns` removes a column that is a reward function's parameter."""
+    if not args.remove_unused_columns or not isinstance(dataset, Dataset):
+        return
+    removed = {*dataset.column_names} - {"prompt", *args.teacher_columns, *MEDIA_COLUMNS}
+    for func in reward_funcs or ():
+        is_function = callable(func) and not isinstance(func, PreTrainedModel)
+        names = removed.intersection(inspect.signature(func).parameters) if is_function else ()
+        if names:
+            raise ValueError(
+                f"`remove_unused_columns=True` removes {min(names)!r}, which {get_callable_name(func)} reads; set it "
+                "to False, the default."
+            )
 
 
 def needs_reference(args: SamplingConfig) -> bool:

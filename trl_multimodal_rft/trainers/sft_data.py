@@ -231,7 +231,9 @@ class SupervisedCollator:
 
 def missing_columns_error(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
     """Returns the error for a dataset without the needed columns. `layout` is another tool's layout that fits it."""
-    remedy = "" if layout is None else f"; {prepare_remedy(layout)}"
+    question = next((column for column in ("question", "problem", "instruction", "query") if column in columns), None)
+    rename = "" if question is None or "prompt" in columns else f"rename {question!r} to 'prompt', or "
+    remedy = "" if layout is None else f"; {rename}{prepare_remedy(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 

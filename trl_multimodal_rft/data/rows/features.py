@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, SupportsIndex, TypeGuard, TypeVar, cast, overload
 
 import pyarrow as pa
-from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
+from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...versions import is_torchcodec_usable
@@ -73,6 +73,21 @@ class _StoredVideo(Video):
 
     def encode_example(self, value):
         return _file_entry(value) or super().encode_example(value)
+
+
+class _ClassName(ClassLabel):
+    """Class label that is read as its name, and as `None` for -1, the missing label."""
+
+    def decode_example(self, value: int, token_per_repo_id: dict[str, str | bool | None] | None = None) -> str | None:
+        return None if value < 0 else self.int2str(value)
+
+
+def with_class_names(dataset: T, column: str) -> T:
+    """Returns a dataset whose rows have the names of the class labels in a column, in place of their numbers."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    feature = (dataset.features or {}).get(column)
+    return dataset.cast_column(column, _ClassName(names=feature.names)) if isinstance(feature, ClassLabel) else dataset
 
 
 def _file_entry(value: Any) -> dict[str, Any] | None:

@@ -24,9 +24,9 @@ from .benchmarks import PROBLEM_TEMPLATE
 from .cells import truth_value
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from .conversations import conversation, preference_pair, source_of
-from .features import is_media_feature
+from .features import is_media_feature, with_class_names
 from .letters import without_letters
-from .load import json_file, load_rows, read_json, read_video_questions, required
+from .load import json_file, load_rows, read_json, read_video_questions, required, text_lines
 from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, TIE, judge_rows
 
 
@@ -42,6 +42,11 @@ SPAN_TEMPLATE = (
 
 # Columns of ms-swift and of LLaMA-Factory that tell whether an answer is desirable
 LABELS = ("label", "kto_tag")
+# Columns of a conversation in texts, by the column of its question
+_TEXT_COLUMNS = {
+    "query": ("query", "response", "history"),
+    "instruction": ("instruction", "input", "output", "history"),
+}
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
@@ -113,7 +118,7 @@ def load_conversations(
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, column = conversation(row, index)
         # These columns are the conversation only in rows without messages. Otherwise they are kept.
-        converted_columns.update(("instruction", "input", "output") if column == "instruction" else ())
+        converted_columns.update(_TEXT_COLUMNS.get(column, ()))
         if task == "dpo":
             is_pair = any(row.get(name) for name in ("rejected", "rejected_response", "rejected_messages"))
             label_column = None if is_pair else next((name for name in LABELS if row.get(name) is not None), None)
@@ -135,12 +140,11 @@ def load_conversations(
             return {"messages": chat}
         if task == "kto":
             required(row, index, *LABELS)
-            label_column = next(name for name in LABELS if row.get(name) is not None)
-            return {
-                "prompt": chat[:-1],
-                "completion": chat[-1:],
-                "label": truth_value(row[label_column], label_column, index, is_required=True),
-            }
+            names = [name for name in LABELS if row.get(name) is not None]
+            labels = [truth_value(row[name], name, index, is_required=True) for name in names]
+            if len({*labels}) > 1:
+                raise ValueError(f"row {index}: {' and '.join(map(repr, names))} differ; remove one of them.")
+            return {"prompt": chat[:-1], "completion": chat[-1:], "label": labels[0]}
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if has_answer else None
@@ -148,7 +152,7 @@ def load_conversations(
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
     # Columns that the result replaces, so they aren't kept
-    converted_columns = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
+    converted_columns = {"messages", "conversations", "conversation", "system"}
     converted_columns |= (
         {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
     )
@@ -425,7 +429,7 @@ def load_preferences(
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return _pair(*(required(row, index, name) for name in ("question", "chosen", "rejected")))
+        return _pair(index, *(required(row, index, name) for name in ("question", "chosen", "rejected")))
 
     # For a row without images, `_read_sampled_rows` gives an empty list, which `with_media` turns into `None`
     read = partial(_read_sampled_rows, folder=Path(media_dir or Path(path).parent))
@@ -500,7 +504,7 @@ def load_omni_preference(
                 "layout."
             ) from error
         ranked_scores = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
-        return {**_pair(question, *answers[::step]), **ranked_scores, TIE: verdict["better"] == "equal"}
+        return {**_pair(index, question, *answers[::step]), **ranked_scores, TIE: verdict["better"] == "equal"}
 
     files = sorted(source.glob("dataset_jsonl/*/final_rl_data.jsonl")) or [path]
     datasets = [_load_converted(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
@@ -548,22 +552,31 @@ def load_generations(path: str | Path, split: str = "train", *, media_dir: str |
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         _, *names = pair_columns(row, index)  # columns of the first and the second file
-        if (label := row.get("label_0")) not in (None, 0, 0.5, 1):
-            raise ValueError(f"row {index}, column 'label_0': is {label!r}; write 1, 0 or 0.5 (a tie).")
+        label = row.get("label_0")
+        # Without a label, only a column's name such as `chosen` says which file is preferred
+        is_named = label is None and "jpg_0" not in names
+        if row.get("has_label") is False or not (is_named or label in (0, 0.5, 1)):
+            raise ValueError(
+                f"row {index}, column 'label_0': is {label!r}, which says nothing of this pair; write 1, 0 or 0.5 "
+                "(a tie), or remove the row."
+            )
         files = [row[name] for name in (names[::-1] if label == 0 else names)]
         is_video = isinstance(files[0], str) and file_modality(files[0]) == "video"
         return {**row, "videos" if is_video else "images": files}
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         answer = "<video>" if row.get("videos") else "<image>"
-        return {**_pair(row[pair_columns(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
+        return {**_pair(index, row[pair_columns(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
 
     converted_columns = {"label_0", *(name for names in _GENERATION_COLUMNS for name in names)}
     return _load_converted(path, split, media_dir, convert, converted_columns, with_media, allow_answer_media=True)
 
 
-def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
-    """Returns the columns of a pair of answers, as messages."""
+def _pair(index: int, question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """Returns the columns of a row's pair of answers, as messages."""
+    for value in (question, chosen, rejected):
+        if not isinstance(value, str):
+            raise ValueError(f"row {index}: {shortened(repr(value))} stands in place of a text; write it as one.")
     answers = {"chosen": chosen, "rejected": rejected}
     completions = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
     return {"prompt": [{"role": "user", "content": question}], **completions}
@@ -583,7 +596,7 @@ def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
     if file.name != "meta.json":
         return read_json(file)
     rows: list[dict[str, Any]] = []
-    for part in json.loads(file.read_text(encoding="utf-8")).values():
+    for part in json.loads(file.read_text(encoding="utf-8-sig")).values():
         # `repeat_time` below 1 is the share of rows to sample, otherwise the number of copies of each row
         entries, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
         entries = random.Random(0).sample(entries, int(len(entries) * times)) if times < 1 else entries * int(times)
@@ -601,7 +614,7 @@ def _plain_name(name: str) -> str:
 
 def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
     """Reads a file of Charades-STA as rows. Skips spans that don't end after their start, with a warning."""
-    rows, lines = [], file.read_text(encoding="utf-8").splitlines()
+    rows, lines = [], text_lines(file)
     for index, line in enumerate(lines):
         video_and_span, separator, sentence = line.partition("##")
         words = video_and_span.split()
@@ -698,6 +711,8 @@ def _read_rows_and_media(
         rows = read(file)
     else:
         dataset = load_rows(str(path), None, split, streaming=False)
+        for name in LABELS:
+            dataset = with_class_names(dataset, name)
         media = [stored for name in dataset.column_names if (stored := _stored_media(dataset, name)) is not None]
         rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
     n_stored = len(media)

@@ -17,6 +17,10 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from ...paths import local_path
 
 
+# Files in the folder of a model, an adapter or a run, whose pictures and lists `datasets` would read as rows
+_MODEL_FILES = ("adapter_config.json", "training_args.bin", "model.safetensors", "model.safetensors.index.json")
+
+
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
     """Returns the rows of a dataset's split. The dataset is a file, a folder or on the Hub."""
     path = local_path(name)
@@ -25,6 +29,8 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
         if config is not None and path is not None and (path.is_file() or is_saved_to_disk(path)):
             path_type = "a file" if path.is_file() else "a folder of `save_to_disk`"
             raise ValueError(f"{path_type} has no configurations, so leave out {config!r}")
+        if path is not None and any((path / name).is_file() for name in _MODEL_FILES):
+            raise ValueError("it is the folder of a model or an adapter, which has no rows")
         if path is not None and is_saved_to_disk(path):
             saved = datasets.load_from_disk(path)
             if isinstance(saved, dict) and split not in saved:
@@ -136,10 +142,16 @@ def json_file(path: str | Path, pattern: str) -> Path | None:
 def read_json(file: Path) -> list[dict[str, Any]]:
     """Reads the rows of a file of JSON or JSON Lines."""
     with one_line_errors(str(file)):
-        text = file.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = text_lines(file)
+        if lines and lines[0].lstrip().startswith("["):
+            return json.loads("".join(lines))
+        return [json.loads(line) for line in lines]
+
+
+def text_lines(file: Path) -> list[str]:
+    """Returns the lines of a text that aren't empty. They end with a line feed alone, as those of JSON Lines do."""
+    with file.open(encoding="utf-8-sig", newline="\n") as stream:
+        return [line for line in stream if line.strip()]
 
 
 def read_video_questions(file: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 """Pairs of completions: their checks, media in their answers, and rows for a judge with each pair in both orders."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby, islice
 from typing import Any
 
@@ -14,7 +14,8 @@ from ..reading.refs import MediaError, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from .batches import Row
 from .cells import truth_value
-from .columns import MEDIA_COLUMNS, as_text, further_keys, read_messages, rows_to_messages, strip_media
+from .columns import MEDIA_COLUMNS, as_text, further_keys, has_media, read_messages, rows_to_messages, strip_media
+from .features import with_class_names
 
 
 JUDGE_TEMPLATE = """\
@@ -68,6 +69,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     ```
     """
     check_pairs(dataset)
+    dataset = with_class_names(dataset, TIE)
     template_parts = _SLOTS.split(template)  # texts and names of slots alternate
     if sorted(template_parts[1::2]) != ["answer_a", "answer_b", "question"]:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b}, once each; correct it.")
@@ -110,6 +112,11 @@ def check_pairs(dataset: Dataset) -> None:
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no pairs; pass at least one row.")
+
+
+def is_equal_pair(pair: Mapping[str, Any]) -> bool:
+    """Returns whether both completions are the same. With media, they may be equal as text although media differ."""
+    return pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"] or "")
 
 
 def read_answer(

@@ -236,6 +236,11 @@ class CheckpointMixin(Trainer):
             reasons.append(f"{folder} isn't whole: {'; '.join(problems[:5])}{'; ...' if len(problems) > 5 else ''}.")
             if resume_from is True:
                 logger.warning(f"Passed over: {reasons[-1]}")
+        if resume_from is True and not folders:
+            raise ValueError(
+                f"There is no checkpoint in {self.args.output_dir!r} to resume from; leave `resume_from_checkpoint` "
+                "out to start a new run."
+            )
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
         has_manifest = Path(folders[0], "manifest.json").is_file()
