@@ -271,6 +271,15 @@ def test_settings_without_effect_are_errors(estimator, word):
         ExperienceConfig(estimator)
 
 
+@pytest.mark.parametrize("option", ["bootstrap_truncated", "no_advantage_std_norm"])
+def test_options_without_effect_are_errors(option):
+    with pytest.raises(
+        ValueError, match=f"`{option}` has no effect with `advantage_estimator='rloo'`, only with 'gae'"
+    ):
+        ExperienceConfig("rloo", **{option: True})
+    ExperienceConfig("gae", **{option: True})
+
+
 @pytest.mark.parametrize("estimator", ["online_dpo", "turn_norm", "gigpo(omega=2.0)"])
 def test_other_estimators_have_their_trainer(estimator):
     with pytest.raises(ValueError, match="needs `MultimodalGRPOTrainer`"):

@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
 from ..spelling import check_choice, did_you_mean, join_settings, split_settings
 from ..trainers.ppo_config import MultimodalPPOConfig
+from .trainer.experience_config import NORMALIZED
 
 
 Options = dict[str, Any]  # values of a command line by LightRFT's names, without those that are `None`
@@ -78,7 +79,6 @@ _LOSSES = {
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",
 }
-_NORMALIZED = ("gae", "reinforce", "reinforce_baseline")  # estimators whose advantages are normalized over the batch
 _DYNAMIC_SAMPLING = 4  # rounds; LightRFT has no such number
 
 
@@ -116,7 +116,7 @@ def _lambda(value: float, options: Options) -> dict[str, Any]:
 
 def _whiten(value: bool, options: Options) -> dict[str, Any]:
     name = _estimator_of(options)
-    if name not in _NORMALIZED:
+    if name not in NORMALIZED:
         raise ValueError(
             f"`advantages_norm={value}` whitens advantages, which `advantage_estimator={name!r}` never does; remove "
             "it, or use 'gae', 'reinforce' or 'reinforce_baseline'."
@@ -126,7 +126,7 @@ def _whiten(value: bool, options: Options) -> dict[str, Any]:
 
 def _shift(value: bool, options: Options) -> dict[str, Any]:
     name = _estimator_of(options)
-    if name not in _NORMALIZED:
+    if name not in NORMALIZED:
         raise ValueError(
             f"`no_advantage_std_norm={value}` has no effect with `advantage_estimator={name!r}`, whose advantages "
             "aren't normalized; remove it."

@@ -19,6 +19,7 @@ from ...trainers.multimodal_config import check_range
 # Estimators that compare the completions of a prompt, and all estimators of the maker
 _COMPARING = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 MAKER_ESTIMATORS = (*_COMPARING, "reinforce", "cpgd", "gae")
+NORMALIZED = ("gae", "reinforce", "reinforce_baseline")  # whose advantages are normalized over the batch
 
 
 @dataclass
@@ -101,6 +102,13 @@ class ExperienceConfig:
         if self.soft_overlong_cache is not None and self.soft_overlong_cache < 1:
             raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
         check_range(self, "reward_clip_range")
+        users = {"bootstrap_truncated": ("gae",), "no_advantage_std_norm": NORMALIZED}
+        for name, estimators in users.items():
+            if getattr(self, name) and self.estimator.name not in estimators:
+                raise ValueError(
+                    f"`{name}` has no effect with `advantage_estimator={self.advantage_estimator!r}`, only with "
+                    f"{', '.join(map(repr, estimators))}; remove it."
+                )
         check_ignored(self.ignored_media_columns)
 
     @property

@@ -376,7 +376,9 @@ class PPOTrainerVL:
         accelerator, ignored = self.trainer.accelerator, ("gamma", "lambd", *SAMPLING_OPTIONS)
         options = {name: value for name, value in self.generate_kwargs.items() if name not in ignored}
         maker = copy.copy(self.experience_maker)
-        maker.strategy = replace(maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1)
+        maker.strategy = replace(
+            maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1, bootstrap_truncated=False
+        )
         with kept_random_state():
             own_batches: Iterable = islice(eval_dataloader, accelerator.process_index, None, accelerator.num_processes)
             surplus = []

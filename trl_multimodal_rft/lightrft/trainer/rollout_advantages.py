@@ -16,7 +16,7 @@ from ...rollout.ranks import gather_rows
 from ...spelling import split_settings
 from ..models.utils import compute_reward
 from .experience import Experience, Tokens, info_of
-from .experience_config import ExperienceConfig
+from .experience_config import NORMALIZED, ExperienceConfig
 
 
 # Added to the standard deviation of a group's rewards, as in LightRFT. TRL and this package's own trainers add 1e-4.
@@ -148,7 +148,7 @@ def normalize_advantages_cross_batch(
     Raises:
         `ValueError`: If a batch has no advantages or no mask.
     """
-    if split_settings(advantage_estimator)[0] not in ("gae", "reinforce", "reinforce_baseline"):
+    if split_settings(advantage_estimator)[0] not in NORMALIZED:
         return experiences
     rows: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
