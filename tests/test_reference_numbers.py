@@ -235,6 +235,19 @@ def test_equal_rewards_of_a_group_are_no_advantage(estimator, reward):
         assert not each.advantages.any() and not each.returns.any()
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_unscorable_completions_are_left_out(estimator):
+    """They have no advantage, in spite of the divergence, and the others of their group are compared without them."""
+    samples = random_samples(4)
+    samples[1] = (math.nan, *samples[1][1:])
+    made = maker(0.3, advantage_estimator=estimator)
+    made.recorded = experiences_of(samples, False)
+    experiences = made.make_experience_list(["Hello"], gamma=0.9)
+    advantages = rows_of(experiences, "advantages")
+    assert not any(advantages[1]) and all(map(any, advantages[2:]))
+    assert all(math.isfinite(number) for row in advantages for number in row)
+
+
 def test_no_divergence_in_rewards():
     made = maker(0.3, advantage_estimator="rloo", kl_in_reward=False)
     samples = random_samples(3)

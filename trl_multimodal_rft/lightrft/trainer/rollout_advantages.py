@@ -182,14 +182,13 @@ def normalize_advantages_cross_batch(
 def _compare(rewards: torch.Tensor, estimator: str, n: int) -> torch.Tensor:
     """Returns rewards relative to those of their group of `n`, see [`RolloutAdvantages.process_experiences`]."""
     group_ids = torch.arange(len(rewards), device=rewards.device) // n
-    if estimator == "rloo":
-        return rloo(rewards, group_ids)
     groups = group_statistics(rewards, group_ids)
-    centred = groups.centred
-    if estimator == "group_norm":
-        centred = centred / (groups.std(correction=1) + _EPS)[groups.index]
-    # Unscorable completions stay unscorable
-    return torch.where(rewards.isnan(), torch.nan, centred.to(rewards))
+    shaped = groups.centred.to(rewards)
+    if estimator == "rloo":
+        shaped = rloo(rewards, group_ids)
+    elif estimator == "group_norm":
+        shaped = (groups.centred / (groups.std(correction=1) + _EPS)[groups.index]).to(rewards)
+    return torch.where(rewards.isnan(), torch.nan, shaped)  # unscorable completions stay unscorable
 
 
 def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
