@@ -514,6 +514,8 @@ def test_errors_of_packed_samples():
     assert padded.sequences.tolist() == [[0, 1, 2, 3], [9, 4, 5, 9]]
     assert padded.action_mask.tolist() == [[True, True], [True, False]]
     assert padded.attention_mask.tolist() == [[1, 1, 1, 1], [0, 1, 1, 0]] and padded.num_actions == 2
+    masked = Samples(**{**fields, "action_mask": torch.tensor([[0, 1], [1, 1]])}, **numbers).padded(9)
+    assert masked.action_mask.tolist() == [[False, True], [True, False]]
     two_pads = Samples(**fields, num_actions=2, packed_seq_lens=[4], pad_len=2).padded(9)
     assert two_pads.sequences.tolist() == [[0, 1, 2, 3]]
     hidden = {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]])}
