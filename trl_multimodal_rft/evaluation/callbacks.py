@@ -74,7 +74,9 @@ class GenerationEvalCallback(TrainerCallback):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        named_rewards(reward_funcs or list(trainer.reward_funcs))
+        functions = named_rewards(reward_funcs or list(trainer.reward_funcs))
+        if eval_dataset is not None:
+            trainer.check_eval_dataset(eval_dataset, [*functions.values()])
         self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs

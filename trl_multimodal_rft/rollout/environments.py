@@ -142,13 +142,7 @@ class Environments:
         Raises:
             `ValueError`: If a row names an unknown environment.
         """
-        names = [row.get("environment") if self.has_several_factories else None for row in rows]
-        for name in names:
-            if name not in self.factories:
-                raise ValueError(
-                    f"A row has `environment={name!r}`, but `environment_factory` has only {list(self.factories)}; "
-                    "correct the column or add the environment."
-                )
+        names = [self._factory_name(row) for row in rows]
         prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
         n_used: Counter[Any] = Counter()
         environments, messages = [], []
@@ -159,20 +153,7 @@ class Environments:
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
-            # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
-            columns = {
-                key: value for key, value in row.items() if key != "environment" or not self.has_several_factories
-            }
-            label, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
-            if "prompt_messages" in signature.parameters:
-                columns["prompt_messages"] = prompt
-            try:
-                signature.bind(**columns)
-            except TypeError as error:
-                raise TypeError(
-                    f"`{label}` can't be called with the columns {[*columns]} ({error}). Add `**row` as its last "
-                    "parameter, and a default to parameters whose column may be missing."
-                ) from None
+            columns, label = self._reset_arguments(environment, row, prompt), f"{type(environment).__name__}.reset"
             observation = None
             with _store_error(failures, i):
                 content = environment.reset(**columns)
@@ -185,6 +166,37 @@ class Environments:
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
         return environments, messages, failures
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises an error if a row names no environment, or if `reset` of its environment can't get its columns."""
+        if self.factories:
+            self._reset_arguments(self.pools[self._factory_name(row)][0], row, None)
+
+    def _factory_name(self, row: Mapping[str, Any]) -> Any:
+        """Returns the key of a row's factory. Raises a `ValueError` if there is no such factory."""
+        name = row.get("environment") if self.has_several_factories else None
+        if name not in self.factories:
+            raise ValueError(
+                f"A row has `environment={name!r}`, but `environment_factory` has only {list(self.factories)}; "
+                "correct the column or add the environment."
+            )
+        return name
+
+    def _reset_arguments(self, environment: Any, row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+        """Returns the arguments of `reset` for a row. Raises a `TypeError` if `reset` can't be called with them."""
+        # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
+        columns = {key: row[key] for key in row if key != "environment" or not self.has_several_factories}
+        signature = inspect.signature(environment.reset)
+        if "prompt_messages" in signature.parameters:
+            columns["prompt_messages"] = prompt
+        try:
+            signature.bind(**columns)
+        except TypeError as error:
+            raise TypeError(
+                f"`{type(environment).__name__}.reset` can't be called with the columns {[*columns]} ({error}). Add "
+                "`**row` as its last parameter, and a default to parameters whose column may be missing."
+            ) from None
+        return columns
 
 
 def check_without_media(result: object, origin: str) -> None:

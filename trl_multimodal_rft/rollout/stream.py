@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -240,6 +240,7 @@ class RowStream:
         self._has_media_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming_rows: list[int] = []  # row indices of the next batches
         self._coming_extra_rows: list[int] = []
+        self._seen: WeakSet[Any] = WeakSet()  # datasets whose columns were checked
         # Errors of rows that can't be read, by row index, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
@@ -330,6 +331,24 @@ class RowStream:
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
+
+    def is_new(self, dataset: Any) -> bool:
+        """Returns whether a dataset wasn't an argument of this method yet."""
+        if isinstance(dataset, (Dataset, IterableDataset)):
+            n_seen = len(self._seen)
+            self._seen.add(dataset)
+            return len(self._seen) > n_seen
+        return True
+
+    def read_first(self, dataset: Dataset | Sequence[Mapping[str, Any]]) -> Row | None:
+        """Reads and encodes the first row of a dataset for evaluation. Returns `None` if the row would be skipped."""
+        is_dataset = isinstance(dataset, Dataset)
+        row = DatasetRows(self._select_columns(dataset))[0] if is_dataset else Row(0, dict(dataset[0]))
+        try:
+            self._read_row(row)
+        except self._skipped_errors:
+            return None
+        return row
 
     def left_out(self, dataset: Dataset) -> dict[int, str]:
         """Returns the errors of rows that evaluation loaders of a dataset leave out, by row index."""
