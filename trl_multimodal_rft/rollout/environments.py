@@ -4,11 +4,12 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import get_json_schema
@@ -16,10 +17,13 @@ from trl.chat_template_utils import get_training_chat_template
 
 from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import blocks_to_refs, find_media
+from ..data.rows.columns import block_modality, blocks_to_refs, file_modality, find_media
 from ..encoding.conversations import keeps_earlier_turns
+from ..families import MODALITIES
 from ..rewards.calls import Argument, distinct_names
 
+
+logger = get_logger(__name__)
 
 # Methods of environments that aren't tools
 _NOT_TOOLS = ("reset", "get_reward", "get_context")
@@ -86,6 +90,7 @@ class Environments:
         for [environment] in self.pools.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
+            _check_methods(environment)
         for tool in self.tools:
             _check_description(tool)
         self.tools_by_name = {tool.__name__: tool for tool in self.standalone_tools}
@@ -157,11 +162,8 @@ class Environments:
             observation = None
             with _store_error(failures, i):
                 content = environment.reset(**columns)
-                if isinstance(content, list):
-                    content = blocks_to_refs(content, label, row_index, self.media_rules)
-                elif not isinstance(content, str | None):
-                    check_without_media(content, f"`{label}`")
-                    content = str(content)
+                if content is not None:
+                    content = as_content(content, f"`{label}`", label, row_index, self.media_rules)
                 observation = content and check(content, f"row {row_index}, `{label}`")
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
@@ -199,14 +201,77 @@ class Environments:
         return columns
 
 
-def check_without_media(result: object, origin: str) -> None:
-    """Raises a [`MediaError`] if the result of a tool or of `reset` holds media outside of content blocks."""
-    path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
-    if path is not None:
-        raise MediaError(
-            f"{origin} returned a medium ({path}) that the model would not get; return a list of content "
-            "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
-        )
+def as_content(
+    result: Any, origin: str, path: str, row_index: int, rules: MediaRules, context_texts: Collection[str] = ()
+) -> str | list[dict[str, Any]]:
+    """
+    Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
+
+    Media are pictures (PIL images, arrays and tensors), sounds with their rate, blocks, also MCP's, and lists of these
+    and of texts. A text is never opened, since it may be the model's own words. If it names a file, a warning says
+    what to return instead, unless the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere.
+    """
+    result = _from_mcp(result)
+    items = [*map(_from_mcp, result)] if isinstance(result, (list, tuple)) else [result]
+    blocks = [_block_of(item) for item in items]
+    is_list_of_blocks = isinstance(result, list) and all(isinstance(item, dict) and "type" in item for item in items)
+    if is_list_of_blocks or any(block is not None for block in blocks):
+        blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
+        blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]
+        content: str | list[dict[str, Any]] = blocks_to_refs(blocks, path, row_index, rules)
+        texts = [block.get("text") for block in content]
+    else:
+        media = [*find_media(result, "result")]
+        texts = [medium for _, _, medium in media if isinstance(medium, str)]
+        if len(texts) < len(media):
+            where = next(place for place, _, medium in media if not isinstance(medium, str))
+            raise MediaError(
+                f"{origin} returned a medium ({where}) that the model would not get; return a list of content "
+                "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+            )
+        content = str(result)
+    for text in texts:
+        modality = file_modality(text) if isinstance(text, str) and text not in context_texts else None
+        if modality is not None:
+            logger.warning_once(
+                f"{origin} returned a text that names a file or is a `data:` URI. Texts aren't opened, so the model "
+                f"reads the text alone; to show the medium, return [{{'type': '{modality}', '{modality}': ...}}]."
+            )
+    return content
+
+
+def _block_of(item: Any) -> dict[str, Any] | None:
+    """Returns a content block for a medium, `None` for text, for media inside of an item, and for unknown media."""
+    _, modality, medium = next(find_media(item), ("", None, None))
+    if modality is None or medium is not item or isinstance(item, str):
+        return None
+    return item if isinstance(item, dict) and block_modality(item.get("type")) else {"type": modality, modality: item}
+
+
+def _from_mcp(result: Any) -> Any:
+    """Returns the content of a result of MCP, and a block of MCP as a dictionary; other values unchanged."""
+    dump = getattr(result, "model_dump", None)
+    fields = dump(exclude_none=True) if callable(dump) else result
+    if not isinstance(fields, dict):
+        return result
+    if isinstance(fields.get("content"), list) and fields.keys() & {"isError", "is_error"}:
+        return fields["content"]
+    return fields if dump is None or fields.get("type") in ("text", *MODALITIES) else result
+
+
+def _check_methods(environment: Any) -> None:
+    """Raises a `TypeError` for a `reset` or `get_context` that is async, or that can't be called with the messages."""
+    for name in ("reset", "get_context"):
+        method, label = getattr(environment, name, None), f"`{type(environment).__name__}.{name}`"
+        if method is None:
+            continue
+        if not callable(method) or inspect.iscoroutinefunction(method):
+            raise TypeError(f"{label} must be a method that isn't async; write it with `def`.")
+        try:
+            if name == "get_context":
+                inspect.signature(method).bind([])
+        except TypeError as error:
+            raise TypeError(f"{label} can't be called with the messages ({error}); give it one parameter.") from None
 
 
 def _make_environment(factory: Callable[[], Any]) -> Any:

@@ -240,7 +240,7 @@ class RowStream:
         self._has_media_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming_rows: list[int] = []  # row indices of the next batches
         self._coming_extra_rows: list[int] = []
-        self._seen: WeakSet[Any] = WeakSet()  # datasets whose columns were checked
+        self._checked_datasets: WeakSet[Any] = WeakSet()  # datasets whose columns were checked
         # Errors of rows that can't be read, by row index, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
@@ -335,9 +335,9 @@ class RowStream:
     def is_new(self, dataset: Any) -> bool:
         """Returns whether a dataset wasn't an argument of this method yet."""
         if isinstance(dataset, (Dataset, IterableDataset)):
-            n_seen = len(self._seen)
-            self._seen.add(dataset)
-            return len(self._seen) > n_seen
+            n_checked_datasets = len(self._checked_datasets)
+            self._checked_datasets.add(dataset)
+            return len(self._checked_datasets) > n_checked_datasets
         return True
 
     def read_first(self, dataset: Dataset | Sequence[Mapping[str, Any]]) -> Row | None:

@@ -106,6 +106,7 @@ class Notices:
     """Record of checks and messages that a run doesn't repeat."""
 
     unchecked_datasets: set[str]  # names of datasets whose first batch is still to be checked
+    checked_calls: bool = False  # whether the first batch with calls of tools was checked
     looked_for_media: bool = False  # whether the media of environments were looked for in a batch
     warned_of_positions: bool = False  # whether a warning of positions beyond the model's range was logged
     mode_after_tools: str | None = None  # last logged message about generation after tools

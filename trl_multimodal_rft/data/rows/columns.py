@@ -116,6 +116,7 @@ _FILE_ENDING = re.compile(
 _FOLDER = re.compile(r"\S*[/\\]")
 _NOT_IN_NAMES = re.compile(r'[?:*"<>|]')
 _LONGEST_NAME = 255  # characters of a file's name
+_SMALLEST_PICTURE = 16  # pixels of a side, below which an array is taken for a table of numbers
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
@@ -324,6 +325,8 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         yield path, value.modality, value
     elif isinstance(value, PIL.Image.Image):
         yield path, "image", value
+    elif _holds_pixels(value):  # several pictures, or the frames of a video, have one dimension more
+        yield path, "image" if len(value.shape) < 4 else None, value
     elif decoder_modality is not None:
         yield path, decoder_modality, value
     elif isinstance(value, (bytes, bytearray, memoryview)):
@@ -349,6 +352,20 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         else:
             for key, item in fields.items():
                 yield from find_media(item, f"{path}.{key}" if path else str(key))
+
+
+def _holds_pixels(value: Any) -> bool:
+    """
+    Returns whether an array or a tensor has the shape of pictures: (H, W) of bytes, or 1, 3 or 4 channels in the first
+    or last dimension of each.
+    """
+    shape, dtype = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
+    if not isinstance(shape, tuple) or len(shape) not in (2, 3, 4) or not re.search("int|float", dtype):
+        return False
+    if len(shape) == 2:
+        return "uint8" in dtype and min(shape) >= _SMALLEST_PICTURE
+    sides = shape[-3:-1] if shape[-1] in (1, 3, 4) else shape[-2:] if shape[-3] in (1, 3, 4) else (0,)
+    return min(sides) >= _SMALLEST_PICTURE
 
 
 def strip_media(value: T) -> T:

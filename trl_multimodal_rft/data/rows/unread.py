@@ -192,13 +192,14 @@ def without_media(
     name: str, columns: Collection[str], model_modalities: Collection[str], dataset_part: str = "first"
 ) -> str:
     """Returns a warning that prompts have no media, or an empty text for a model that takes text alone."""
-    taken = [modality for modality in MODALITIES if modality in model_modalities]
-    if not taken:
+    model_inputs = [modality for modality in MODALITIES if modality in model_modalities]
+    if not model_inputs:
         return ""
     where = "" if dataset_part == "all" else " of the first batch"
     return (
-        f"{name}: no prompt{where} has media, so that a model for {', '.join(taken)} gets text alone. The columns are "
-        f"{sorted(columns)}; if one of them stands for media, put the media into 'prompt' or {taken[0]!r}."
+        f"{name}: no prompt{where} has media, so that a model for {', '.join(model_inputs)} gets text alone. The "
+        f"columns are {sorted(columns)}; if one of them stands for media, put the media into 'prompt' or "
+        f"{model_inputs[0]!r}."
     )
 
 
