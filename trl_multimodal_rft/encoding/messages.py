@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.columns import KNOWN_TYPES, block_modality, further_keys
 from ..families import family_of_processor
+from .media import check_has_frames
 from .processors import Processor
 
 
@@ -63,6 +64,8 @@ def check_media(
                 video_index += 1
                 processor.video_processor(videos=[[medium]], **{**videos_kwargs, "video_metadata": metadata})
         except Exception as error:
+            if ref.modality == "video":
+                check_has_frames(ref, processor)
             raise ref.error(
                 f"{type(processor).__name__} can't take {description} ({error}); resize it or remove the row"
             ) from error

@@ -218,7 +218,7 @@ def as_content(
     if is_list_of_blocks or any(block is not None for block in blocks):
         blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
         blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]
-        content: str | list[dict[str, Any]] = blocks_to_refs(blocks, path, row_index, rules)
+        content: Any = blocks_to_refs(blocks, path, row_index, rules)
         texts = [block.get("text") for block in content]
     else:
         media = [*find_media(result, "result")]
