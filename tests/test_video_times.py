@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from helpers import families
 from helpers.files import decoder, load_by_qwen, ref  # noqa: F401
+from helpers.trainer_utils import run
 
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_video
 from trl_multimodal_rft.data.reading.files import evenly_spaced_frames
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -131,6 +133,14 @@ def test_a_span_without_a_frame_has_the_one_that_is_shown(decoder):  # noqa: F81
 def test_clips_of_judges_last_as_long():
     frames, metadata = evenly_spaced_frames(ref("video", video(UNEVEN["slower"]), video_start=4.0, video_end=8.0), 4)
     assert len(frames) / (metadata["fps"] * len(frames) / metadata["total_num_frames"]) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_files_train_with_their_times(family, tmp_path):
+    """The self-check compares no times with those of a processor that reads the file at a constant rate."""
+    (tmp_path / "v.mp4").write_bytes(video(UNEVEN["still"], "mp4"))
+    rows = datasets.Dataset.from_list([{"prompt": "What happens?", "video": str(tmp_path / "v.mp4")}] * 8)
+    run(MultimodalGRPOTrainer, family, rows, max_steps=1, self_check=True)
 
 
 # Few frames
