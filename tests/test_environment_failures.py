@@ -124,7 +124,7 @@ class Gallery:
 PICTURE = PIL.Image.new("RGB", (28, 28), "red")
 
 
-@pytest.mark.parametrize("shown", [{"screen": PICTURE}, [{"a": PICTURE}], b"RIFF", np.zeros((2, 28, 28, 3), np.uint8)])
+@pytest.mark.parametrize("shown", [{"screen": PICTURE}, ("a", [PICTURE]), b"RIFF", np.zeros((2, 28, 28, 3), np.uint8)])
 def test_media_of_reset_inside_of_other_values_are_an_error(shown):
     with pytest.raises(RuntimeError, match=r"`Gallery.reset` returned a medium .*; return a list of content blocks"):
         play(partial(Gallery, shown), ROWS, {})

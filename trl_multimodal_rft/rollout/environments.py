@@ -163,7 +163,9 @@ class Environments:
             with _store_error(failures, i):
                 content = environment.reset(**columns)
                 if content is not None:
-                    content = as_content(content, f"`{label}`", label, row_index, self.media_rules)
+                    content = as_content(
+                        content, f"`{label}`", label, row_index, self.media_rules, are_lists_blocks=True
+                    )
                 observation = content and check(content, f"row {row_index}, `{label}`")
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
@@ -202,19 +204,28 @@ class Environments:
 
 
 def as_content(
-    result: Any, origin: str, path: str, row_index: int, rules: MediaRules, context_texts: Collection[str] = ()
+    result: Any,
+    origin: str,
+    path: str,
+    row_index: int,
+    rules: MediaRules,
+    context_texts: Collection[str] = (),
+    are_lists_blocks: bool = False,
 ) -> str | list[dict[str, Any]]:
     """
     Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
 
     Media are pictures (PIL images, arrays and tensors), sounds with their rate, blocks, also MCP's, and lists of these
     and of texts. A text is never opened, since it may be the model's own words. If it names a file, a warning says
-    what to return instead, unless the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere.
+    what to return instead, unless the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere,
+    and with `are_lists_blocks` for a list of anything else.
     """
     result = _from_mcp(result)
     items = [*map(_from_mcp, result)] if isinstance(result, (list, tuple)) else [result]
     blocks = [_block_of(item) for item in items]
-    is_list_of_blocks = isinstance(result, list) and all(isinstance(item, dict) and "type" in item for item in items)
+    is_list_of_blocks = isinstance(result, list) and (
+        are_lists_blocks or all(isinstance(item, dict) and "type" in item for item in items)
+    )
     if is_list_of_blocks or any(block is not None for block in blocks):
         blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
         blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]

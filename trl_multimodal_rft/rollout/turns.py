@@ -146,7 +146,7 @@ class ToolLoop:
 
     def _add_results(self, trajectory: Trajectory) -> bool:
         """Calls tools and adds their results. Returns whether the results fit and the environment goes on."""
-        encoder = self.encoder
+        encoder, faults_before = self.encoder, [*trajectory.faults]
         try:
             results = self._call_tools(trajectory)
             # A text that can't fit isn't encoded, since that can take minutes and gigabytes
@@ -159,6 +159,8 @@ class ToolLoop:
                 results = self._replace_failed_results(trajectory, results, error)
                 messages, encoded = self._encode_results(trajectory, results)
         except (EnvironmentFailure, MediaError) as error:
+            if isinstance(error, MediaError):
+                trajectory.faults = [*faults_before, *[str(error)] * len(trajectory.calls)]
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
         # Limits. `n_before` tokens precede the results, and the completion grows by `n_added` tokens. A new context
@@ -470,7 +472,7 @@ def _read_messages(
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
     def read_content(content: Any) -> str | list[dict[str, Any]]:
-        return as_content(content, "`get_context`", path, row, rules, context_texts) or ""
+        return as_content(content, "`get_context`", path, row, rules, context_texts, are_lists_blocks=True) or ""
 
     return [
         message if message.get("content") is None else {**message, "content": read_content(message["content"])}

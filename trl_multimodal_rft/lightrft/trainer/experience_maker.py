@@ -251,7 +251,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if not self._has_checked_columns:  # the first rows alone are checked
             self._has_checked_columns = True
             ignored = self.strategy.ignored_media_columns
-            warning = check_columns(rows, "The rows", ignored, dataset_part="some")
+            takes = input_modalities(self.actor.base_model)
+            warning = check_columns(rows, "The rows", ignored, dataset_part="some", model_modalities=takes)
             if warning is not None and self._is_main:
                 logger.warning(warning)
         encoder = PromptEncoder(
