@@ -21,6 +21,7 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
+from ...families import input_modalities
 from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
