@@ -8,7 +8,7 @@ from helpers.trainer_utils import TRAINERS, InjectedOurs, image_rows, make_train
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.evaluation import GenerationEvalCallback
+from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 from trl_multimodal_rft.rewards import accuracy_reward
 
 
@@ -111,6 +111,7 @@ def test_dataset_of_a_callback(tmp_path):
     with pytest.raises(MediaError, match="^`eval_dataset`: row 0, column 'image'"):
         GenerationEvalCallback(trainer, [*PATHS], accuracy_reward)
     GenerationEvalCallback(trainer, TRAIN, accuracy_reward)
+    GenerationEvalCallback(trainer, [*PATHS], accuracy_reward, EvaluationConfig(on_media_error="skip"))
 
 
 class Needy:

@@ -382,6 +382,7 @@ def test_kinds_of_files():
     assert list(map(file_modality, texts)) == ["audio", "video", "image", "audio"]
     spaced = "rec (2).mp3", "IMG 001.jpg ", "My Folder/録音 3.wav", "Symphony No. 5, live.flac", "a b.mp4?t=1"
     assert list(map(file_modality, spaced)) == ["audio", "image", "audio", "audio", "video"]
+    assert file_modality("Screenshot from 2013-01-01 10:22:33.png") == "image"
     others = "", "wav", ".png ", "a.pngs", "line\n/a.png", "data:text/plain,a.png"
     sentences = "Is it here? a.png", "It is: a.png", "Is it in a.wav?", f"{'very ' * 60}long.png"
     assert not any(map(file_modality, (*others, *sentences)))

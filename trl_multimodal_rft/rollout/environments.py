@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
 
+import numpy as np
+import PIL.Image
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -30,6 +33,10 @@ _NOT_TOOLS = ("reset", "get_reward", "get_context")
 
 # Messages that stand for a prompt until an environment makes it
 _NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+# What tools and environments return: usually one of these, though any object has a text
+Result = str | float | list | tuple | dict | np.ndarray | torch.Tensor | PIL.Image.Image | None
 
 
 class EnvironmentFailure(Exception):
@@ -90,7 +97,10 @@ class Environments:
         for [environment] in self.pools.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
-            _check_methods(environment)
+            for name in ("reset", "get_context"):
+                method = getattr(environment, name, None)
+                if method is not None:
+                    _check_method(f"`{type(environment).__name__}.{name}`", method, name == "get_context")
         for tool in self.tools:
             _check_description(tool)
         self.tools_by_name = {tool.__name__: tool for tool in self.standalone_tools}
@@ -158,7 +168,8 @@ class Environments:
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
-            columns, label = self._reset_arguments(environment, row, prompt), f"{type(environment).__name__}.reset"
+            label = f"{type(environment).__name__}.reset"
+            columns = self._reset_arguments(environment.reset, label, row, prompt)
             observation = None
             with _store_error(failures, i):
                 content = environment.reset(**columns)
@@ -174,9 +185,10 @@ class Environments:
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises an error if a row names no environment, or if `reset` of its environment can't get its columns."""
         if self.factories:
-            self._reset_arguments(self.pools[self._factory_name(row)][0], row, None)
+            environment = self.pools[self._factory_name(row)][0]
+            self._reset_arguments(environment.reset, f"{type(environment).__name__}.reset", row, None)
 
-    def _factory_name(self, row: Mapping[str, Any]) -> Any:
+    def _factory_name(self, row: Mapping[str, Any]) -> str | None:
         """Returns the key of a row's factory. Raises a `ValueError` if there is no such factory."""
         name = row.get("environment") if self.has_several_factories else None
         if name not in self.factories:
@@ -186,25 +198,27 @@ class Environments:
             )
         return name
 
-    def _reset_arguments(self, environment: Any, row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+    def _reset_arguments(
+        self, reset: Callable, label: str, row: Mapping[str, Any], prompt: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
         """Returns the arguments of `reset` for a row. Raises a `TypeError` if `reset` can't be called with them."""
         # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
         columns = {key: row[key] for key in row if key != "environment" or not self.has_several_factories}
-        signature = inspect.signature(environment.reset)
+        signature = inspect.signature(reset)
         if "prompt_messages" in signature.parameters:
             columns["prompt_messages"] = prompt
         try:
             signature.bind(**columns)
         except TypeError as error:
             raise TypeError(
-                f"`{type(environment).__name__}.reset` can't be called with the columns {[*columns]} ({error}). Add "
-                "`**row` as its last parameter, and a default to parameters whose column may be missing."
+                f"`{label}` can't be called with the columns {[*columns]} ({error}). Add `**row` as its last "
+                "parameter, and a default to parameters whose column may be missing."
             ) from None
         return columns
 
 
 def as_content(
-    result: Any,
+    result: Result,
     origin: str,
     path: str,
     row_index: int,
@@ -229,8 +243,9 @@ def as_content(
     if is_list_of_blocks or any(block is not None for block in blocks):
         blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
         blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]
-        content: Any = blocks_to_refs(blocks, path, row_index, rules)
-        texts = [block.get("text") for block in content]
+        parsed = blocks_to_refs(blocks, path, row_index, rules)
+        content: str | list[dict[str, Any]] = parsed
+        texts = [block.get("text") for block in parsed]
     else:
         media = [*find_media(result, "result")]
         texts = [medium for _, _, medium in media if isinstance(medium, str)]
@@ -251,7 +266,7 @@ def as_content(
     return content
 
 
-def _block_of(item: Any) -> dict[str, Any] | None:
+def _block_of(item: Result) -> dict[str, Any] | None:
     """Returns a content block for a medium, `None` for text, for media inside of an item, and for unknown media."""
     _, modality, medium = next(find_media(item), ("", None, None))
     if modality is None or medium is not item or isinstance(item, str):
@@ -259,7 +274,7 @@ def _block_of(item: Any) -> dict[str, Any] | None:
     return item if isinstance(item, dict) and block_modality(item.get("type")) else {"type": modality, modality: item}
 
 
-def _from_mcp(result: Any) -> Any:
+def _from_mcp(result: Result) -> Result:
     """Returns the content of a result of MCP, and a block of MCP as a dictionary; other values unchanged."""
     dump = getattr(result, "model_dump", None)
     fields = dump(exclude_none=True) if callable(dump) else result
@@ -270,19 +285,15 @@ def _from_mcp(result: Any) -> Any:
     return fields if dump is None or fields.get("type") in ("text", *MODALITIES) else result
 
 
-def _check_methods(environment: Any) -> None:
-    """Raises a `TypeError` for a `reset` or `get_context` that is async, or that can't be called with the messages."""
-    for name in ("reset", "get_context"):
-        method, label = getattr(environment, name, None), f"`{type(environment).__name__}.{name}`"
-        if method is None:
-            continue
-        if not callable(method) or inspect.iscoroutinefunction(method):
-            raise TypeError(f"{label} must be a method that isn't async; write it with `def`.")
-        try:
-            if name == "get_context":
-                inspect.signature(method).bind([])
-        except TypeError as error:
-            raise TypeError(f"{label} can't be called with the messages ({error}); give it one parameter.") from None
+def _check_method(label: str, method: Callable, gets_messages: bool) -> None:
+    """Raises a `TypeError` for a method of an environment that is async, or can't be called with the messages."""
+    if not callable(method) or inspect.iscoroutinefunction(method):
+        raise TypeError(f"{label} must be a method that isn't async; write it with `def`.")
+    try:
+        if gets_messages:
+            inspect.signature(method).bind([])
+    except TypeError as error:
+        raise TypeError(f"{label} can't be called with the messages ({error}); give it one parameter.") from None
 
 
 def _make_environment(factory: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, check_has_prompt, rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
-from ..data.rows.features import restore_rows, undecoded
+from ..data.rows.features import Rows, restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
 from ..encoding.media import check_hears_videos
 from ..encoding.processors import checked_prompt, checked_texts
@@ -332,7 +332,7 @@ class RowStream:
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
-    def is_new(self, dataset: Any) -> bool:
+    def is_new(self, dataset: Rows) -> bool:
         """Returns whether a dataset wasn't an argument of this method yet."""
         if isinstance(dataset, (Dataset, IterableDataset)):
             n_checked_datasets = len(self._checked_datasets)

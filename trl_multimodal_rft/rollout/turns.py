@@ -471,7 +471,7 @@ def _read_messages(
     # Paths of an environment aren't relative to the folder of rows' media
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
-    def read_content(content: Any) -> str | list[dict[str, Any]]:
+    def read_content(content: str | list) -> str | list[dict[str, Any]]:
         return as_content(content, "`get_context`", path, row, rules, context_texts, are_lists_blocks=True) or ""
 
     return [

@@ -23,7 +23,7 @@ from ..algorithms.metrics import PendingMetrics
 from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.features import restore_media
+from ..data.rows.features import Rows, restore_media
 from ..encoding.prompts import all_placeholder_ids
 from ..engines.samplers import Sampler
 from ..engines.transformers import Branches
@@ -333,7 +333,7 @@ class MultimodalTrainer(CheckpointMixin):
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
-    def check_eval_dataset(self, dataset: Any, reward_funcs: Sequence[Any]) -> None:
+    def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
         if self._stream.is_new(dataset):
             datasets, takes = {"eval_dataset": dataset}, input_modalities(self._run.prompts.model)

@@ -141,7 +141,7 @@ class CompletionTrainer(CheckpointMixin):
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
-    def _check_held_out(self, dataset: Any) -> None:
+    def _check_held_out(self, dataset: EvalRows) -> None:
         """Checks the first rows of a dataset for evaluation, or of several, see [`~trainers.setup.check_held_out`]."""
         datasets, takes = {"eval_dataset": dataset}, modalities(self.data_collator.model, self.args)
         self._unchecked_datasets |= unchecked_datasets(datasets)

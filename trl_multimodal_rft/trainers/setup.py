@@ -166,6 +166,7 @@ def warn_of_unread_media(
     """
     ignored = args.ignored_media_columns or ()
     columns = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
+    message_columns = "prompt", *columns
     for name, dataset in named_splits(datasets):
         is_training = name == "`train_dataset`"
         if isinstance(dataset, IterableDataset) and is_training and args.max_steps <= 0:
@@ -176,7 +177,7 @@ def warn_of_unread_media(
             "model_modalities": model_modalities,
             "option_modalities": changed_media(vars(args)) if is_training else {},
         }
-        warning = check_columns(dataset, name, ignored, message_columns=("prompt", *columns), **options)
+        warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
         if warning is not None:
             logger.warning(warning)
         if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
@@ -189,11 +190,15 @@ def warn_of_unread_media(
 
 
 def check_held_out(
-    args, datasets: Mapping[str, Any], stream: RowStream, model_modalities: Collection[str], **options: Any
+    args: TrainerConfig,
+    datasets: Mapping[str, Any],
+    stream: RowStream,
+    model_modalities: Collection[str],
+    supervised: bool = False,
 ) -> list[Row]:
     """
     Reads the first row of each dataset as evaluation reads it, so that what fails there fails before training. If a
-    dataset lists no columns, the row's are checked by [`warn_of_unread_media`], which takes the `options`. Returns the
+    dataset lists no columns, the row's are checked by [`warn_of_unread_media`], which takes `supervised`. Returns the
     rows.
     """
     first_rows = []
@@ -210,7 +215,7 @@ def check_held_out(
             first_rows.append(row)
             if not lists_columns(dataset):
                 rows = {name.strip("`"): [dict(row)]}
-                warn_of_unread_media(args, rows, model_modalities, dataset_part="first", **options)
+                warn_of_unread_media(args, rows, model_modalities, dataset_part="first", supervised=supervised)
     return first_rows
 
 

@@ -114,7 +114,7 @@ _FILE_ENDING = re.compile(
 )
 # Beginning of a path with a folder, and characters that the names of files lack and sentences have
 _FOLDER = re.compile(r"\S*[/\\]")
-_NOT_IN_NAMES = re.compile(r'[?:*"<>|]')
+_NOT_IN_NAMES = re.compile(r'[?*"<>|]|:(?!\d)')  # a colon in a name separates hours, minutes and seconds
 _LONGEST_NAME = 255  # characters of a file's name
 _SMALLEST_PICTURE = 16  # pixels of a side, below which an array is taken for a table of numbers
 
@@ -354,7 +354,7 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
                 yield from find_media(item, f"{path}.{key}" if path else str(key))
 
 
-def _holds_pixels(value: Any) -> bool:
+def _holds_pixels(value: T) -> bool:
     """
     Returns whether an array or a tensor has the shape of pictures: (H, W) of bytes, or 1, 3 or 4 channels in the first
     or last dimension of each.
