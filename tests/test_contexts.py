@@ -248,6 +248,7 @@ def test_environments_rewrite_contexts():
         lambda given: given[:2],
         lambda _: [{"content": "Go on."}],
         lambda given: [{"role": "user"}, *given[1:]],
+        lambda given: [*given[:-1], {**given[-1], "content": None}],
     ],
 )
 def test_contexts_without_a_message_to_answer(chosen):

@@ -520,7 +520,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
     "rows, options, message",
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
-        (Dataset.from_list([]), {}, "train dataset has no rows"),
+        (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (None, {}, "`train_dataset` is required"),
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no effect in DPO here"),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` updates"),

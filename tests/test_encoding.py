@@ -275,7 +275,11 @@ def test_a_placeholder_needs_media(name):
             {"videos": [(56, 56), (1, 1)]},
             r"'videos\[1\]': Qwen2_5OmniProcessor can't take a video of shape \(4, 1, 1, 3\) .*; resize it or remove",
         ),
-        ("qwen3_vl", {"video": (56, 56), "frames": 1}, r"'video': Qwen3VLProcessor can't take a video of shape \(1, "),
+        (
+            "qwen3_vl",
+            {"video": (56, 56), "frames": 1},
+            r"'video': the video has 1 frame, and Qwen3VLProcessor needs 2; give an image",
+        ),
     ],
 )
 def test_media_of_no_size_are_named(name, row, message):

@@ -4,6 +4,7 @@
 from functools import partial
 from itertools import count
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -123,8 +124,8 @@ class Gallery:
 PICTURE = PIL.Image.new("RGB", (28, 28), "red")
 
 
-@pytest.mark.parametrize("shown", [PICTURE, {"type": "image", "image": PICTURE}], ids=["picture", "block"])
-def test_media_of_reset_outside_of_a_list_are_an_error(shown):
+@pytest.mark.parametrize("shown", [{"screen": PICTURE}, ("a", [PICTURE]), b"RIFF", np.zeros((2, 28, 28, 3), np.uint8)])
+def test_media_of_reset_inside_of_other_values_are_an_error(shown):
     with pytest.raises(RuntimeError, match=r"`Gallery.reset` returned a medium .*; return a list of content blocks"):
         play(partial(Gallery, shown), ROWS, {})
 

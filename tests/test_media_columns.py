@@ -24,6 +24,7 @@ from trl_multimodal_rft.data.rows.columns import (
     MEDIA_COLUMNS,
     as_text,
     blocks_to_refs,
+    file_modality,
     rows_to_messages,
     strip_media,
 )
@@ -374,3 +375,14 @@ def test_texts_of_messages():
     assert as_text([{"role": "assistant", "content": None, "tool_calls": [call]}]) == str(call)
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert as_text(turns, with_roles=False) == "su" and as_text("plain", with_roles=False) == "plain"
+
+
+def test_kinds_of_files():
+    texts = "a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999
+    assert list(map(file_modality, texts)) == ["audio", "video", "image", "audio"]
+    spaced = "rec (2).mp3", "IMG 001.jpg ", "My Folder/録音 3.wav", "Symphony No. 5, live.flac", "a b.mp4?t=1"
+    assert list(map(file_modality, spaced)) == ["audio", "image", "audio", "audio", "video"]
+    assert file_modality("Screenshot from 2013-01-01 10:22:33.png") == "image"
+    others = "", "wav", ".png ", "a.pngs", "line\n/a.png", "data:text/plain,a.png"
+    sentences = "Is it here? a.png", "It is: a.png", "Is it in a.wav?", f"{'very ' * 60}long.png"
+    assert not any(map(file_modality, (*others, *sentences)))

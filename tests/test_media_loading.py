@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 from helpers import chats, clips, families
-from helpers.files import image_file, load_by_qwen, ref, sound_file, video_file
+from helpers.files import image_file, load_by_qwen, ref, sound_by_ffmpeg, sound_file, video_file
 from helpers.marks import by_turns
 from PIL import ExifTags, Image
 from qwen_vl_utils.vision_process import to_rgb
@@ -261,6 +261,23 @@ def test_audio_of_datasets(folder):
         assert load_audio(ref("audio", resampled["audio"]), 8000).shape == (4000,)
     for row in found:
         np.testing.assert_allclose(load_audio(ref("audio", row["audio"]), RATE), SAMPLES, atol=1 / 32768)
+
+
+@needs_torchcodec
+@pytest.mark.parametrize(("name", "codec"), [("webm", "libopus"), ("mp4", "aac"), ("mp3", "libmp3lame")])
+def test_decoders_are_read_once(tmp_path, name, codec):
+    """A second reading of a decoder would return other samples, such as shifted ones."""
+    path, loud = tmp_path / f"a.{name}", np.tile(SAMPLES, 8)[:, None].astype(np.float32)
+    path.write_bytes(sound_by_ffmpeg(loud, 48_000, name, codec))
+    rows = datasets.Dataset.from_dict({"audio": [str(path)]}).cast_column("audio", datasets.Audio())
+    first, second = (rows.with_transform(lambda batch: batch)[0]["audio"] for _ in range(2))
+    whole = load_audio(ref("audio", first), RATE)
+    np.testing.assert_array_equal(load_audio(ref("audio", first), RATE), whole)
+    np.testing.assert_array_equal(load_audio(ref("audio", second), RATE), whole)
+    # A part is that of the whole
+    start = load_audio(ref("audio", first), RATE, 0.3, "truncate")
+    assert len(start) == 0.3 * RATE and np.abs(start[:-50] - whole[: len(start) - 50]).max() < 1e-3
+    assert media_size(ref("audio", first))["seconds"] == pytest.approx(len(whole) / RATE, abs=1e-3)
 
 
 @pytest.mark.parametrize(

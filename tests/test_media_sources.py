@@ -26,6 +26,7 @@ from trl_multimodal_rft.data.reading import http as http_client
 from trl_multimodal_rft.data.reading.decoding import decoding, load_audio, load_image, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, without_credentials
 from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.reading.sizes import media_size
 from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
 from trl_multimodal_rft.data.rows.unread import check_columns
 
@@ -433,10 +434,23 @@ def test_media_have_a_largest_extent(decoder):
         load_video(ref("video", mp4(), max_video_seconds=0.5))
 
 
-def test_a_sound_whose_length_was_never_known_is_whole():
+@pytest.mark.parametrize(
+    "length", [0, 2**32 - 1, 2**32 - 37, 2**31 - 1, 2**31 - 45, 0x7FFFF000, 2 * 10**9, 2 * 10**9 - 36]
+)
+def test_a_sound_whose_length_was_never_known_is_whole(length):
+    """Servers that speak, and programs that write to pipes, state such lengths."""
     data = wav(2.0)
-    streamed = data[:40] + b"\xff\xff\xff\xff" + data[44:]  # the header of a live recording
+    streamed = data[:40] + length.to_bytes(4, "little") + data[44:]
     assert len(load_audio(ref("audio", streamed), 16000)) == 32000
+    assert media_size(ref("audio", streamed)) == {"seconds": 2.0}
+
+
+@pytest.mark.parametrize("length", [64001, 10**6, 1_900_000_000, 2_100_000_000, 3 * 10**9])
+def test_a_sound_that_is_cut_off_is_named(length):
+    data = wav(2.0)
+    cut = data[:40] + length.to_bytes(4, "little") + data[44:]
+    with pytest.raises(MediaError, match=f"the file is damaged or cut off: 64000 of {length} bytes"):
+        load_audio(ref("audio", cut), 16000)
 
 
 # Downloads

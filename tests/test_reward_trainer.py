@@ -419,7 +419,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
     "rows, options, message",
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
-        (Dataset.from_list([]), {}, "train dataset has no rows"),
+        (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (
             text_pairs(2),
             {"dataset_num_proc": 2},

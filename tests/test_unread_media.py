@@ -34,7 +34,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
-from trl_multimodal_rft.data.rows.columns import file_modality, rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.features import restore_media
 from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.encoding.prompts import encode_prompt
@@ -158,6 +158,9 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
         ("seen", "data:image/png;base64,AAAA", "rename it to 'image'"),
         ("extra", {"where": {"picture": "a.webp"}}, "move it to 'image'"),
         ("audio_path", {"path": "clips/0001.flac"}, "move it to 'audio'"),
+        ("memo", "New Recording 12.m4a", "rename it to 'audio'"),
+        ("seen", ["Bildschirmfoto 2024-05-01 um 10.22.33.png"] * 2, "rename it to 'images'"),
+        ("clip", {"name": "WhatsApp Video 2024-05-01 at 10.22.33 (1).mp4"}, "move it to 'video'"),
     ],
 )
 def test_text_that_looks_like_a_file(column, value, remedy):
@@ -172,19 +175,24 @@ def test_text_that_looks_like_a_file(column, value, remedy):
     assert "texts that look like files" in message and "`ignored_media_columns`" in message
     warning = check_columns(data, name, model_modalities=["image" if kind == "audio" else "audio"])
     assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
-    assert check_columns(data, name, [column], model_modalities=[kind]) is None
+    ignored = check_columns(data, name, [column], model_modalities=[kind])
+    assert ignored.startswith(f"`train_dataset`: no prompt has media, so that a model for {kind} gets text alone.")
 
 
 def test_rows_from_all_over_are_looked_at():
+    for answer in ("see bird.wav", "my bird.wav"):  # a sentence, or a name with spaces, which every row would have
+        answers = rows(7).add_column("solution", ["a bird"] * 6 + [answer])
+        assert "no prompt gets" not in check_columns(answers, "rows", model_modalities=["audio"])
     some = rows(7).add_column("solution", ["a bird"] * 6 + ["bird.wav"])
     assert "'solution'" in check_columns(some, "rows", model_modalities=["audio"])
     with pytest.raises(MediaError, match="'path'"):
         check_columns(
             rows(1000).add_column("path", [None] * 500 + ["a.wav"] * 500), "rows", model_modalities=["audio"]
         )
-    for solution in ("A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]):
+    for solution in ("A cat.", "see: a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]):
         others = rows(solution=solution, sizes=[[1.0, 2.0]], code="")
-        assert check_columns(others, "rows", model_modalities=["audio", "image"]) is None
+        warning = check_columns(others, "rows", model_modalities=["audio", "image"])
+        assert warning.startswith("rows: no prompt has media, so that a model for image, audio gets text alone.")
     listed = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
     with pytest.raises(MediaError, match="there are no others"):
         check_columns(listed, "rows")
@@ -223,14 +231,6 @@ def test_stream_of_text_that_looks_like_files(known, folder, tmp_path):
     columns = {"audio": [None] * 8 + [str(folder / "tone.wav")], "reference": ["a.wav"] * 9}
     mixed = Dataset.from_dict({"prompt": ["What?"] * 9, **columns}).to_iterable_dataset()
     made(tmp_path, mixed, max_steps=1).train()
-
-
-def test_kinds_of_files():
-    texts = "a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999
-    assert list(map(file_modality, texts)) == ["audio", "video", "image", "audio"]
-    assert not any(
-        map(file_modality, ("", "wav", ".png ", "an a.png", "a.pngs", "line\n/a.png", "data:text/plain,a.png"))
-    )
 
 
 def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):

@@ -24,18 +24,20 @@ from transformers.video_utils import VideoMetadata
 
 from ..data.reading.decoding import (
     decoding,
+    encoded_source,
     evenly_spaced_indices,
     holds_frames,
     load_audio,
     load_image,
     load_sound_of_video,
     load_video,
+    open_video,
     qwen_frame_indices,
     qwen_resized,
     require_module,
     sample_indices,
 )
-from ..data.reading.refs import MediaRef
+from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.columns import QWEN_OPTIONS
 from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding
 from ..views.views import View
@@ -300,7 +302,37 @@ def _decode(
         with decoding(ref):
             image = {**options, "image": load_image(ref)}
             return vision.fetch_image(image, processor.image_processor.patch_size), None
-    if "video" in resized_here:
+    try:
+        return _decode_video(ref, processor, is_resized="video" in resized_here)
+    except MediaError as error:
+        if error.__cause__ is not None:  # an error of a library
+            check_has_frames(ref, processor)
+        raise
+
+
+def check_has_frames(ref: MediaRef, processor: Processor) -> None:
+    """Raises a [`MediaError`] if a video, or its span, has fewer frames than a token of the model stands for."""
+    n_needed = getattr(processor.video_processor, "temporal_patch_size", None) or 1
+    span = {name: value for name, value in ref.options.items() if name in ("video_start", "video_end")}
+    n_selected = ref.options.get("nframes", n_needed)
+    if n_selected < n_needed:
+        raise ref.error(f"'nframes' of {n_selected} is less than the {n_needed} frames of a token; raise it")
+    if holds_frames(ref):
+        count = len(encoded_source(ref))
+    else:
+        with decoding(ref), open_video(ref) as (metadata, _):
+            count = len(sample_indices(replace(ref, options=span), metadata))
+    if count < n_needed:
+        remedy = "give a longer span, or an image" if span else "give an image"
+        raise ref.error(
+            f"the {'span' if span else 'video'} has {count} frame{'s' * (count != 1)}, and {type(processor).__name__} "
+            f"needs {n_needed}; {remedy}"
+        )
+
+
+def _decode_video(ref: MediaRef, processor: Processor, is_resized: bool) -> tuple[Any, dict[str, Any]]:
+    """Returns a video, resized with `is_resized`, and its metadata."""
+    if is_resized:
         return _qwen_video(ref, processor)
     sampler, max_frames = _frame_sampler(ref, processor), ref.options.get("max_frames")
     if max_frames is not None and not holds_frames(ref):

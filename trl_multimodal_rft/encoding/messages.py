@@ -13,6 +13,7 @@ from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.columns import KNOWN_TYPES, block_modality, further_keys
 from ..data.rows.thoughts import opened_thought
 from ..families import family_of_processor
+from .media import check_has_frames
 from .processors import Processor
 
 
@@ -64,6 +65,8 @@ def check_media(
                 video_index += 1
                 processor.video_processor(videos=[[medium]], **{**videos_kwargs, "video_metadata": metadata})
         except Exception as error:
+            if ref.modality == "video":
+                check_has_frames(ref, processor)
             raise ref.error(
                 f"{type(processor).__name__} can't take {description} ({error}); resize it or remove the row"
             ) from error

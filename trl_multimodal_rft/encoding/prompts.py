@@ -555,6 +555,9 @@ def plain_outputs(
     refs = list(iter_refs(messages))
     decoded_and_kwargs = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *decoded_and_kwargs, template_kwargs)
+    metadata = sum(decoded_and_kwargs[1].get("videos_kwargs", {}).get("video_metadata", ()), [])
+    if any(isinstance(index, float) for video in metadata for index in video["frames_indices"]):
+        return outputs  # the frame rate varies, and a processor that reads a file tells times at a constant rate
     try:
         file_outputs = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # the processor may support fewer formats

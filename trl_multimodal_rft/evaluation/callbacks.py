@@ -50,7 +50,7 @@ class GenerationEvalCallback(TrainerCallback):
             Folder for the results, in folders `step-<number>`, see [`EvaluationResult.save`].
 
     Raises:
-        `ValueError`: If there is no dataset.
+        `ValueError`: If there is no dataset, or if it fails the checks of a trainer's `eval_dataset`.
 
     Example:
     ```python
@@ -74,7 +74,12 @@ class GenerationEvalCallback(TrainerCallback):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        named_rewards(reward_funcs or list(trainer.reward_funcs))
+        functions = named_rewards(reward_funcs or list(trainer.reward_funcs))
+        reads_otherwise = args is not None and (
+            args.ignored_media_columns is not None or args.on_media_error == "skip"
+        )
+        if eval_dataset is not None and not reads_otherwise:
+            trainer.check_eval_dataset(eval_dataset, [*functions.values()])
         self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs

@@ -4,11 +4,15 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
 
+import numpy as np
+import PIL.Image
+import torch
+from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import get_json_schema
@@ -16,16 +20,23 @@ from trl.chat_template_utils import get_training_chat_template
 
 from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import blocks_to_refs, find_media
+from ..data.rows.columns import block_modality, blocks_to_refs, file_modality, find_media
 from ..encoding.conversations import keeps_earlier_turns
+from ..families import MODALITIES
 from ..rewards.calls import Argument, distinct_names
 
+
+logger = get_logger(__name__)
 
 # Methods of environments that aren't tools
 _NOT_TOOLS = ("reset", "get_reward", "get_context")
 
 # Messages that stand for a prompt until an environment makes it
 _NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+# What tools and environments return: usually one of these, though any object has a text
+Result = str | float | list | tuple | dict | np.ndarray | torch.Tensor | PIL.Image.Image | None
 
 
 class EnvironmentFailure(Exception):
@@ -86,6 +97,10 @@ class Environments:
         for [environment] in self.pools.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
+            for name in ("reset", "get_context"):
+                method = getattr(environment, name, None)
+                if method is not None:
+                    _check_method(f"`{type(environment).__name__}.{name}`", method, name == "get_context")
         for tool in self.tools:
             _check_description(tool)
         self.tools_by_name = {tool.__name__: tool for tool in self.standalone_tools}
@@ -142,13 +157,7 @@ class Environments:
         Raises:
             `ValueError`: If a row names an unknown environment.
         """
-        names = [row.get("environment") if self.has_several_factories else None for row in rows]
-        for name in names:
-            if name not in self.factories:
-                raise ValueError(
-                    f"A row has `environment={name!r}`, but `environment_factory` has only {list(self.factories)}; "
-                    "correct the column or add the environment."
-                )
+        names = [self._factory_name(row) for row in rows]
         prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
         n_used: Counter[Any] = Counter()
         environments, messages = [], []
@@ -159,42 +168,132 @@ class Environments:
                 pool.append(self.factories[name]())
             environment = pool[n_used[name]]
             n_used[name] += 1
-            # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
-            columns = {
-                key: value for key, value in row.items() if key != "environment" or not self.has_several_factories
-            }
-            label, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
-            if "prompt_messages" in signature.parameters:
-                columns["prompt_messages"] = prompt
-            try:
-                signature.bind(**columns)
-            except TypeError as error:
-                raise TypeError(
-                    f"`{label}` can't be called with the columns {[*columns]} ({error}). Add `**row` as its last "
-                    "parameter, and a default to parameters whose column may be missing."
-                ) from None
+            label = f"{type(environment).__name__}.reset"
+            columns = self._reset_arguments(environment.reset, label, row, prompt)
             observation = None
             with _store_error(failures, i):
                 content = environment.reset(**columns)
-                if isinstance(content, list):
-                    content = blocks_to_refs(content, label, row_index, self.media_rules)
-                elif not isinstance(content, str | None):
-                    check_without_media(content, f"`{label}`")
-                    content = str(content)
+                if content is not None:
+                    content = as_content(
+                        content, f"`{label}`", label, row_index, self.media_rules, are_lists_blocks=True
+                    )
                 observation = content and check(content, f"row {row_index}, `{label}`")
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
         return environments, messages, failures
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises an error if a row names no environment, or if `reset` of its environment can't get its columns."""
+        if self.factories:
+            environment = self.pools[self._factory_name(row)][0]
+            self._reset_arguments(environment.reset, f"{type(environment).__name__}.reset", row, None)
 
-def check_without_media(result: object, origin: str) -> None:
-    """Raises a [`MediaError`] if the result of a tool or of `reset` holds media outside of content blocks."""
-    path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
-    if path is not None:
-        raise MediaError(
-            f"{origin} returned a medium ({path}) that the model would not get; return a list of content "
-            "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
-        )
+    def _factory_name(self, row: Mapping[str, Any]) -> str | None:
+        """Returns the key of a row's factory. Raises a `ValueError` if there is no such factory."""
+        name = row.get("environment") if self.has_several_factories else None
+        if name not in self.factories:
+            raise ValueError(
+                f"A row has `environment={name!r}`, but `environment_factory` has only {list(self.factories)}; "
+                "correct the column or add the environment."
+            )
+        return name
+
+    def _reset_arguments(
+        self, reset: Callable, label: str, row: Mapping[str, Any], prompt: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        """Returns the arguments of `reset` for a row. Raises a `TypeError` if `reset` can't be called with them."""
+        # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
+        columns = {key: row[key] for key in row if key != "environment" or not self.has_several_factories}
+        signature = inspect.signature(reset)
+        if "prompt_messages" in signature.parameters:
+            columns["prompt_messages"] = prompt
+        try:
+            signature.bind(**columns)
+        except TypeError as error:
+            raise TypeError(
+                f"`{label}` can't be called with the columns {[*columns]} ({error}). Add `**row` as its last "
+                "parameter, and a default to parameters whose column may be missing."
+            ) from None
+        return columns
+
+
+def as_content(
+    result: Result,
+    origin: str,
+    path: str,
+    row_index: int,
+    rules: MediaRules,
+    context_texts: Collection[str] = (),
+    are_lists_blocks: bool = False,
+) -> str | list[dict[str, Any]]:
+    """
+    Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
+
+    Media are pictures (PIL images, arrays and tensors), sounds with their rate, blocks, also MCP's, and lists of these
+    and of texts. A text is never opened, since it may be the model's own words. If it names a file, a warning says
+    what to return instead, unless the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere,
+    and with `are_lists_blocks` for a list of anything else.
+    """
+    result = _from_mcp(result)
+    items = [*map(_from_mcp, result)] if isinstance(result, (list, tuple)) else [result]
+    blocks = [_block_of(item) for item in items]
+    is_list_of_blocks = isinstance(result, list) and (
+        are_lists_blocks or all(isinstance(item, dict) and "type" in item for item in items)
+    )
+    if is_list_of_blocks or any(block is not None for block in blocks):
+        blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
+        blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]
+        parsed = blocks_to_refs(blocks, path, row_index, rules)
+        content: str | list[dict[str, Any]] = parsed
+        texts = [block.get("text") for block in parsed]
+    else:
+        media = [*find_media(result, "result")]
+        texts = [medium for _, _, medium in media if isinstance(medium, str)]
+        if len(texts) < len(media):
+            where = next(place for place, _, medium in media if not isinstance(medium, str))
+            raise MediaError(
+                f"{origin} returned a medium ({where}) that the model would not get; return a list of content "
+                "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+            )
+        content = str(result)
+    for text in texts:
+        modality = file_modality(text) if isinstance(text, str) and text not in context_texts else None
+        if modality is not None:
+            logger.warning_once(
+                f"{origin} returned a text that names a file or is a `data:` URI. Texts aren't opened, so the model "
+                f"reads the text alone; to show the medium, return [{{'type': '{modality}', '{modality}': ...}}]."
+            )
+    return content
+
+
+def _block_of(item: Result) -> dict[str, Any] | None:
+    """Returns a content block for a medium, `None` for text, for media inside of an item, and for unknown media."""
+    _, modality, medium = next(find_media(item), ("", None, None))
+    if modality is None or medium is not item or isinstance(item, str):
+        return None
+    return item if isinstance(item, dict) and block_modality(item.get("type")) else {"type": modality, modality: item}
+
+
+def _from_mcp(result: Result) -> Result:
+    """Returns the content of a result of MCP, and a block of MCP as a dictionary; other values unchanged."""
+    dump = getattr(result, "model_dump", None)
+    fields = dump(exclude_none=True) if callable(dump) else result
+    if not isinstance(fields, dict):
+        return result
+    if isinstance(fields.get("content"), list) and fields.keys() & {"isError", "is_error"}:
+        return fields["content"]
+    return fields if dump is None or fields.get("type") in ("text", *MODALITIES) else result
+
+
+def _check_method(label: str, method: Callable, gets_messages: bool) -> None:
+    """Raises a `TypeError` for a method of an environment that is async, or can't be called with the messages."""
+    if not callable(method) or inspect.iscoroutinefunction(method):
+        raise TypeError(f"{label} must be a method that isn't async; write it with `def`.")
+    try:
+        if gets_messages:
+            inspect.signature(method).bind([])
+    except TypeError as error:
+        raise TypeError(f"{label} can't be called with the messages ({error}); give it one parameter.") from None
 
 
 def _make_environment(factory: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -27,7 +27,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, check_has_prompt, rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
-from ..data.rows.features import restore_rows, undecoded
+from ..data.rows.features import Rows, restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
 from ..encoding.media import check_hears_videos
 from ..encoding.processors import checked_prompt, checked_texts
@@ -240,6 +240,7 @@ class RowStream:
         self._has_media_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming_rows: list[int] = []  # row indices of the next batches
         self._coming_extra_rows: list[int] = []
+        self._checked_datasets: WeakSet[Any] = WeakSet()  # datasets whose columns were checked
         # Errors of rows that can't be read, by row index, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
@@ -330,6 +331,24 @@ class RowStream:
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
+
+    def is_new(self, dataset: Rows) -> bool:
+        """Returns whether a dataset wasn't an argument of this method yet."""
+        if isinstance(dataset, (Dataset, IterableDataset)):
+            n_checked_datasets = len(self._checked_datasets)
+            self._checked_datasets.add(dataset)
+            return len(self._checked_datasets) > n_checked_datasets
+        return True
+
+    def read_first(self, dataset: Dataset | Sequence[Mapping[str, Any]]) -> Row | None:
+        """Reads and encodes the first row of a dataset for evaluation. Returns `None` if the row would be skipped."""
+        is_dataset = isinstance(dataset, Dataset)
+        row = DatasetRows(self._select_columns(dataset))[0] if is_dataset else Row(0, dict(dataset[0]))
+        try:
+            self._read_row(row)
+        except self._skipped_errors:
+            return None
+        return row
 
     def left_out(self, dataset: Dataset) -> dict[int, str]:
         """Returns the errors of rows that evaluation loaders of a dataset leave out, by row index."""

@@ -26,7 +26,7 @@ from trl.chat_template_utils import parse_response
 
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
-from ..data.rows.columns import TOOL_PREFIX, blocks_to_refs
+from ..data.rows.columns import TOOL_PREFIX
 from ..data.rows.thoughts import without_thoughts
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_results, stand_in_turn
 from ..encoding.messages import opened_thoughts
@@ -35,7 +35,7 @@ from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
-from .environments import EnvironmentFailure, as_error, check_without_media
+from .environments import EnvironmentFailure, as_content, as_error
 from .rollout import Rollout, Turn
 from .stream import PromptEncoder
 
@@ -72,6 +72,8 @@ class Trajectory:
     # limit ended the completion
     counts: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None  # error after which the environment couldn't go on
+    # Failed calls for which the model's arguments aren't the cause, as texts with the tool's name
+    faults: list[str] = field(default_factory=list)
     environment: Any = None  # may rewrite contexts
     tools: dict[str, Callable] = field(default_factory=dict)  # by name
     index: int = 0  # batch index in the rollout
@@ -146,7 +148,7 @@ class ToolLoop:
 
     def _add_results(self, trajectory: Trajectory) -> bool:
         """Calls tools and adds their results. Returns whether the results fit and the environment goes on."""
-        encoder = self.encoder
+        encoder, faults_before = self.encoder, [*trajectory.faults]
         try:
             results = self._call_tools(trajectory)
             # A text that can't fit isn't encoded, since that can take minutes and gigabytes
@@ -159,6 +161,8 @@ class ToolLoop:
                 results = self._replace_failed_results(trajectory, results, error)
                 messages, encoded = self._encode_results(trajectory, results)
         except (EnvironmentFailure, MediaError) as error:
+            if isinstance(error, MediaError):
+                trajectory.faults = [*faults_before, *[str(error)] * len(trajectory.calls)]
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
         # Limits. `n_before` tokens precede the results, and the completion grows by `n_added` tokens. A new context
@@ -207,7 +211,8 @@ class ToolLoop:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if custom_messages is not None:
             mode, label = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
-            messages = _read_messages(custom_messages, trajectory.row, self.encoder.media_rules)
+            context_texts = {*_texts([message for message in messages if message.get("content")])}
+            messages = _read_messages(custom_messages, trajectory.row, self.encoder.media_rules, context_texts)
             messages = checked_texts(messages, self.encoder.processor, mode, label)
         n_surplus = 0 if limit is None else sum(1 for _ in iter_refs(messages)) - limit
         if n_surplus > 0:
@@ -276,12 +281,16 @@ class ToolLoop:
             if isinstance(result, EnvironmentFailure):
                 raise result
             is_failure = isinstance(result, Exception)
+            if is_failure and _is_fault(result, trajectory.tools.get(name)):
+                trajectory.faults.append(f"the tool {name!r} raised {_described(result)}")
             try:
                 content = _content(name, result, row, self.encoder.media_rules)
             except MediaError:
                 raise
             except Exception as error:  # the `str` of a result may fail
                 is_failure, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
+                if not isinstance(result, Exception):
+                    trajectory.faults.append(f"the result of the tool {name!r} has no text ({type(error).__name__})")
             try:
                 label = f"row {row}, column '{TOOL_PREFIX}{name!r}'"
                 content = checked_texts(
@@ -289,6 +298,7 @@ class ToolLoop:
                 )
             except MediaError as error:
                 is_failure, content = True, self._error_message(error)
+                trajectory.faults.append(str(error))
             trajectory.counts["failures"] += is_failure
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
@@ -309,6 +319,7 @@ class ToolLoop:
         # The error doesn't tell which result can't be encoded. Without media, the cause is a placeholder in a text
         failed = with_media or results
         trajectory.counts["failures"] += len(failed)
+        trajectory.faults += [str(error)] * len(failed)
         content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
 
@@ -454,11 +465,15 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
     return prompt if whole is None else with_media(model, prompt, trajectory.results_with_media, whole)
 
 
-def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
-    """Checks messages that `get_context` returned, and returns them with references in place of new media."""
+def _read_messages(
+    messages: list[dict[str, Any]], row: int, rules: MediaRules, context_texts: Collection[str]
+) -> list[dict[str, Any]]:
+    """
+    Checks messages that `get_context` returned, and returns them with references in place of new media.
+    `context_texts` holds the texts of the conversation.
+    """
     are_messages = isinstance(messages, list) and all(
-        isinstance(message, dict)
-        and (isinstance(message.get("content"), (str, list)) or message.get("role") == "assistant")
+        isinstance(message, dict) and (message.get("content") is not None or message.get("role") == "assistant")
         for message in messages
     )
     if not are_messages or not messages or messages[-1].get("role") in (None, "assistant"):
@@ -469,11 +484,13 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
     # Paths of an environment aren't relative to the folder of rows' media
     rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
 
-    def read_block(block: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns a block of earlier media unchanged, and other blocks with references."""
-        return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
+    def read_content(content: str | list) -> str | list[dict[str, Any]]:
+        return as_content(content, "`get_context`", path, row, rules, context_texts, are_lists_blocks=True) or ""
 
-    return _with_blocks(messages, read_block)
+    return [
+        message if message.get("content") is None else {**message, "content": read_content(message["content"])}
+        for message in messages
+    ]
 
 
 def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
@@ -516,8 +533,25 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     """Returns a tool's result as the content of a message."""
     if isinstance(result, Exception):
         return str({"error": str(result)})
-    if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
-        # The paths of a tool aren't relative to the folder of rows' media
-        return blocks_to_refs(result, f"{TOOL_PREFIX}'{name}'", row, replace(rules, media_dir=None))
-    check_without_media(result, f"the tool {name!r}")
-    return str(result)
+    # The paths of a tool aren't relative to the folder of rows' media
+    return as_content(result, f"the tool {name!r}", f"{TOOL_PREFIX}'{name}'", row, replace(rules, media_dir=None))
+
+
+def _is_fault(error: Exception, tool: Callable | None) -> bool:
+    """
+    Returns whether an error is the tool's rather than the model's. A `ValueError` is about the model's arguments, as
+    is a `TypeError` of the call itself.
+    """
+    if tool is None or (isinstance(error, ValueError) and not isinstance(error, MediaError)):
+        return False
+    # The traceback of an error in the call alone ends with the caller
+    raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+    return raised_inside or not isinstance(error, TypeError)
+
+
+def _described(error: Exception) -> str:
+    """Returns the type and the text of an error, whose text may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

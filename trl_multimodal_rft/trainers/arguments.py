@@ -319,8 +319,13 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
-    """Raises a `TypeError` with a remedy unless a dataset is `None`, a `Dataset` or an `IterableDataset`."""
+    """
+    Raises a `TypeError` with a remedy unless a dataset is `None`, a `Dataset` or an `IterableDataset`, and a
+    `ValueError` for a `Dataset` without rows.
+    """
     check_instances(**{name: dataset})
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"`{name}` has no rows; add rows, or leave it out.")
     if dataset is None or isinstance(dataset, (Dataset, IterableDataset)):
         return
     kind, remedy = type(dataset).__name__, "`Dataset.from_list(list(rows))`"

@@ -23,15 +23,16 @@ from ..algorithms.metrics import PendingMetrics
 from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.features import restore_media
+from ..data.rows.features import Rows, restore_media
 from ..encoding.prompts import all_placeholder_ids
 from ..engines.samplers import Sampler
 from ..engines.transformers import Branches
+from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
 from ..rewards.calls import distinct_names
-from ..rewards.named import as_reward_funcs, check_reward_columns
+from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.reward import Estimates, set_estimates, weighted_sum
@@ -81,8 +82,8 @@ from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, a
 from .setup import (
     check_kept_columns,
     check_launch,
-    has_unchecked_rows,
     modalities,
+    unchecked_datasets,
     warn_of_excluded_tokens,
     warn_of_unread_media,
     warn_of_unused_recommendations,
@@ -144,9 +145,8 @@ class MultimodalTrainer(CheckpointMixin):
         processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments may read any column
-            warn_of_unread_media(args, datasets, modalities(model, args))
-            for warning in check_reward_columns(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
-                logger.warning(f"`train_dataset`: {warning}")
+            functions = () if rollout_func else reward_funcs or ()
+            warn_of_unread_media(args, datasets, modalities(model, args), reward_funcs=functions)
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         # 2. Models, processors, environments and rewards are loaded in TRL's order, which determines random numbers
@@ -225,7 +225,7 @@ class MultimodalTrainer(CheckpointMixin):
         options = self.accelerator, args, self.chat_template_kwargs
         for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
-        self._run = self._make_run({name for name, dataset in datasets.items() if has_unchecked_rows(dataset)})
+        self._run = self._make_run(unchecked_datasets(datasets))
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
@@ -238,6 +238,8 @@ class MultimodalTrainer(CheckpointMixin):
         compile_models(self.accelerator, args, self.model, self.ref_model)
         self._finish_setup()
         self._add_log_callbacks()
+        self._stream.is_new(self.train_dataset)
+        self._run.check_held_out({"eval_dataset": self.eval_dataset})
 
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
@@ -337,8 +339,19 @@ class MultimodalTrainer(CheckpointMixin):
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
+    def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
+        """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
+        if self._stream.is_new(dataset):
+            datasets, takes = {"eval_dataset": dataset}, input_modalities(self._run.prompts.model)
+            if not self.toolbox.factories:
+                functions = () if self.rollout_func is not None else reward_funcs
+                warn_of_unread_media(self.args, datasets, takes, reward_funcs=functions)
+            self._run.check_held_out(datasets)
+
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
         """Returns the loader of a dataset for evaluation. `is_argument` tells whether it was passed to `evaluate`."""
+        if is_argument:
+            self.check_eval_dataset(dataset, self.reward_funcs)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property
@@ -418,6 +431,7 @@ class MultimodalTrainer(CheckpointMixin):
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the sampler has read the decoded media
 
+        run.look_for_media(rollout)
         multiple, mask_truncated = self.pad_to_multiple_of, self.mask_truncated_completions
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
         run.metrics.add(self.sampler.metrics())

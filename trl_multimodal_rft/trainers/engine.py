@@ -320,6 +320,16 @@ def continue_after_tools(
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
     local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(ids)]
     *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
+    if run.is_training and calls and not run.notices.checked_calls:
+        run.notices.checked_calls = True
+        faults = [fault for trajectory in trajectories for fault in trajectory.faults]
+        [n_faults] = sum_over_ranks(run.accelerator, [len(faults)])
+        if n_faults == calls:
+            first_fault = faults[0] if faults else "it is on another rank"
+            raise RuntimeError(
+                f"All {calls:.0f} calls of tools in the first batch failed. The first failure: {first_fault}; correct "
+                "the tool, or let it raise a `ValueError` if the model's arguments are the cause."
+            )
     run.metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
     failure_rate = failures / calls if calls else 0.0
     run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})

@@ -35,7 +35,7 @@ from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans
-from .setup import check_launch, has_unchecked_rows, modalities, warn_of_unread_media
+from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor
 
 
@@ -94,7 +94,7 @@ class CompletionTrainer(CheckpointMixin):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self._unchecked_datasets = {name for name, dataset in datasets.items() if has_unchecked_rows(dataset)}
+        self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
@@ -116,6 +116,8 @@ class CompletionTrainer(CheckpointMixin):
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
         self.checks, self._check_rows, self._packs = Checks(self._policy, self.accelerator), check, packs
+        self._stream.is_new(self.train_dataset)
+        self._check_held_out(self.eval_dataset)
 
     def _train_loader(self) -> DataLoader:
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
@@ -132,9 +134,21 @@ class CompletionTrainer(CheckpointMixin):
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
         if is_argument:  # passed to `evaluate`, so the constructor hasn't prepared it
+            is_new = self._stream.is_new(dataset)
+            if is_new:
+                takes = modalities(self.data_collator.model, self.args)
+                warn_of_unread_media(self.args, {"eval_dataset": dataset}, takes, supervised=True)
             dataset = self.data_collator.prepare(dataset, "eval")
+            if is_new:
+                self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
+
+    def _check_held_out(self, dataset: EvalRows) -> None:
+        """Checks the first rows of a dataset for evaluation, or of several, see [`~trainers.setup.check_held_out`]."""
+        datasets, takes = {"eval_dataset": dataset}, modalities(self.data_collator.model, self.args)
+        self._unchecked_datasets |= unchecked_datasets(datasets)
+        check_held_out(self.args, datasets, self._stream, takes, supervised=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: NumItems = None

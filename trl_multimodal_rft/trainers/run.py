@@ -19,6 +19,7 @@ from trl.trainer.utils import use_adapter
 from ..checks.run_checks import Checks
 from ..data.rows.batches import Row
 from ..data.rows.columns import check_has_prompt, check_reward_columns
+from ..data.rows.unread import without_media
 from ..encoding.processors import ends_with, tokenizer_of
 from ..engines.samplers import Sampler
 from ..families import input_modalities
@@ -41,7 +42,7 @@ from ..rollout.rollout import Rollout
 from ..rollout.stages import add_completions, collect, packing_metrics, score_in_batches
 from ..rollout.stream import CardNotes, EncodedRow, PromptEncoder, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
-from .setup import warn_of_unread_media
+from .setup import check_held_out, unchecked_datasets, warn_of_unread_media
 
 
 logger = get_logger(__name__)
@@ -105,6 +106,8 @@ class Notices:
     """Record of checks and messages that a run doesn't repeat."""
 
     unchecked_datasets: set[str]  # names of datasets whose first batch is still to be checked
+    checked_calls: bool = False  # whether the first batch with calls of tools was checked
+    looked_for_media: bool = False  # whether the media of environments were looked for in a batch
     warned_of_positions: bool = False  # whether a warning of positions beyond the model's range was logged
     mode_after_tools: str | None = None  # last logged message about generation after tools
 
@@ -165,6 +168,24 @@ class Run:
             self.notices.unchecked_datasets.remove(name)
             modalities = input_modalities(self.prompts.model)
             warn_of_unread_media(self.args, {name: [dict(row) for row in rows]}, modalities, dataset_part="first")
+
+    def check_held_out(self, datasets: Mapping[str, Any]) -> None:
+        """Checks the first rows of datasets for evaluation before training begins, see [`~setup.check_held_out`]."""
+        self.notices.unchecked_datasets |= unchecked_datasets(datasets)
+        for row in check_held_out(self.args, datasets, self.stream, input_modalities(self.prompts.model)):
+            if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
+                check_reward_columns(row, 0)
+            self.toolbox.check_row(row)
+
+    def look_for_media(self, rollout: Rollout) -> None:
+        """Warns if no prompt and no result of a tool has media in the first batch of environments."""
+        if self.notices.looked_for_media or not self.toolbox.factories or not rollout.prompts:
+            return
+        self.notices.looked_for_media = True
+        takes = input_modalities(self.prompts.model)
+        warning = without_media("The environments", rollout.source.rows[0], takes)
+        if warning and not self.notes.modalities:
+            logger.warning(warning)
 
     def complete(
         self,

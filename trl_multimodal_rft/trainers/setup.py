@@ -4,7 +4,7 @@
 import inspect
 import os
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accelerate.logging import get_logger
@@ -32,9 +32,11 @@ from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of_processor, input_modalities
-from ..models.modes import ignore_deprecated_names
+from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.pretrained import read_config
 from ..policy import check_one_run
+from ..rewards.named import check_reward_columns
+from ..rollout.stream import RowStream
 from ..views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, mapping
@@ -146,8 +148,7 @@ def check_takes_media(
     """Raises an error if rows have media and the processing class is only a tokenizer."""
     if isinstance(processing_class, ProcessorMixin):
         return
-    # An entry is a dataset, or a dictionary of datasets by name
-    for dataset in (part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])):
+    for _, dataset in named_splits(dict(enumerate(datasets))):
         if not isinstance(dataset, Dataset):
             continue  # streams can be read only once, so training checks their rows
         rows = undecoded(dataset).__getitems__(list(range(min(_N_ROWS_TO_SEARCH, len(dataset)))))
@@ -160,6 +161,14 @@ def check_takes_media(
             check_encodes(list(iter_refs(row_with_messages)), processing_class)
 
 
+def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields each dataset with its name in messages. An entry is a dataset, a dictionary of them, or `None`."""
+    for argument, entry in datasets.items():
+        for split, dataset in entry.items() if isinstance(entry, dict) else [(None, entry)]:
+            if dataset is not None:
+                yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
+
+
 def warn_of_unread_media(
     args,
     datasets: dict[str, Any],
@@ -167,34 +176,66 @@ def warn_of_unread_media(
     *,
     dataset_part: Literal["all", "first"] = "all",
     supervised: bool = False,
+    reward_funcs: Sequence[Any] = (),
 ) -> None:
     """
-    Warns of media that no prompt contains, or raises an error, see [`check_columns`]. The keys of `datasets` are the
-    names of the trainer's arguments. With `dataset_part="first"`, datasets hold only their first rows.
+    Warns of media that no prompt contains and of cells that reward functions need, or raises an error, see
+    [`check_columns`] and [`~rewards.named.check_reward_columns`]. The keys of `datasets` are the names of the
+    trainer's arguments. With `dataset_part="first"`, datasets hold only their first rows.
     """
-    for argument, value in datasets.items():
-        columns = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
-        message_columns = "prompt", *columns
-        ignored, modalities_by_option = (
-            args.ignored_media_columns or (),
-            changed_media(vars(args)) if argument == "train_dataset" else {},
-        )
-        for split, dataset in value.items() if isinstance(value, dict) else [(None, value)]:
-            name = f"`{argument}`" if split is None else f"`{argument}[{split!r}]`"
-            if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
-                raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
-            if dataset is not None:
-                options: Any = {
-                    "needs_prompt": not supervised,
-                    "dataset_part": dataset_part,
-                    "model_modalities": model_modalities,
-                    "option_modalities": modalities_by_option,
-                }
-                warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
-                if warning is not None:
-                    logger.warning(warning)
-                if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
-                    logger.warning(f"{name}: {cells}. Their prompts have no such media.")
+    ignored = args.ignored_media_columns or ()
+    columns = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
+    message_columns = "prompt", *columns
+    for name, dataset in named_splits(datasets):
+        is_training = name == "`train_dataset`"
+        if isinstance(dataset, IterableDataset) and is_training and args.max_steps <= 0:
+            raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
+        options: Any = {
+            "needs_prompt": not supervised,
+            "dataset_part": dataset_part,
+            "model_modalities": model_modalities,
+            "option_modalities": changed_media(vars(args)) if is_training else {},
+        }
+        warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
+        if warning is not None:
+            logger.warning(warning)
+        if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+            logger.warning(f"{name}: {cells}. Their prompts have no such media.")
+        try:
+            for warning in check_reward_columns(reward_funcs, dataset):
+                logger.warning(f"{name}: {warning}")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def check_held_out(
+    args: TrainerConfig,
+    datasets: Mapping[str, Any],
+    stream: RowStream,
+    model_modalities: Collection[str],
+    supervised: bool = False,
+) -> list[Row]:
+    """
+    Reads the first row of each dataset as evaluation reads it, so that what fails there fails before training. If a
+    dataset lists no columns, the row's are checked by [`warn_of_unread_media`], which takes `supervised`. Returns the
+    rows.
+    """
+    first_rows = []
+    for name, dataset in named_splits(datasets):
+        stream.is_new(dataset)  # notes the dataset as checked
+        if isinstance(dataset, IterableDataset):  # it may be readable only once
+            continue
+        try:
+            with kept_random_state():
+                row = stream.read_first(dataset)
+        except ValueError as error:
+            raise (MediaError if isinstance(error, MediaError) else ValueError)(f"{name}: {error}") from error
+        if row is not None:
+            first_rows.append(row)
+            if not lists_columns(dataset):
+                rows = {name.strip("`"): [dict(row)]}
+                warn_of_unread_media(args, rows, model_modalities, dataset_part="first", supervised=supervised)
+    return first_rows
 
 
 def modalities(model: Any, args) -> Collection[str]:
@@ -209,10 +250,17 @@ def modalities(model: Any, args) -> Collection[str]:
     return input_modalities(model)
 
 
-def has_unchecked_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """Returns whether rows are streamed or transformed, so that they can't be checked before training reads them."""
-    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
+def unchecked_datasets(datasets: Mapping[str, Any]) -> set[str]:
+    """
+    Returns the names of the arguments whose rows can't be checked before training or evaluation reads them: streams,
+    and a training dataset with a transform. Of other datasets for evaluation, [`check_held_out`] reads a row.
+    """
+    return {
+        argument
+        for argument, entry in datasets.items()
+        for _, dataset in named_splits({argument: entry})
+        if isinstance(dataset, IterableDataset) or (argument == "train_dataset" and not lists_columns(dataset))
+    }
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:

@@ -219,9 +219,7 @@ class SupervisedCollator:
         return dataset
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
-        """Returns a dataset's columns and media columns. Raises if there are no rows, or a tokenizer gets media."""
-        if isinstance(dataset, Dataset) and len(dataset) == 0:
-            raise ValueError(f"The {name} dataset has no rows.")
+        """Returns a dataset's columns and media columns. Raises an error if a tokenizer gets media."""
         columns = set(get_dataset_column_names(dataset))
         media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
         if media:

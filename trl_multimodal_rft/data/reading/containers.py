@@ -30,8 +30,10 @@ _INDEXED_STARTS = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\
 _PLAYLIST_TEXTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _PROBE_BYTES = 2**20  # FFmpeg detects a format from this number of first bytes
 
-# A file that was written as a stream states a length of 0 or of at least this value, because the length was unknown
-_UNKNOWN_LENGTH = 2**32 - 2**16
+# The length of a file that was written as a stream was unknown. It is stated as 0, or as at most `_HEADER_BYTES` less
+# than the largest number of 32 bits, or in sounds, than the largest signed one or a round one
+_UNKNOWN_LENGTHS = {"sound": (2_000_000_000, 2**31, 2**32), "video": (2**32,)}
+_HEADER_BYTES = 2**16
 
 _BEYOND_ANY_FILE = 2**63  # above the largest offset that a file can have
 
@@ -145,14 +147,18 @@ def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
     start = stream.tell()
     head = stream.read(12)
     byte_order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
-    offset, ids = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
+    is_video = head[8:] == b"AVI "
+    offset, ids = (start, (b"RIFF",)) if is_video else (start + 12, (b"data", b"SSND"))
+    unknown_lengths = _UNKNOWN_LENGTHS["video" if is_video else "sound"]
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         header = stream.read(8)  # id and length of a chunk
         if len(header) < 8:
             break
         length = int.from_bytes(header[4:], byte_order)
-        if header[:4] in ids and 0 < length < _UNKNOWN_LENGTH and (missing := _shortfall(offset + 8, length, size)):
+        is_known = length > 0 and all(abs(limit - length) > _HEADER_BYTES for limit in unknown_lengths)
+        missing = _shortfall(offset + 8, length, size) if header[:4] in ids and is_known else None
+        if missing is not None:
             return missing
         offset += 8 + length + length % 2  # a chunk of odd length is padded
     return None

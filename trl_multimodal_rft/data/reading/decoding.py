@@ -21,7 +21,9 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ...versions import is_torchcodec_usable
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_indexed
+from .decoders import decoder_samples
 from .images import check_exif, check_pil_image, check_pixels, load_pixels, open_image
+from .rates import TimedMetadata, proven_metadata, timed_span, times_in_frames, with_times
 from .refs import MediaError, MediaRef, rival_keys
 from .sources import fetch_file, open_file
 
@@ -221,8 +223,8 @@ def load_video(
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and `video_metadata` for the processor:
         `total_num_frames` of the selected span, `fps` and `duration` (seconds) of the whole video (`None` if unknown),
-        and `frames_indices` of the returned frames. A processor can sample further (`do_sample_frames=True`) only if
-        all frames were decoded.
+        and `frames_indices` of the returned frames; if the rate varies, the mean rate of the span, and the times of
+        frames times this rate. A processor can sample further (`do_sample_frames=True`) if all frames are decoded.
 
     Raises:
         MediaError: If the video is missing, unreadable or cut off, or has no frames or frames of different sizes.
@@ -257,7 +259,7 @@ def load_video(
                 f"{n_decoded} of {len(indices)} selected frames can be decoded; repair the video or remove the row"
             )
         video_metadata = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
-        return frames, {**video_metadata, "frames_indices": indices}
+        return frames, {**video_metadata, "frames_indices": times_in_frames(ref, metadata, indices)}
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
@@ -266,8 +268,9 @@ def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list
     `metadata.total_num_frames` to the number of frames in the span.
     """
     vision = require_module("qwen_vl_utils.vision_process", "video")
-    first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
-    metadata.total_num_frames = total
+    span = timed_span(options, metadata)
+    first, last = span or vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)[:2]
+    metadata.total_num_frames = total = last - first + 1
     return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
 
 
@@ -453,8 +456,7 @@ def _decode_audio_chunks(
     if hasattr(source, "get_all_samples"):
         # One second more, because the decoder's timestamps aren't exact. `read_audio_chunks` cuts exactly.
         seconds = (ref.rules.max_audio_seconds if max_seconds is None else max_seconds) + 1
-        samples = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + seconds)
-        yield samples.data.cpu().numpy().T, samples.sample_rate
+        yield decoder_samples(source, seconds)
         return
     array, rate = source, ref.options.get("sampling_rate")
     if isinstance(source, dict) and source.get("array") is not None:
@@ -531,8 +533,8 @@ def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
         raise ref.error("has both 'fps' and 'nframes'; set one of them")
-    first_index = math.ceil(start * metadata.fps)
-    last_index = math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
+    bounds = math.ceil(start * metadata.fps), math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
+    first_index, last_index = timed_span(ref.options, metadata) or bounds
     if first_index > last_index:
         raise ref.error(
             f"no frame lies between {start} s and {end} s: the video has {metadata.total_num_frames} frames at "
@@ -569,9 +571,9 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _FrameReader]]:
             metadata, stream_index = _scan_video(ref, stream)
             if stream_index is not None and is_indexed(stream) and is_torchcodec_usable():
                 decoders = importlib.import_module("torchcodec.decoders")
-                yield _torchcodec_frames(
-                    ref, decoders.VideoDecoder(stream, stream_index=stream_index, num_ffmpeg_threads=0)
-                )
+                decoder = decoders.VideoDecoder(stream, stream_index=stream_index, num_ffmpeg_threads=0)
+                header, read_frames = _torchcodec_frames(ref, decoder)
+                yield proven_metadata(header, metadata), read_frames
             else:
                 yield metadata, partial(_decode_frames, stream)
 
@@ -607,11 +609,12 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
     return metadata, read_frames
 
 
-def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _FrameReader]:
+def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[TimedMetadata, _FrameReader]:
     """Returns the metadata of a torchcodec decoder, and a function that reads its frames."""
     header = decoder.metadata
     height, width = header.height or 0, header.width or 0
-    metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
+    metadata = TimedMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
+    first_seconds = header.begin_stream_seconds or 0.0
 
     def read_frames(indices: list[int]) -> Iterator[np.ndarray]:
         chunk_size = max(1, _PIXELS_AT_ONCE // max(1, height * width))
@@ -619,6 +622,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
             batch = decoder.get_frames_at(indices[i : i + chunk_size])
             if (batch.pts_seconds.diff() <= 0).any():
                 raise ref.error("its decoder returns frames whose times don't increase; give the file itself")
+            metadata.read_times += (batch.pts_seconds - first_seconds).tolist()
             frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)  # (N, C, H, W) by default
 
@@ -631,7 +635,7 @@ def _is_mirrored(frame: "VideoFrame") -> bool:
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 
 
-def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
+def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | None]:
     """
     Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
 
@@ -646,11 +650,12 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         average_rate = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average_rate or video.codec_context.framerate or video.guessed_rate or 0)
         # `count` is the number of packets, and if every packet is a frame, the number of frames, too
-        count, first_pts, count_is_exact, suits_torchcodec = 0, None, True, True
+        count, first_pts, count_is_exact, suits_torchcodec, times = 0, None, True, True, []
         for packet in container.demux(video):
             if packet.size:
                 count += 1
                 first_pts = packet.pts if count == 1 else first_pts
+                times.append(None if packet.pts is None else float(packet.pts * video.time_base))
                 # Frames shown before the first keyframe may be lost, as they may depend on frames that were cut off
                 count_is_exact = (
                     count_is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first_pts
@@ -673,9 +678,8 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     elif suits_torchcodec:
         with closing(_iter_frames(stream)) as frames:
             suits_torchcodec = not any(map(_is_mirrored, itertools.islice(frames, 1)))
-    return VideoMetadata(
-        count, fps, *size, duration=count / fps
-    ), stream_index if count_is_exact and suits_torchcodec else None
+    metadata = with_times(VideoMetadata(count, fps, *size), times)
+    return metadata, stream_index if count_is_exact and suits_torchcodec else None
 
 
 def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":

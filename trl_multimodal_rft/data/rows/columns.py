@@ -52,7 +52,8 @@ FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "vide
 _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
 # Hints of other libraries about a medium, which are ignored
-_HINTS = ("detail", "format", "media_type", "mime_type")
+_MEDIA_TYPE_KEYS = ("media_type", "mime_type", "mimeType")
+_HINTS = ("detail", "format", "annotations", "meta", "_meta", *_MEDIA_TYPE_KEYS)
 
 # Names of prompt columns in other tools
 _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
@@ -103,14 +104,19 @@ KNOWN_TYPES = (
 )
 
 _FILE_ENDINGS = {
-    "image": "png|jpe?g|webp|gif|bmp|tiff?|heic",
-    "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g",
-    "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
+    "image": "png|jpe?g|jfif|webp|gif|bmp|tiff?|heic|heif|avif",
+    "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g|3gp|ogv|wmv|flv",
+    "audio": "wav|mp3|flac|ogg|oga|opus|m4a|aac|aiff?|wma|amr|caf",
 }
 _FILE_ENDING = re.compile(
-    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _FILE_ENDINGS.items()) + r")(?:[?#]\S*)?$",
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _FILE_ENDINGS.items()) + r")(?:[?#]\S+)?$",
     re.IGNORECASE,
 )
+# Beginning of a path with a folder, and characters that the names of files lack and sentences have
+_FOLDER = re.compile(r"\S*[/\\]")
+_NOT_IN_NAMES = re.compile(r'[?*"<>|]|:(?!\d)')  # a colon in a name separates hours, minutes and seconds
+_LONGEST_NAME = 255  # characters of a file's name
+_SMALLEST_PICTURE = 16  # pixels of a side, below which an array is taken for a table of numbers
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
@@ -289,16 +295,27 @@ def block_modality(block_type: str | None) -> str | None:
 
 
 def file_modality(text: str) -> str | None:
-    """Returns the modality of the medium that a file name or a `data:` URI stands for, `None` for other texts."""
+    """
+    Returns the modality of the medium that a file name or a `data:` URI stands for, `None` for other texts. A sentence
+    that ends with a file name can't be told from a name with spaces, see [`may_be_sentence`].
+    """
     uri = re.match("data:(image|video|audio)/", text)
     if uri:
         return uri.group(1)
+    text = text.strip()
     if len(text) > 4096 or text.startswith("data:") or "\n" in text:
         return None
     ending = _FILE_ENDING.search(text)
-    # A sentence may end with a file name, so a text of several words is a path only if it begins with a folder
-    is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
-    return ending.lastgroup if is_path else None
+    if ending is None:
+        return None
+    if may_be_sentence(text) and (ending.start() > _LONGEST_NAME or _NOT_IN_NAMES.search(text[: ending.start()])):
+        return None
+    return ending.lastgroup
+
+
+def may_be_sentence(text: str) -> bool:
+    """Returns whether a text has several words, of which the first names no folder."""
+    return len(text.split()) > 1 and not text.startswith("data:") and _FOLDER.match(text) is None
 
 
 def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
@@ -308,6 +325,8 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         yield path, value.modality, value
     elif isinstance(value, PIL.Image.Image):
         yield path, "image", value
+    elif _holds_pixels(value):  # several pictures, or the frames of a video, have one dimension more
+        yield path, "image" if len(value.shape) < 4 else None, value
     elif decoder_modality is not None:
         yield path, decoder_modality, value
     elif isinstance(value, (bytes, bytearray, memoryview)):
@@ -327,11 +346,26 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
             yield path, file_modality(str(fields.get("path", ""))), value
         elif modality is not None and any(key in fields for key in _source_keys(modality)):
             yield path, modality, value
-        elif fields.keys() & {"data", "base64"} and fields.keys() & {"format", "media_type", "mime_type"}:
-            yield path, file_modality(f"data:{fields.get('media_type', fields.get('mime_type'))}"), value
+        elif fields.keys() & {"data", "base64", "blob"} and fields.keys() & {"format", *_MEDIA_TYPE_KEYS}:
+            media_type = next((fields[key] for key in _MEDIA_TYPE_KEYS if key in fields), None)
+            yield path, file_modality(f"data:{media_type}"), value
         else:
             for key, item in fields.items():
                 yield from find_media(item, f"{path}.{key}" if path else str(key))
+
+
+def _holds_pixels(value: T) -> bool:
+    """
+    Returns whether an array or a tensor has the shape of pictures: (H, W) of bytes, or 1, 3 or 4 channels in the first
+    or last dimension of each.
+    """
+    shape, dtype = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
+    if not isinstance(shape, tuple) or len(shape) not in (2, 3, 4) or not re.search("int|float", dtype):
+        return False
+    if len(shape) == 2:
+        return "uint8" in dtype and min(shape) >= _SMALLEST_PICTURE
+    sides = shape[-3:-1] if shape[-1] in (1, 3, 4) else shape[-2:] if shape[-3] in (1, 3, 4) else (0,)
+    return min(sides) >= _SMALLEST_PICTURE
 
 
 def strip_media(value: T) -> T:
@@ -566,7 +600,7 @@ class _RowReader:
         # Of the remaining keys, only text and options are read, so other keys must not hold media. Strings under
         # the keys in `text_keys` are text, even if they look like a file's name.
         text_keys = (
-            {_TEXT_KEYS[block_type]}
+            {_TEXT_KEYS[block_type], *_TEXT_HINTS}
             if block_type in _TEXT_KEYS
             else block.keys()
             if sources or block_type in _TEXT_TYPES

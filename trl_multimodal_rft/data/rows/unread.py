@@ -21,6 +21,7 @@ from .columns import (
     holds_several_media,
     is_absent,
     is_empty,
+    may_be_sentence,
     other_layout,
     prepare_remedy,
 )
@@ -182,7 +183,24 @@ def check_columns(
             f"{name}: no row has anything in {', '.join(map(repr, media_columns))}, so that the model would get text "
             "alone; fill in the media, or remove the column."
         )
-    return " ".join(warnings) or None
+    if knows_modalities and not has_media:
+        warnings.append(without_media(name, columns, model_modalities, dataset_part))
+    return " ".join(filter(None, warnings)) or None
+
+
+def without_media(
+    name: str, columns: Collection[str], model_modalities: Collection[str], dataset_part: str = "first"
+) -> str:
+    """Returns a warning that prompts have no media, or an empty text for a model that takes text alone."""
+    model_inputs = [modality for modality in MODALITIES if modality in model_modalities]
+    if not model_inputs:
+        return ""
+    where = "" if dataset_part == "all" else " of the first batch"
+    return (
+        f"{name}: no prompt{where} has media, so that a model for {', '.join(model_inputs)} gets text alone. The "
+        f"columns are {sorted(columns)}; if one of them stands for media, put the media into 'prompt' or "
+        f"{model_inputs[0]!r}."
+    )
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
@@ -259,6 +277,8 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
         if isinstance(medium, Encoded):
             continue  # stored in a dataset, whose features show the medium when they are checked
         if isinstance(medium, str):
+            if not in_every_cell and may_be_sentence(medium):
+                continue  # an answer that ends with a file's name, rather than a name with spaces
             evidence = f"texts that look like files, such as {masked_url(medium)[:60]!r}"
             return _UnreadMedia(
                 column, path, modality, is_list, evidence, is_certain=False, in_every_cell=in_every_cell

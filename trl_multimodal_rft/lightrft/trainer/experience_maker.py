@@ -21,6 +21,7 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
+from ...families import input_modalities
 from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
@@ -285,7 +286,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if not self._has_checked_columns:  # the first rows alone are checked
             self._has_checked_columns = True
             ignored = self.strategy.ignored_media_columns
-            warning = check_columns(rows, "The rows", ignored, dataset_part="some")
+            takes = input_modalities(self.actor.base_model)
+            warning = check_columns(rows, "The rows", ignored, dataset_part="some", model_modalities=takes)
             if warning is not None and self._is_main:
                 logger.warning(warning)
         encoder = PromptEncoder(
