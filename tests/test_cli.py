@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from argparse import SUPPRESS
 from collections import Counter
@@ -18,6 +19,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -327,22 +329,70 @@ def test_tracebacks_of_launched_processes(tmp_path):
     assert re.fullmatch(rf"trl-multimodal-rft grpo: error: {told} \(`--debug` shows the traceback\)", last)
 
 
+def by_accelerate(command, n_processes):
+    """Returns the command line that runs the script of a command by `accelerate launch`."""
+    words = [word for word in command[command.index("grpo") :] if word[:6] not in ("--num_p", "--multi")]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", f"--num_processes={n_processes}"]
+    return [*launcher, "--multi_gpu" if n_processes > 1 else "--cpu", "--module", "trl_multimodal_rft.cli.launched", *words]
+
+
 @pytest.mark.slow
-def test_interrupted_run_ends_with_a_checkpoint_without_traceback(tmp_path):
-    """With `enable_jit_checkpoint`: `test_signalled_to_end` in `distributed/test_killed.py`."""
+@pytest.mark.parametrize(
+    ("n_processes", "number", "launcher", "code"),
+    [
+        (2, signal.SIGINT, "command", 130),
+        (1, signal.SIGTERM, "command", 143),
+        (2, signal.SIGTERM, "command", 143),
+        (1, signal.SIGHUP, "command", 129),
+        (1, signal.SIGTERM, "accelerate", -signal.SIGTERM),
+        (2, signal.SIGHUP, "accelerate", 1),
+    ],
+)
+def test_signalled_run_ends_with_a_checkpoint_without_traceback(n_processes, number, launcher, code, tmp_path):
+    """
+    Ctrl-C reaches the group, and schedulers send a signal to the launcher alone. With `enable_jit_checkpoint`:
+    `test_signalled_to_end` in `distributed/test_killed.py`.
+    """
     more = ["--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
-    command, shown = run_of(2, tmp_path, *more), []
+    command, shown = run_of(n_processes, tmp_path, *more), []
+    if launcher == "accelerate":
+        command = by_accelerate(command, n_processes)
     pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as run:
-        for line in run.stdout:
+        for line in run.stdout:  # until all processes have ended
             if "| reward " in line and not any("| reward " in each for each in shown):
-                os.killpg(run.pid, signal.SIGINT)
+                (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
             shown.append(line)
-    assert run.returncode == 130 and "Traceback" not in "".join(shown)
+    assert run.returncode == code
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert verify_checkpoint(checkpoint) == []
-    (line,) = [line for line in shown if line.startswith("Interrupted after step ")]
-    assert line.startswith(f"Interrupted after step {checkpoint.name.partition('-')[2]}. Resume with: ")
+    (place,) = [place for place, line in enumerate(shown) if line.startswith("Interrupted after step ")]
+    step = checkpoint.name.partition("-")[2]
+    told = f"Interrupted after step {step}; the last checkpoint is out/{checkpoint.name}. Resume with: "
+    assert shown[place].startswith(told)
+    if launcher == "command":
+        assert "Traceback" not in "".join(shown) and place == len(shown) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_processes", [1, 2])
+@pytest.mark.parametrize("moment", ["imports", "trains"])
+def test_training_does_not_outlive_its_killed_command(moment, n_processes, tmp_path):
+    more = ["--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
+    command = run_of(n_processes, tmp_path, *more)
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as run:
+        processes = []
+        while len(processes) < n_processes:
+            processes = psutil.Process(run.pid).children()
+            assert run.poll() is None
+            time.sleep(0.02)
+        if moment == "trains":
+            next(line for line in run.stdout if "| reward " in line)
+        run.kill()
+        shown = run.stdout.read()  # until all processes have ended
+    assert not any(process.is_running() for process in processes)
+    assert ("Interrupted after step " in shown) == (moment == "trains")
 
 
 # Runs a command, or a launched script that fails on its options, and prints whether its imports are collected

@@ -233,15 +233,16 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
             start(grpo, *words_of(options))
     assert ended.value.code == 130
     line = capsys.readouterr().out.splitlines()[-1]
-    prefix = "Interrupted after step 2. Resume with: trl-multimodal-rft grpo "
+    told = "Interrupted after step 2; the last checkpoint is out/checkpoint-{}. Resume with: trl-multimodal-rft grpo "
+    prefix = told.format(2)
     assert line == prefix + "--config out/run.yaml --resume_from_checkpoint True"
     Path("out/checkpoint-2").rename("out/checkpoint-1")
     with pytest.raises(SystemExit):  # at once
         start(grpo, *shlex.split(line.removeprefix(prefix)))
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("Interrupted after step 2; checkpoint-1 is the last one. Resume with: trl-multimodal-rft ")
+    assert line.startswith(told.format(1))
     Path("out/checkpoint-1").rename("out/checkpoint-2")
-    line = line.replace("2; checkpoint-1 is the last one", "2")
+    line = line.replace("out/checkpoint-1", "out/checkpoint-2")
 
     more = ("--reward_funcs", "accuracy_reward", "--max_steps", "4")
     start(grpo, *shlex.split(line.removeprefix(prefix)), *more)
