@@ -352,7 +352,7 @@ class PolicyForward:
         Returns the requested scores of completions, `(B, C)`, with gradients if they are enabled.
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
-        `self.fallbacks` by default. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
+        `self.fallbacks` by default, and so is whether rows are packed. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
         with a `logit_bias` of the request, they come from the model's logits. Callers leave the request's fields
         `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states` at their defaults, as this method
         chooses them.
@@ -368,6 +368,7 @@ class PolicyForward:
         one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        request = _with_packing(request, fallbacks)
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
@@ -455,14 +456,20 @@ class PolicyForward:
             return prompt_states(models, prompt, device)
 
     def rewards(
-        self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
+        self,
+        model: nn.Module,
+        completions: Completions,
+        *,
+        packed: bool | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """
         Returns the rewards of completions by a reward model, as `values` `(B, 1)`, with gradients if they are enabled.
         See [`~forward.logprobs.completion_rewards`].
         """
-        reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
+        request = _with_packing(request, fallbacks)
 
         def score(index: int, part: ScoreRequest) -> Scores:
             n, part = len(part), self._with_isolation(self._with_dummies(model, part), fallbacks)
@@ -475,7 +482,7 @@ class PolicyForward:
             return Scores(**self._reach_unused(model, tensors, part.states)).rows(slice(n))
 
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
-        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=packed)
+        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=request.is_packed)
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of one part of a batch."""
@@ -553,6 +560,13 @@ class PolicyForward:
     def autocast(self) -> AbstractContextManager:
         """Returns the accelerator's context for mixed precision."""
         return nullcontext() if self.accelerator is None else self.accelerator.autocast()
+
+
+def _with_packing(request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
+    """Returns the request and the one for supervised completions, packed as the fallbacks say where they don't say."""
+    if request.supervised is not None:
+        request = replace(request, supervised=_with_packing(request.supervised, fallbacks))
+    return request if request.packed is not None else replace(request, packed=fallbacks.packing)
 
 
 def _gather_head(policy: PreTrainedModel) -> None:
