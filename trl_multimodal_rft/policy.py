@@ -352,10 +352,10 @@ class PolicyForward:
         Returns the requested scores of completions, `(B, C)`, with gradients if they are enabled.
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
-        `self.fallbacks` by default, and so is whether rows are packed. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
-        with a `logit_bias` of the request, they come from the model's logits. Callers leave the request's fields
-        `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states` at their defaults, as this method
-        chooses them.
+        `self.fallbacks` by default, and rows are packed by default if they allow it. Log-probabilities come from the
+        fused head. With `fallbacks.logits_from_model`, or with a `logit_bias` of the request, they come from the
+        model's logits. Callers leave the request's fields `isolate`, `min_forwards`, `logits_temperature`,
+        `extra_outputs` and `states` at their defaults, as this method chooses them.
 
         A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
         [`~forward.token_budget.backward_by_parts`] with the scores' `deferred`. A group with more tokens than
@@ -375,7 +375,7 @@ class PolicyForward:
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         # Leaves out padded rows without completion tokens, which would cost as much as others
-        if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
+        if rows is None and lengths is not None and not (request.is_packed or request.whole or request.compute_aux_loss):
             nonempty = [i for i, length in enumerate(lengths) if length]
             rows = nonempty if len(nonempty) < n else None
         if rows is not None:
@@ -383,7 +383,7 @@ class PolicyForward:
             dummies = self.processes.dummies_for_unselected(model, prompts, selected.prompts)
             request = selected.with_dummies(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
-        if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
+        if lengths is not None and (request.whole or (request.compute_aux_loss and request.is_packed)):
             # Whole sequences are prompts that no tokens follow. For the auxiliary loss, packed rows also hold the last
             # token of each completion.
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
@@ -396,7 +396,7 @@ class PolicyForward:
         # The models that compute states of prompts for split groups
         models = [request.critic.model] if isinstance(request.critic, Critic) else []
         models += [self.unwrapped(model)] * request.needs_policy
-        keep_states = request.packed and not request.compute_aux_loss  # the auxiliary loss needs statistics of prompts
+        keep_states = request.is_packed and not request.compute_aux_loss  # the auxiliary loss needs statistics of prompts
         scores = self._in_parts(score, model, models, request, lengths, keep_states)
         if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
@@ -420,7 +420,7 @@ class PolicyForward:
         prompts, device = request.prompts, request.ids.device
         if self.max_tokens is None or lengths is None:
             return score(0, request)
-        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
+        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.is_packed)
         # Maps the indices in `parts` of chunks of split groups to `(is_first, is_last)` in the group
         chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:

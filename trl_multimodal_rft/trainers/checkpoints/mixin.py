@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
 
 from ...checks.run_checks import Checks
 from ...data.rows.fingerprint import fingerprint
@@ -115,6 +115,20 @@ class CheckpointMixin(Trainer):
         check_keywords(cls, kwargs)
         end_with_launcher()  # also while the model loads
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        model, dataset = getattr(self, "model", None), getattr(self, "train_dataset", None)
+        if model is None or dataset is None:  # not constructed yet
+            return object.__repr__(self)
+        model, state = self._unwrapped(model), getattr(self, "state", None)
+        steps = self.args.max_steps if self.args.max_steps > 0 else getattr(state, "max_steps", 0)
+        facts = {
+            "model": " ".join([type(model).__name__, *filter(None, [model.config.name_or_path])]),
+            "rows": f"{len(dataset):,}" if has_length(dataset) else "a stream",
+            "rewards": ", ".join(self.reward_func_names),
+            "steps": f"{steps:,}" if steps else f"{self.args.num_train_epochs:g} epochs",
+        }
+        return f"{type(self).__name__}({'; '.join(f'{name}: {fact}' for name, fact in facts.items() if fact)})"
 
     def _finish_setup(self) -> None:
         """
