@@ -375,7 +375,8 @@ class PolicyForward:
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         # Leaves out padded rows without completion tokens, which would cost as much as others
-        if rows is None and lengths is not None and not (request.is_packed or request.whole or request.compute_aux_loss):
+        needs_all = request.is_packed or request.whole or request.compute_aux_loss
+        if rows is None and lengths is not None and not needs_all:
             nonempty = [i for i, length in enumerate(lengths) if length]
             rows = nonempty if len(nonempty) < n else None
         if rows is not None:
@@ -396,7 +397,8 @@ class PolicyForward:
         # The models that compute states of prompts for split groups
         models = [request.critic.model] if isinstance(request.critic, Critic) else []
         models += [self.unwrapped(model)] * request.needs_policy
-        keep_states = request.is_packed and not request.compute_aux_loss  # the auxiliary loss needs statistics of prompts
+        # The auxiliary loss needs statistics of prompts
+        keep_states = request.is_packed and not request.compute_aux_loss
         scores = self._in_parts(score, model, models, request, lengths, keep_states)
         if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)

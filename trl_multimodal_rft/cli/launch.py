@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
+from types import FrameType
 
 from ..launchers import name_launcher
 from .errors import ERROR_FOLDER_VARIABLE
@@ -63,7 +64,7 @@ def _launch_and_wait(words: Sequence[str]) -> int:
     handlers = {signum: signal.getsignal(signum) for signum in _ENDING}
     received = []
 
-    def wait_for_processes(signum: int, _: object) -> None:
+    def wait_for_processes(signum: int, frame: FrameType | None) -> None:
         processes = psutil.Process().children()
         if not processes:
             signal.signal(signum, handlers[signum])

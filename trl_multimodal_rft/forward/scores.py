@@ -166,6 +166,7 @@ class ScoreRequest:
 
     @property
     def is_packed(self) -> bool:
+        """Whether prompts are forwarded once for all their completions, also where the request doesn't say."""
         return self.packed is not False
 
     @property

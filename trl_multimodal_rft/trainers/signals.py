@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +30,33 @@ _MESSAGE = (
     b"\nThis run saves a checkpoint after its current step, and ends; `resume_from_checkpoint=True` resumes it."
     b" Ctrl-C now ends it at once, without a checkpoint.\n"
 )
+
+
+_replaced: list[Any] = []  # the program's handler of SIGTERM, while a run handles the signal
+
+
+def _block_before_fork() -> None:
+    if _replaced:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_after_fork() -> None:
+    if _replaced:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _restore_after_fork() -> None:
+    """Lets SIGTERM end a forked process, such as one of a reward function that `terminate` ends."""
+    if _replaced:
+        signal.signal(signal.SIGTERM, _replaced.pop())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+# Python forgets signals that reach a new process before its first instruction, so SIGTERM waits until then
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_after_fork
+    )
 
 
 class EndOnSignal(TrainerCallback):
@@ -78,13 +106,11 @@ class EndOnSignal(TrainerCallback):
             if handler != signal.SIG_IGN and (not self._raises or signum == signal.SIGINT or handler in _DEFAULTS)
         }
         terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-        process_id, parent_id = os.getpid(), os.getppid()
+        parent_id = os.getppid()
 
         def handle(signum: int, frame: FrameType | None):
-            is_forked = os.getpid() != process_id  # such as a process of a reward function, which `terminate` ends
             # At a second Ctrl-C, torch's launcher sends SIGTERM. The kernel does, too, when a launcher ends at Ctrl-C
-            is_second = signum == signal.SIGTERM and self._has_interrupt and os.getppid() == parent_id
-            if is_forked or is_second:
+            if signum == signal.SIGTERM and self._has_interrupt and os.getppid() == parent_id:
                 signal.signal(signum, handlers[signum])
                 signal.raise_signal(signum)
                 return
@@ -99,9 +125,11 @@ class EndOnSignal(TrainerCallback):
 
         for signum in handlers:
             signal.signal(signum, handle)
+        _replaced[:] = [handlers[signal.SIGTERM]] if signal.SIGTERM in handlers else []
         try:
             yield
         finally:
+            _replaced.clear()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
         if self._raises and (self._ends_run or self._has_signal):  # a signal may come after the last step
