@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks of a rollout take a policy and completions: samples of an engine, and media ablation."""
 
+import copy
 import math
 
 import pytest
@@ -24,12 +25,13 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, Mult
 from trl_multimodal_rft.checks.engine_check import EngineCheck
 from trl_multimodal_rft.checks.measure import outputs_of
 from trl_multimodal_rft.checks.media_contribution import media_contribution
+from trl_multimodal_rft.checks.run_checks import Checks
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.engines.samplers import Sampler
 from trl_multimodal_rft.forward.scores import ScoreRequest
-from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.views import as_view
 
 
@@ -176,6 +178,20 @@ def test_text_has_no_contribution():
     text = subject("qwen2_audio", text_rows(1))
     completions = completions_of(text)
     assert media_contribution(text.policy, text.model, completions, completions[2], ablating(text)) == {}
+
+
+def test_contribution_is_a_moving_average_that_a_resumed_run_continues():
+    """A single measurement is of a few completions."""
+    checks, name = Checks(PolicyForward(), accelerator=None), "media/contribution"
+    assert checks.smoothed({name: 1.0}) == {name: 1.0}
+    assert checks.smoothed({name: 2.0, f"{name}/image": 4.0}) == {name: pytest.approx(1.3), f"{name}/image": 4.0}
+    assert checks.smoothed({}) == {}
+    resumed = Checks(PolicyForward(), accelerator=None)
+    resumed.load_state_dict(copy.deepcopy(checks.state_dict()))
+    assert resumed.smoothed({name: 0.0}) == checks.smoothed({name: 0.0}) == {name: pytest.approx(0.7 * 1.3)}
+    earlier = {key: value for key, value in checks.state_dict().items() if key != "contributions"}
+    resumed.load_state_dict(earlier)
+    assert resumed.smoothed({name: 0.5}) == {name: 0.5}
 
 
 # Another sampler

@@ -9,12 +9,14 @@ from accelerate.utils import DynamoBackend
 from helpers.completions import random_completions
 from helpers.marks import slow_but
 from helpers.packed_rows import backward, build, enable_checkpointing
-from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run
+from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, norm, relative_difference, run
 from peft import LoraConfig
 from test_decoding import build as build_for_sampling
 from test_decoding import options, sample
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 
 from trl_multimodal_rft import MultimodalSFTConfig
 from trl_multimodal_rft.families import family_of
@@ -131,6 +133,63 @@ def test_reports_what_ends_a_graph():
     scored(model, prompts, 0)
     (line,) = reported
     assert "Qwen2DecoderLayer" in line and "item" in line
+
+
+def broken_for(n_graphs):
+    """Returns a backend that fails after some graphs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        if len(graphs) > n_graphs:
+            raise RuntimeError("No working C++ compiler\nat some length")
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize("n_graphs", [0, 1, 3])
+def test_without_a_compiler_layers_go_on_uncompiled(n_graphs, caplog):
+    """One line says so, whether it fails before attention or behind, in the encoder or in the decoder."""
+    model, prompts = build("qwen2_audio")
+    expected, reported = [scored(model, prompts, seed) for seed in range(2)], []
+    compile_layers(model, {"backend": broken_for(n_graphs), "dynamic": True}, reported.append)
+    for seed in range(2):
+        assert_equal(scored(model, prompts, seed), expected[seed])
+    (line,) = reported
+    assert line.startswith("`torch_compile` failed, and the run goes on uncompiled: ")
+    assert line.endswith("RuntimeError: No working C++ compiler") and "Traceback" not in caplog.text
+
+
+def test_layers_that_fail_with_a_cache_fill_it_once():
+    model, tokenizer, rows = build_for_sampling("qwen2_5_vl")
+    config = options(tokenizer)
+    (expected, _), reported = sample(model, rows, config), []
+    compile_layers(model.get_decoder(), {"backend": broken_for(1), "dynamic": True}, reported.append)
+    drawn, _ = sample(model, rows, config)
+    assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(drawn, expected, strict=True))
+    assert len(reported) == 1
+
+
+def test_graphs_of_the_backward_pass_that_fail_go_on_uncompiled_too():
+    """They are compiled before the loss is differentiated, also where no length is saved for them."""
+
+    def fails(graph, inputs):
+        raise RuntimeError("no graph")
+
+    model, prompts = build("qwen2_audio")
+    expected, reported = scored(model, prompts, 0), []
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=fails)
+    compile_layers(model.get_decoder(), {"backend": backend, "dynamic": False}, reported.append)
+    assert_equal(scored(model, prompts, 0), expected)
+    assert len(reported) == 1
+
+
+@pytest.mark.parametrize("option", ["torch_compile_backend", "torch_compile_mode"])
+def test_names_that_torch_does_not_have_are_errors_with_the_option(option, tmp_path):
+    with pytest.raises(ValueError, match=f"`{option}`.*nosuch") as raised:
+        make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, torch_compile=True, **{option: "nosuch"})
+    assert "eager" in str(raised.value) or "max-autotune" in str(raised.value)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 """Console output of a run, `run.yaml`, dry runs and interrupted runs."""
 
 import logging
+import math
 import re
 import shlex
 import signal
@@ -10,12 +11,13 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
+import house
 import pytest
 import yaml
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
 from helpers.files import sound_file
-from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, saved
+from helpers.trainer_utils import AS_SHIPPED, audio_rows, length_and_sum, load, make_trainer, saved
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
@@ -29,6 +31,8 @@ from trl_multimodal_rft.cli.training import held_out_rows, resume_hint
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
+from trl_multimodal_rft.models.reward_model import as_reward_model
+from trl_multimodal_rft.reporting import media_logs
 from trl_multimodal_rft.reporting.console import (
     evaluation_values,
     media_descriptions,
@@ -95,6 +99,33 @@ def test_what_a_run_shows(tmp_path, capsys):
     assert f"reward {logged[0]['reward']:.2f} ± {logged[0]['reward_std']:.2f} | length" in shown.out
 
 
+@pytest.mark.parametrize("name", house.trainers())
+def test_what_a_trainer_says_of_itself(name, tmp_path):
+    trainer_class = house.trainers()[name]
+    about = [f"model: Qwen2AudioForConditionalGeneration {saved('qwen2_audio')}", "rows: 4", "steps: 3 epochs"]
+    rows, objects, reward = audio_rows(4), {}, None
+    if name in ("GRPO", "RLOO", "PPO"):
+        about[2:2], reward = ["rewards: length_and_sum"], length_and_sum
+    elif name == "Distillation":
+        objects = {"teacher_model": load("qwen2_audio")[0]}
+    elif name == "Reward":
+        model, processor = load("qwen2_audio")
+        objects = {"model": as_reward_model(model), "processing_class": processor}
+        about[0] = about[0].replace("ConditionalGeneration", "SequenceClassification")
+    if name in ("DPO", "Reward"):
+        rows = rows.add_column("chosen", ["a bird"] * 4).add_column("rejected", ["a dog"] * 4)
+    elif name in ("SFT", "KTO"):
+        rows = rows.add_column("completion", ["a bird"] * 4).add_column("label", [True, False] * 2)
+    options = {"num_train_epochs": 3, "max_steps": -1, "reward": reward, "objects": objects}
+    trainer = make_trainer(trainer_class, "qwen2_audio", rows, tmp_path, **options)
+    assert repr(trainer) == f"{trainer_class.__name__}({'; '.join(about)})"
+    trainer.args.max_steps = 1200
+    trainer.train_dataset = Dataset.from_list([{"prompt": "What?"}]).to_iterable_dataset()
+    about[1], about[-1] = "rows: a stream", "steps: 1,200"
+    assert repr(trainer) == f"{trainer_class.__name__}({'; '.join(about)})"
+    assert repr(trainer_class.__new__(trainer_class)).startswith("<")  # before its constructor
+
+
 def test_parts_add_up():
     model = load("qwen2_5_omni")[0]
     [visual] = [module for name, module in model.named_modules() if name.split(".")[-1] == "visual"]
@@ -141,20 +172,57 @@ def test_placeholders_of_a_prompt(family, row, expected):
 def test_lines_of_metrics():
     logs = {"reward": 0.314, "reward_std": 0.4, "rewards/accuracy_reward/mean": 0.12, "loss": 0.1}
     logs |= {"completions/mean_length": 3.04, "completions/clipped_ratio": 0.8}
-    assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "0.12", "length": "3.0, 80 % clipped"}
+    assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "12.0 %", "length": "3.0, 80 % clipped"}
     agent = {"tools/call_frequency": 0.75, "tools/failure_frequency": 0.08, "tools/ended_by_length": 0.5}
     assert metric_values(agent) == {"calls": "0.75, 8 % failed", "ended by length": "0.50"}
     agent = {"tools/call_frequency": 0.0, "tools/unparsed_frequency": 0.25, "tools/ended_by_length": 0.0}
     assert metric_values(agent) == {"calls": "0.00", "unparsed calls": "0.25"}
-    others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001, "rewards/format_reward/mean": 1.0}
-    assert metric_values(others) == {"reward": "1.00 ± -", "brief": "1e-03"}
+    others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001}
+    assert metric_values(others) == {"reward": "1.00 ± -"}  # a single function is the reward
+    others |= {f"rewards/{name}/mean": value for name, value in {"format_reward": 1.0, "polite": math.nan}.items()}
+    shown = {"reward": "1.00 ± -", "brief": "1e-03", "format_reward": "1.00", "polite": "-"}
+    assert metric_values(others) == shown
+    others |= {"rewards/choice_reward/mean": 0.002, "rewards/choice_reward/std": 0.1}
+    assert [*metric_values(others).items()][1:] == [
+        ("accuracy", "0.2 %"),
+        ("brief", "1e-03"),
+        ("format_reward", "1.00"),
+    ]
+    others = {"rewards/choice_reward/mean": 0.5, "rewards/accuracy_reward/mean": None}
+    assert metric_values(others) == {"accuracy": "-", "choice_reward": "50.0 %"}
+
+
+def test_accuracies_are_in_per_cent():
+    """As `evaluate` shows them."""
     pairs = {"loss": 0.7, "rewards/accuracies": 0.75, "rewards/margins": 0.3, "mean_token_accuracy": 0.0}
-    assert metric_values(pairs) == {"loss": "0.70", "accuracy": "0.75", "margin": "0.30"}
-    assert metric_values({"loss": 2.3, "mean_token_accuracy": 0.41}) == {"loss": "2.30", "token accuracy": "0.41"}
+    assert metric_values(pairs) == {"loss": "0.70", "accuracy": "75.0 %", "margin": "0.30"}
+    assert metric_values({"loss": 2.3, "mean_token_accuracy": 0.41}) == {"loss": "2.30", "token accuracy": "41.0 %"}
     held_out = {"eval_accuracy": 0.62, "eval_accuracy_low": 0.58, "eval_accuracy_high": 0.66, "eval_pass@4": 0.8}
-    assert evaluation_values(held_out) == ("eval", {"accuracy": "0.62 (0.58 to 0.66)", "pass@4": "0.80"})
+    held_out["eval_rewards/accuracy_reward/mean"] = 0.1
+    assert evaluation_values(held_out) == ("eval", {"accuracy": "62.0 % (58.0 to 66.0 %)", "pass@4": "80.0 %"})
     named = {"eval_clean_loss": 2.0, "eval_clean_samples_per_second": 1.0, "eval_mean_token_accuracy": 0.5}
-    assert evaluation_values(named) == ("eval clean", {"loss": "2.00", "token accuracy": "0.50"})
+    assert evaluation_values(named) == ("eval clean", {"loss": "2.00", "token accuracy": "50.0 %"})
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(2, [2]), (5, [5]), (6, [5])])
+def test_a_run_that_is_shorter_than_its_logging_steps_logs_its_last_step(steps, expected, tmp_path, capsys):
+    options = {"max_steps": steps, "logging_steps": 5, "self_check": False, "eval_on_start": True}
+    options |= {"per_device_eval_batch_size": 4, "objects": {"eval_dataset": audio_rows(1)}}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(4), tmp_path, **options)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry and "train_runtime" not in entry]
+    assert [entry["step"] for entry in logs] == expected
+    assert f"step {expected[0]}/{steps} | reward " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_few_completions_are_printed(number, tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(media_logs, "print_prompt_completions_sample", lambda *args, **more: printed.append(args[5]))
+    options = {"max_steps": 1, "self_check": False, "log_completions": True}
+    options |= {} if number is None else {"num_completions_to_print": number}
+    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(4), tmp_path, **options).train()
+    assert printed == [number or 4]
 
 
 # Scripts
@@ -202,7 +270,7 @@ def test_dry_run(script, given, tmp_path, capsys):
     start(script, *words_of(options), "--dry_run", "--log_completions" if script is not sft else "--use_cpu")
     lines = masked(capsys.readouterr().out).splitlines()
     assert any("<audio: # tokens, # s>" in line for line in lines)
-    metrics = "loss # | token accuracy #" if script is sft else "reward # ± # | accuracy # | length #, # % clipped"
+    metrics = "loss # | token accuracy # %" if script is sft else "reward # ± # | accuracy # % | length #, # % clipped"
     assert [line for line in lines if line.startswith("step")] == [
         f"step #/# | {metrics} | # s/step | # s left",
         "step #/# | trained in # s",
@@ -221,7 +289,7 @@ def test_what_a_run_on_pairs_shows(script, given, capsys):
     assert lines[first - 1] == "  <|im_start|>assistant"  # the prompt that both answers follow
     answers = ["chosen (# tokens): A bird.<|im_end|>", "rejected (# tokens): A dog, a dog.<|im_end|>"]
     assert lines[first : first + 2] == answers
-    assert "step #/# | loss # | accuracy # | margin # | # s/step | # s left" in lines
+    assert "step #/# | loss # | accuracy # % | margin # | # s/step | # s left" in lines
 
 
 def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
@@ -233,15 +301,16 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
             start(grpo, *words_of(options))
     assert ended.value.code == 130
     line = capsys.readouterr().out.splitlines()[-1]
-    prefix = "Interrupted after step 2. Resume with: trl-multimodal-rft grpo "
+    told = "Interrupted after step 2; the last checkpoint is out/checkpoint-{}. Resume with: trl-multimodal-rft grpo "
+    prefix = told.format(2)
     assert line == prefix + "--config out/run.yaml --resume_from_checkpoint True"
     Path("out/checkpoint-2").rename("out/checkpoint-1")
     with pytest.raises(SystemExit):  # at once
         start(grpo, *shlex.split(line.removeprefix(prefix)))
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("Interrupted after step 2; checkpoint-1 is the last one. Resume with: trl-multimodal-rft ")
+    assert line.startswith(told.format(1))
     Path("out/checkpoint-1").rename("out/checkpoint-2")
-    line = line.replace("2; checkpoint-1 is the last one", "2")
+    line = line.replace("out/checkpoint-1", "out/checkpoint-2")
 
     more = ("--reward_funcs", "accuracy_reward", "--max_steps", "4")
     start(grpo, *shlex.split(line.removeprefix(prefix)), *more)

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 
+import house
 import pytest
 import torch
 from datasets import IterableDataset
@@ -562,3 +563,12 @@ def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
     one = ours(advantage_estimator="mine", loss_type="mine", num_generations=2, max_steps=1, **options)
     same = ours(advantage_estimator="rloo", loss_type="luspo", num_generations=2, max_steps=1, **options)
     assert norm(one.update) > 1e-3 and relative_difference(one.update, same.update) <= 1e-5
+
+
+@pytest.mark.parametrize("name", house.exported("Config"))
+def test_ddp_does_not_search_for_weights_that_the_loss_does_not_reach(name, tmp_path):
+    """There are none, so that it would only warn; `distributed/test_mixed_batches.py` trains both ways."""
+    config_class = house.exported("Config")[name]
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    assert config_class(str(tmp_path), **options).ddp_find_unused_parameters is False
+    assert config_class(str(tmp_path), **options, ddp_find_unused_parameters=True).ddp_find_unused_parameters

@@ -3,6 +3,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -119,6 +120,29 @@ def test_load_balancing_loss(name):
         torch.testing.assert_close(loss, kinds[0])
         assert relative_difference({name: gradient[name] for name in gradients[0]}, gradient) <= 1e-5
         assert relative_difference(gradients[0], gradient) <= 1e-5
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_request_that_does_not_say_is_packed_as_the_policy_packs(packing, max_tokens, monkeypatch):
+    """So is one for supervised completions; without a policy, rows are packed."""
+    model, prompts = build("qwen2_audio")
+    (ids, mask), used = random_completions(len(prompts)), set()
+    for name in ("_packed_batch", "_padded_batch"):
+        batch = getattr(forward, name)
+        monkeypatch.setattr(forward, name, lambda *a, _n=name, _b=batch, **more: used.add(_n) or _b(*a, **more))
+    policy = PolicyForward(fallbacks=Fallbacks(packing=packing), max_tokens=max_tokens)
+    request = ScoreRequest(prompts, ids, mask)
+    with torch.no_grad():
+        policy.score(model, replace(request, supervised=request))
+        assert used == {"_packed_batch" if packing else "_padded_batch"}
+        used.clear()
+        policy.score(model, request, fallbacks=Fallbacks(packing=not packing))
+        policy.score(model, replace(request, packed=not packing))
+        assert used == {"_padded_batch" if packing else "_packed_batch"}
+        used.clear()
+        completion_scores(model, model, request)
+    assert used == {"_packed_batch"}
 
 
 def test_rows_of_scores_stay_together():

@@ -65,7 +65,7 @@ def test_a_terminal_has_bars_beneath_the_lines(tmp_path):
         train(tmp_path, disable_tqdm=False)
     [shown] = texts
     assert re.search(r"\rtrain:   0%\|.* 0/2 \[", shown) and re.search(r"\rtrain:  50%\|.* 1/2 \[", shown)
-    assert re.search(r"\revaluate:  50%\|.* 4/8 .*accuracy 25\.0%\]", shown)
+    assert re.search(r"\revaluate:  50%\|.* 4/8 .*accuracy 25\.0 %\]", shown)
     assert re.search(r"\d/\d \[.*batch/s\]", shown)
     assert len(re.findall(r"step [12]/2 \|", shown)) == 6  # of training, its evaluation, completions and the end
     assert not re.search(r"[^\s\rA](step \d/|self-check|first prompt)", shown)  # lines have the bar removed first
@@ -105,7 +105,7 @@ def prepare(tmp_path):
 @pytest.mark.parametrize(
     ("run", "bars"),
     [
-        (answers, [r"evaluate: .*[1-3]/4 .*accuracy 100\.0%"]),
+        (answers, [r"evaluate: .*[1-3]/4 .*accuracy 100\.0 %"]),
         (pairs, [r"evaluate: .*[1-3]/4 .*pair"]),
         (lambda tmp_path: write_folder(image_rows(4), tmp_path / "out"), [r"write train: .*/4 "]),
         (check, [r"^loading libraries \.\.\.", r"check: .*/4 "]),
@@ -139,7 +139,7 @@ def test_a_notebook_has_a_table(tmp_path, monkeypatch, capsys):
     table = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in page[-1].split("</tr>")][:-1]
     names, rows = table[0], [dict(zip(table[0], cells, strict=False)) for cells in table[1:]]
     assert names[0] == "step" and {"reward", "length", "eval accuracy", "eval reward"} < {*names}
-    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["eval accuracy"].startswith("0.25 (")
+    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["eval accuracy"].startswith("25.0 % (")
     assert all(row["reward"].startswith("0.25 ±") for row in rows) and "2/2 " in page[-1]
     assert "step 1/2" not in capsys.readouterr().out
 

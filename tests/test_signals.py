@@ -6,7 +6,9 @@ bit, from any moment and on several processes.
 
 import fcntl
 import logging
+import multiprocessing
 import os
+import platform
 import pty
 import signal
 import subprocess
@@ -16,31 +18,32 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import forked
 from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers import signals
+from trl_multimodal_rft import MultimodalGRPOTrainer, launchers
 from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
 class Interrupted(MultimodalGRPOTrainer):
-    """Receives a signal before the update of a step."""
+    """Receives signals before the update of a step."""
 
-    step, number, times = -1, signal.SIGTERM, 1
+    step, numbers = -1, (signal.SIGTERM,)
 
     def _get_grad_norm(self, *args, **kwargs):
-        for _ in range(self.times if self.state.global_step + 1 == self.step else 0):
-            signal.raise_signal(self.number)
+        for number in self.numbers if self.state.global_step + 1 == self.step else ():
+            signal.raise_signal(number)
         return super()._get_grad_norm(*args, **kwargs)
 
 
-def make(folder: Path, step: int = -1, number: int = signal.SIGTERM, **options):
+def make(folder: Path, step: int = -1, *numbers: int, **options):
     options = {**REUSED, "self_check": False, "enable_jit_checkpoint": True, "save_strategy": "no", **options}
     trainer = make_trainer(Interrupted, "qwen2_5_vl", image_rows(5), folder, **options)
-    trainer.step, trainer.number = step, number
+    trainer.step, trainer.numbers = step, numbers or (signal.SIGTERM,)
     return trainer
 
 
@@ -156,15 +159,55 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
     assert verify_checkpoint(checkpoint) == []
 
 
-def test_without_the_option_signals_are_not_handled(tmp_path):
+WITHOUT_IT = {"enable_jit_checkpoint": False, "save_strategy": "epoch"}
+
+
+@pytest.mark.parametrize("options", [{"save_strategy": "no"}, {}], ids=["nothing to save", "the program's handler"])
+@pytest.mark.parametrize("number", ASKING)
+def test_without_the_option_these_signals_are_not_handled(number, options, tmp_path):
     with pytest.raises(Unhandled):
-        make(tmp_path, 2, enable_jit_checkpoint=False).train()
+        make(tmp_path, 2, number, **{**WITHOUT_IT, **options}).train()
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("default", [signal.SIG_DFL, signal.default_int_handler])
+def test_signals_that_nothing_else_handles_end_it_as_ctrl_c_does(number, default, tmp_path):
+    before = signal.signal(number, default)
+    trainer = make(tmp_path, 2, number, number, **WITHOUT_IT)  # launchers repeat signals
+    try:
+        with pytest.raises(KeyboardInterrupt, match=f"after step 2 of .*; resume from {tmp_path}/checkpoint-2"):
+            trainer.train()
+    finally:
+        assert signal.signal(number, before) == default
+    assert verify_checkpoint(tmp_path / "checkpoint-2") == []
+
+
+def test_a_process_that_was_forked_ends_at_its_own_signal(tmp_path):
+    """As those of a reward function, which a pool terminates and waits for."""
+    codes = []
+
+    class Forks(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            process = multiprocessing.get_context("fork").Process(target=signal.pause)
+            process.start()
+            process.terminate()
+            process.join(20)
+            process.kill()
+            codes.append(process.exitcode)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    trainer = make(tmp_path, max_steps=1, **WITHOUT_IT)
+    trainer.add_callback(Forks())
+    trainer.train()
+    signal.signal(signal.SIGTERM, before)
+    assert codes == [-signal.SIGTERM] and trainer.state.global_step == 1
 
 
 def test_ctrl_c_saves_a_checkpoint_before_it_raises(straight, tmp_path):
-    options = {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}, "enable_jit_checkpoint": False}
-    first = make(tmp_path, 2, signal.SIGINT, **options, save_strategy="epoch")
-    with pytest.raises(KeyboardInterrupt):
+    options = {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}, **WITHOUT_IT}
+    first = make(tmp_path, 2, signal.SIGINT, **options)
+    with pytest.raises(KeyboardInterrupt, match=f"resume from {tmp_path}/checkpoint-2"):
         first.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     again = make(tmp_path, **options)
@@ -191,10 +234,17 @@ def test_ctrl_c_ends_a_run_without_checkpoints_at_once(tmp_path):
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
     options = {**REUSED, "self_check": False, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(Interrupted, "qwen2_5_vl", image_rows(5), tmp_path, **options)
-    trainer.step, trainer.number, trainer.times = 2, signal.SIGINT, 2
+    trainer.step, trainer.numbers = 2, (signal.SIGINT, signal.SIGINT)
     with pytest.raises(Unhandled):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_ctrl_c_after_another_signal_ends_it_at_once_and_so_does_what_torchs_launcher_sends_then(numbers, tmp_path):
+    with pytest.raises(Unhandled):
+        make(tmp_path, 2, *numbers).train()
+    assert not [*tmp_path.glob("checkpoint-*")]
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -227,7 +277,37 @@ def test_in_a_thread_it_warns_that_signals_are_not_handled(jit, tmp_path, caplog
     assert trainer.state.global_step == 1
 
 
+ENDS = """
+import os, signal, sys, torch
+from trl_multimodal_rft import launchers
+torch.multiprocessing._prctl_pr_set_pdeathsig = lambda number: print("ends with it", number)
+launchers.end_with_launcher()
+print("goes on")
+"""
+
+
+def started(launched_by: str | None) -> tuple[int, list[str]]:
+    environment = python_environment() | ({} if launched_by is None else {launchers._LAUNCHED_BY: launched_by})
+    run = forked.run([sys.executable, "-c", ENDS], env=environment, capture_output=True)
+    return run.returncode, run.stdout.splitlines()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="only Linux tells")
+def test_a_launched_process_ends_where_its_launcher_has_ended_before():
+    """It still imported, when no signal was asked for. A process that nobody waits for isn't running."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):
+        assert started(f"{platform.node()}:{ended.pid}") == (-signal.SIGTERM, [])
+        ended.wait()
+    for other in (None, f"{platform.node()}:{os.getpid()}", f"other:{ended.pid}"):
+        assert started(other) == (0, ["goes on"])
+
+
 def test_it_does_not_end_with_a_shell(monkeypatch):
     """With a launcher, it does: `distributed/test_killed.py`."""
-    monkeypatch.setattr(signals, "_prctl_pr_set_pdeathsig", lambda number: pytest.fail("ends with a shell"))
-    signals.end_with_launcher()
+    monkeypatch.setattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: pytest.fail("with a shell"))
+    launchers.end_with_launcher()
+    monkeypatch.setattr(launchers, "_is_launcher", lambda process_id: True)
+    with pytest.raises(pytest.fail.Exception, match="with a shell"):
+        launchers.end_with_launcher()

@@ -42,14 +42,11 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
     """
-    Keeps objects that exist at the end of the context, such as imported modules, from the garbage collector for good.
-
-    The collector would search the objects of torch, transformers and TRL several times during the imports, in later
-    collections, and at the end of the process. Only for processes that this package's commands start.
+    Turns off the garbage collector within the context. It would search the objects of torch, transformers and TRL
+    several times during the imports.
     """
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()

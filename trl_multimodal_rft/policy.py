@@ -352,10 +352,10 @@ class PolicyForward:
         Returns the requested scores of completions, `(B, C)`, with gradients if they are enabled.
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
-        `self.fallbacks` by default. Log-probabilities come from the fused head. With `fallbacks.logits_from_model`, or
-        with a `logit_bias` of the request, they come from the model's logits. Callers leave the request's fields
-        `isolate`, `min_forwards`, `logits_temperature`, `extra_outputs` and `states` at their defaults, as this method
-        chooses them.
+        `self.fallbacks` by default, and rows are packed by default if they allow it. Log-probabilities come from the
+        fused head. With `fallbacks.logits_from_model`, or with a `logit_bias` of the request, they come from the
+        model's logits. Callers leave the request's fields `isolate`, `min_forwards`, `logits_temperature`,
+        `extra_outputs` and `states` at their defaults, as this method chooses them.
 
         A batch with more tokens than `max_tokens` is scored in parts. The caller must then run the backward pass by
         [`~forward.token_budget.backward_by_parts`] with the scores' `deferred`. A group with more tokens than
@@ -368,13 +368,15 @@ class PolicyForward:
         one row per context is forwarded.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        request = _with_packing(request, fallbacks)
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
         prompts, n, rows = request.prompts, len(request), request.rows
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         # Leaves out padded rows without completion tokens, which would cost as much as others
-        if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
+        needs_all = request.is_packed or request.whole or request.compute_aux_loss
+        if rows is None and lengths is not None and not needs_all:
             nonempty = [i for i, length in enumerate(lengths) if length]
             rows = nonempty if len(nonempty) < n else None
         if rows is not None:
@@ -382,7 +384,7 @@ class PolicyForward:
             dummies = self.processes.dummies_for_unselected(model, prompts, selected.prompts)
             request = selected.with_dummies(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
-        if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
+        if lengths is not None and (request.whole or (request.compute_aux_loss and request.is_packed)):
             # Whole sequences are prompts that no tokens follow. For the auxiliary loss, packed rows also hold the last
             # token of each completion.
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
@@ -395,7 +397,8 @@ class PolicyForward:
         # The models that compute states of prompts for split groups
         models = [request.critic.model] if isinstance(request.critic, Critic) else []
         models += [self.unwrapped(model)] * request.needs_policy
-        keep_states = request.packed and not request.compute_aux_loss  # the auxiliary loss needs statistics of prompts
+        # The auxiliary loss needs statistics of prompts
+        keep_states = request.is_packed and not request.compute_aux_loss
         scores = self._in_parts(score, model, models, request, lengths, keep_states)
         if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
@@ -419,7 +422,7 @@ class PolicyForward:
         prompts, device = request.prompts, request.ids.device
         if self.max_tokens is None or lengths is None:
             return score(0, request)
-        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
+        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.is_packed)
         # Maps the indices in `parts` of chunks of split groups to `(is_first, is_last)` in the group
         chunks, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
@@ -455,14 +458,20 @@ class PolicyForward:
             return prompt_states(models, prompt, device)
 
     def rewards(
-        self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
+        self,
+        model: nn.Module,
+        completions: Completions,
+        *,
+        packed: bool | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """
         Returns the rewards of completions by a reward model, as `values` `(B, 1)`, with gradients if they are enabled.
         See [`~forward.logprobs.completion_rewards`].
         """
-        reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
+        request = _with_packing(request, fallbacks)
 
         def score(index: int, part: ScoreRequest) -> Scores:
             n, part = len(part), self._with_isolation(self._with_dummies(model, part), fallbacks)
@@ -475,7 +484,7 @@ class PolicyForward:
             return Scores(**self._reach_unused(model, tensors, part.states)).rows(slice(n))
 
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
-        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=packed)
+        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=request.is_packed)
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of one part of a batch."""
@@ -553,6 +562,13 @@ class PolicyForward:
     def autocast(self) -> AbstractContextManager:
         """Returns the accelerator's context for mixed precision."""
         return nullcontext() if self.accelerator is None else self.accelerator.autocast()
+
+
+def _with_packing(request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
+    """Returns the request and the one for supervised completions, packed as the fallbacks say where they don't say."""
+    if request.supervised is not None:
+        request = replace(request, supervised=_with_packing(request.supervised, fallbacks))
+    return request if request.packed is not None else replace(request, packed=fallbacks.packing)
 
 
 def _gather_head(policy: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Schedule of a run's checks, and the fallbacks that follow from their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +22,8 @@ from .self_check import RunSettings, SelfCheck, check_conversation, run_self_che
 
 logger = get_logger(__name__)
 
+_WEIGHT = 0.3  # of the latest measurement in the moving average of the contribution of media
+
 
 class Checks:
     """
@@ -38,6 +40,7 @@ class Checks:
         self.has_checked_logps = False  # whether sampled tokens were checked to have log-probabilities
         self.has_warned_of_logps = False  # whether the run has warned of sampled tokens without a log-probability
         self._engine_check: EngineCheck | None = None
+        self._contributions: dict[str, float] = {}  # moving averages of the contribution of media, by metric
 
     def on_prompts(
         self,
@@ -117,16 +120,28 @@ class Checks:
         if is_new:
             self._show()
 
+    def smoothed(self, contributions: Mapping[str, float]) -> dict[str, float]:
+        """Returns moving averages of [`~checks.media_contribution.media_contribution`], which measures few prompts."""
+        for name, value in contributions.items():
+            average = self._contributions.get(name, value)
+            self._contributions[name] = average + _WEIGHT * (value - average)
+        return {name: self._contributions[name] for name in contributions}
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns the results of the self-check, and the fallbacks that followed from them."""
+        """Returns the results of the self-check, the fallbacks that followed from them, and moving averages."""
         check = self.self_check
-        return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
+        return {
+            "self_check": None if check is None else asdict(check),
+            "fallbacks": asdict(self.policy.fallbacks),
+            "contributions": self._contributions,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # The options of this run may forbid decoding graphs that the saved run allowed
         allows_graph = self.policy.fallbacks.graph
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         self.policy.fallbacks.graph &= allows_graph
+        self._contributions = dict(state.get("contributions", {}))  # earlier checkpoints have none
         if state["self_check"] is not None:
             fields: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
             self.self_check = SelfCheck(**fields)

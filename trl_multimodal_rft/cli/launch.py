@@ -8,12 +8,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
+from types import FrameType
 
+from ..launchers import name_launcher
 from .errors import ERROR_FOLDER_VARIABLE
 from .options import TRACEBACK, config_path
 from .preflight import check_run, is_harness
+
+
+# Signals that end a run, at which processes may still save a checkpoint
+_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -48,16 +55,34 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def _launch_and_wait(words: Sequence[str]) -> int:
     """Launches a script, and returns its exit code. Hides messages of accelerate and torch."""
+    import psutil
+
     logging.disable(logging.ERROR)
-    # This process ignores Ctrl-C and waits, because Ctrl-C also reaches the launched processes, which may still save a
-    # checkpoint. Torch's launcher of several processes would kill them 30 seconds later, so it gets a longer timeout.
+    name_launcher()
+    # Torch's launcher of several processes would kill them 30 seconds after a signal, so it gets a longer timeout
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    handlers = {signum: signal.getsignal(signum) for signum in _ENDING}
+    received = []
+
+    def wait_for_processes(signum: int, frame: FrameType | None) -> None:
+        processes = psutil.Process().children()
+        if not processes:
+            signal.signal(signum, handlers[signum])
+            signal.raise_signal(signum)
+        elif signum != signal.SIGINT:  # a terminal also sends Ctrl-C to the launched processes
+            received.append(signum)
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signum)
+
+    for signum, handler in handlers.items():
+        if handler != signal.SIG_IGN:  # such as SIGHUP after `nohup`
+            signal.signal(signum, wait_for_processes)
     try:
         _run_accelerate(words)
         return 0
     except CalledProcessError as error:
-        return error.returncode
+        return 128 + received[0] if received else error.returncode
     except Exception as error:  # torch's `ChildFailedError` and `SignalException`, without importing torch
         if hasattr(error, "failures"):
             return next(iter(error.failures.values())).exitcode
@@ -65,11 +90,17 @@ def _launch_and_wait(words: Sequence[str]) -> int:
             return 128 + error.sigval
         raise
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         logging.disable(logging.NOTSET)
 
 
 def _run_accelerate(words: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    launch_command(launch_command_parser().parse_args(words))
+    args = launch_command_parser().parse_args(words)
+    # Those that torch's launcher handles by default, without SIGHUP after `nohup`, at which it would end the run
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    ignored = [name for name in names if signal.getsignal(getattr(signal, name, signal.SIGINT)) == signal.SIG_IGN]
+    args.signals_to_handle = ",".join(name for name in names if name not in ignored)
+    launch_command(args)

@@ -4,6 +4,7 @@
 import importlib
 import sys
 
+from ..launchers import end_with_launcher
 from ..lazy import uncollected_imports
 from .errors import write_input_error
 
@@ -11,6 +12,7 @@ from .errors import write_input_error
 if __name__ == "__main__":
     try:
         with uncollected_imports():
+            end_with_launcher()
             script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
             arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
         script.main(*arguments)

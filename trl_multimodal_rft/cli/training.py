@@ -93,7 +93,7 @@ class ScriptCallback(TrainerCallback):
 @contextmanager
 def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
-    Context for the training of a script with [`ScriptCallback`]. At the end, or at Ctrl-C, prints the next commands.
+    Context for the training of a script with [`ScriptCallback`]. At the end, or at a signal, prints the next commands.
     For a dry run, turns off saving and publishing, uses a temporary `output_dir`, and prints no commands.
     """
     if script_args.dry_run:
@@ -115,9 +115,8 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
         if script_args.state is None:
             raise
         state, last_step = script_args.state, saved_step(training_args.output_dir, script_args.state)
-        checkpoint_note = (
-            f"; checkpoint-{last_step} is the last one" if last_step not in (None, state.global_step) else ""
-        )
+        folder = Path(str(training_args.output_dir), f"checkpoint-{last_step}")
+        checkpoint_note = "" if last_step is None else f"; the last checkpoint is {folder}"
         resume = resume_hint(script_args, training_args.output_dir, state)
         PartialState().print(f"\nInterrupted after step {state.global_step}{checkpoint_note}. {resume}")
         sys.exit(130)

@@ -129,7 +129,8 @@ class Evaluation:
                         verdict for record in new_records for verdict in record["correct"] if verdict is not None
                     ]
                     n_answers, n_correct = n_answers + len(verdicts), n_correct + sum(verdicts)
-                    bar.set_postfix_str(f"accuracy {n_correct / n_answers:.1%}" if n_answers else "", refresh=False)
+                    accuracy = f"accuracy {100 * n_correct / n_answers:.1f} %" if n_answers else ""
+                    bar.set_postfix_str(accuracy, refresh=False)
                 elif self.policy.is_collective:  # other ranks' calls of `complete` wait for a call of this rank
                     n_logged = len(self.logged_metrics)
                     self._answer_batch(batch_index, batches[0])

@@ -3,10 +3,12 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
@@ -29,7 +31,8 @@ Options = dict[str, Any]
 # - Floats of a layer, such as epsilons, are constants of the graph.
 # - A function has graphs for different layers, for forwards with and without gradients, and for prompts and single
 #   tokens. The recompile limit leaves room for all of them.
-_CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
+# - A function that can't be compiled runs uncompiled. A whole layer couldn't run again, as it may have filled a cache.
+_CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64, "suppress_errors": True}
 
 
 def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[str], None] = print) -> None:
@@ -38,7 +41,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
 
     Attention, states of linear attention, and caches depend on lengths, on prompts and on the index of a layer. So
     they run outside of the graphs. Hooks of modules, such as FSDP2's hooks, run outside, too. Names of weights don't
-    change.
+    change. If compiling fails, as without a C++ compiler, the layers go on uncompiled.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -46,14 +49,15 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Function of one line of text. Called for a class of layers if its graph breaks at operations other than
-            attention, states and caches.
+            Function of one line of text. Called if compiling fails, and for a class of layers if its graph breaks at
+            operations other than attention, states and caches.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
+    errors: list[str] = []
     for layer in [*_layers(model)]:
         if type(layer) not in classes:
-            classes[type(layer)] = _compiled_class(type(layer), options, report)
+            classes[type(layer)] = _compiled_class(type(layer), options, report, errors)
         layer.__class__ = classes[type(layer)]
 
 
@@ -66,17 +70,38 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _compiled_class(layer_class: type[nn.Module], options: Options, report: Callable[[str], None]) -> type[nn.Module]:
+class _Recorder(logging.Filter):
+    """Records the errors of the compiler in place of Dynamo's log, which shows their tracebacks."""
+
+    def __init__(self, errors: list[str]):
+        super().__init__()
+        self._errors = errors
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.exc_info:
+            return True
+        error = getattr(record.exc_info[1], "inner_exception", record.exc_info[1])
+        self._errors.append(f"{type(error).__name__}: {error}".strip().partition("\n")[0])
+        return False
+
+
+def _compiled_class(
+    layer_class: type[nn.Module], options: Options, report: Callable[[str], None], errors: list[str]
+) -> type[nn.Module]:
     """
-    Returns a subclass of a layer class with the same name and a compiled forward.
+    Returns a subclass of a layer class with the same name and a compiled forward. If there are `errors` of compiling
+    any class, its forward isn't compiled.
 
     `nn.Module.compile` isn't used, as it would include the gradient checkpointing that transformers adds around the
     forward of a layer. Within checkpointing, attention can't be left out of the graph, so nothing would be compiled.
     """
     compiled = torch.compile(layer_class.forward, **options)
+    log, recorder = logging.getLogger("torch._dynamo.convert_frame"), _Recorder(errors)
 
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
+        if errors:
+            return layer_class.forward(layer, *args, **kwargs)
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
             # The graph of a tensor's view would depend on the shape of the viewed tensor
             args = args[0].clone(), *args[1:]
@@ -84,8 +109,16 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
         # Dynamo's counts of graph breaks by reason. New reasons are added at the end of the dictionary.
         break_counts = counters["graph_break"]
         n_before = len(break_counts)
-        with config.patch(_CONFIG):
-            output = compiled(layer, *map(_wrap_cache, args), **keywords)
+        log.addFilter(recorder)
+        try:
+            # Graphs of the backward pass are compiled here, too, where errors are suppressed
+            with config.patch(_CONFIG), functorch_config.patch(force_non_lazy_backward_lowering=True):
+                output = compiled(layer, *map(_wrap_cache, args), **keywords)
+        finally:
+            log.removeFilter(recorder)
+        if errors:
+            report(f"`torch_compile` failed, and the run goes on uncompiled: {errors[0]}")
+            return output
         reasons = [
             reason
             for reason in itertools.islice(break_counts, n_before, None)

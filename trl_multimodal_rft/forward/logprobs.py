@@ -285,7 +285,7 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
     prompts, ids, mask = request.prompts, request.ids, request.mask
     if request.whole:
         ids, mask = ids[:, :0], mask[:, :0]
-    if request.packed:
+    if request.is_packed:
         options = {"with_last": request.compute_aux_loss, "states": request.states}
         batch = _packed_batch(model, prompts, ids, mask, **options)
     else:
@@ -298,7 +298,7 @@ def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
     prompts, next_ids, mask = request.prompts, request.ids, request.mask
     is_scored, device = mask.bool(), mask.device
     # Position of each sequence's first token: a packed row joins sequences, and padded rows are padded on the left
-    if request.packed:
+    if request.is_packed:
         unique_prompts = list(group_by_prompt(prompts))
         ends = dict(zip(unique_prompts, accumulate(map(len, unique_prompts)), strict=True))
         first_positions = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from ..data.reading.decoding import load_image, read_audio
 from ..data.reading.files import evenly_spaced_frames
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # callbacks of transformers that print logs
 _LONGEST_TEXT = 2000  # maximum number of characters of a prompt or completion that are shown
+_MOST_REWARDS = 3  # reward functions whose means a line shows
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
 
@@ -73,6 +74,7 @@ class CompactLogCallback(TrainerCallback):
     def __init__(self):
         self.needs_example = True  # whether the run has shown no example yet
         self._needs_model = False  # whether a run has begun that hasn't shown its model yet
+        self._has_logged = False  # whether the run has logged metrics of a step
         self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
@@ -88,6 +90,7 @@ class CompactLogCallback(TrainerCallback):
                 Name of the trainer's class.
         """
         self._trainer_name, self._needs_model, self.needs_example = trainer_name, True, True
+        self._has_logged = False
 
     def end(self) -> None:
         """Closes the bars of a run. Trainers call this method at the end of training, also after an error."""
@@ -195,6 +198,9 @@ class CompactLogCallback(TrainerCallback):
             self._table.update(state.global_step)
         elif "train" in self._bars:
             self._bars["train"].update(state.global_step - self._bars["train"].n)
+        # A run that is shorter than `logging_steps` logs its last step
+        if state.global_step >= state.max_steps and args.logging_strategy == IntervalStrategy.STEPS:
+            control.should_log = control.should_log or not self._has_logged
         # Shows the pace after the first step of a run, as the first log may come much later
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, "", times=self._pace(state))
@@ -225,12 +231,14 @@ class CompactLogCallback(TrainerCallback):
         optimizer: Optimizer,
         **_: EventPart,
     ):
+        is_evaluation = any(name.startswith("eval_") for name in logs)
+        self._has_logged = self._has_logged or not (is_evaluation or "train_runtime" in logs)
         if not state.is_world_process_zero or not logs:
             return
         self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
-        elif any(name.startswith("eval_") for name in logs):
+        elif is_evaluation:
             self._print(state, *evaluation_values(logs))
             self._timed_until = time.perf_counter()
         else:
@@ -381,25 +389,28 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     elif "loss" in logs:
         values["loss"] = _number(logs["loss"])
     if "accuracy" in logs:
-        bounds = [logs.get(f"accuracy_{end}") for end in ("low", "high")]
-        interval = "" if None in bounds else " ({} to {})".format(*map(_number, bounds))
-        values["accuracy"] = f"{_number(logs['accuracy'])}{interval}"
-    elif accuracy := next((name for name in _ACCURACIES if name in rewards), None):
-        values["accuracy"] = _number(rewards[accuracy])
+        low, high = logs.get("accuracy_low"), logs.get("accuracy_high")
+        interval = "" if low is None or high is None else f" ({100 * low:.1f} to {_per_cent(high)})"
+        values["accuracy"] = f"{_per_cent(logs['accuracy'])}{interval}"
     elif "rewards/accuracies" in logs:  # metric of DPO
-        values["accuracy"] = _number(logs["rewards/accuracies"])
-    elif len(rewards) > 1:
-        name = next(iter(rewards))
-        values[name] = _number(rewards[name])
+        values["accuracy"] = _per_cent(logs["rewards/accuracies"])
+    # Accuracy is shown, too, if it is the only function, and comes first
+    accuracies = [name for name in _ACCURACIES if name in rewards]
+    if len(rewards) > 1 or accuracies:
+        for name in [*accuracies, *(name for name in rewards if name not in accuracies)][:_MOST_REWARDS]:
+            if name == next(iter(accuracies), None):
+                values.setdefault("accuracy", _per_cent(rewards[name]))
+            else:
+                values[name] = _per_cent(rewards[name]) if name in accuracies else _number(rewards[name])
     margin = logs.get("margin", logs.get("rewards/margins"))
     if margin is not None:
         values["margin"] = _number(margin)
     for name in logs:
         if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
-            values[name] = _number(logs[name])
+            values[name] = _per_cent(logs[name])
     # Logs of preferences have a margin; their losses don't aim at token accuracy
     if "mean_token_accuracy" in logs and margin is None:
-        values["token accuracy"] = _number(logs["mean_token_accuracy"])
+        values["token accuracy"] = _per_cent(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")
         share = "" if clipped is None else f", {100 * clipped:.0f} % clipped"
@@ -428,6 +439,11 @@ def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.0e}"
+
+
+def _per_cent(share: float | None) -> str:
+    """Returns a share as `evaluate` shows it, such as `75.0 %`; `-` for no number."""
+    return "-" if share is None or math.isnan(share) else f"{100 * share:.1f} %"
 
 
 def _duration(seconds: float) -> str:

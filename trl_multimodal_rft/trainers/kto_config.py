@@ -46,8 +46,8 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
-            images and videos grey. A measurement takes two forward passes of two completions. Evaluations measure the
-            metric once. 0 measures nothing.
+            images and videos grey. A measurement takes two forward passes of two completions. The metric is a moving
+            average, in which the latest measurement weighs 0.3. Evaluations measure it once. 0 measures nothing.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and

@@ -269,8 +269,11 @@ def enable_packing(
 def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
     """
     Returns arguments of `torch.compile` for a backend and a mode, or `None` without a backend. Backend and mode
-    default to the options of `accelerate launch`.
+    default to the options of `accelerate launch`. Raises a `ValueError` for a backend that accelerate doesn't know.
     """
+    backends = [name.lower() for name in DynamoBackend.list()]
+    if backend is not None and backend.lower() not in backends:
+        raise ValueError(f"`torch_compile_backend` is one of {', '.join(backends)}, not {backend!r}.")
     plugin = TorchDynamoPlugin(backend=backend, mode=mode)
     return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
 
@@ -288,8 +291,12 @@ def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Mo
     from ..forward.compiled import compile_layers  # imported here, because few runs need it
 
     for model in models:
-        if model is not None:
-            compile_layers(unwrapped(accelerator, model), compile_kwargs, logger.warning)
+        if model is None:
+            continue
+        try:
+            compile_layers(unwrapped(accelerator, model), compile_kwargs, logger.warning_once)
+        except RuntimeError as error:
+            raise ValueError(f"`torch_compile_mode` {args.torch_compile_mode!r}: {error}.") from error
 
 
 def prepare_reference(

@@ -153,6 +153,9 @@ class MediaArguments(CheckedKeywords, _Config):
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
+        if self.ddp_find_unused_parameters is None:
+            # The loss reaches all trained weights. DDP would search for others in each step, and warn of finding none
+            self.ddp_find_unused_parameters = False
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without an accelerator, torch would only warn
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
@@ -277,8 +280,10 @@ class SamplingArguments(MediaArguments):
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
-            images and videos grey. A measurement takes two forwards of two completions, of two prompts. 0 measures
-            nothing.
+            images and videos grey. A measurement takes two forwards of two completions, of two prompts. The metric is
+            a moving average, in which the latest measurement weighs 0.3. 0 measures nothing.
+        num_completions_to_print (`int`, *optional*, defaults to `4`):
+            Number of completions that `log_completions` prints with `rich`; `None` prints all of a batch.
 
         > Parameters that control the checks
 
@@ -300,6 +305,7 @@ class SamplingArguments(MediaArguments):
     vllm_engine_kwargs: dict | str | None = None
     vllm_server_base_url: str | None = None
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
+    num_completions_to_print: int | None = 4
     self_check: bool = True
 
     if TYPE_CHECKING:  # fields of TRL's configs

@@ -180,7 +180,8 @@ class PreferenceTrainer(CompletionTrainer):
         self._contribution_step = step if is_training else self._contribution_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
         completions = inputs["prompts"][:n], ids, mask
-        for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
+        measured = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
+        for name, value in (self.checks.smoothed(measured) if is_training else measured).items():
             metrics[name].append(value)
 
 

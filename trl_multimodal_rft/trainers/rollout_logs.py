@@ -201,7 +201,7 @@ def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -
             return run.prompts.encode(source.messages[i], source.row_indices[i], view, **source.template_tools(i))
 
         batch = rollout.completions, rollout.loss_mask
-        run.metrics.add(media_contribution(run.policy, run.model, *batch, encode))
+        run.metrics.add(run.checks.smoothed(media_contribution(run.policy, run.model, *batch, encode)))
 
 
 class ReadMetrics(TrainerCallback):

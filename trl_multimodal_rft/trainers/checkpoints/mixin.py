@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
 
 from ...checks.run_checks import Checks
 from ...data.rows.fingerprint import fingerprint
 from ...forward.features import learned_ways, restore_ways
 from ...forward.scores import DeferredParts
 from ...forward.token_budget import backward_by_parts
+from ...launchers import end_with_launcher
 from ...models.critic import Critic, ValueHead, policy_alone
 from ...models.parts import freeze, rates_of_parts
 from ...models.quantization import keep_differentiable
@@ -40,7 +41,7 @@ from ...rollout.stream import CardNotes, RowStream, named_dataset
 from ..arguments import check_keywords
 from ..finite import check_weights, skip_broken_update
 from ..optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
-from ..signals import EndOnSignal, end_with_launcher
+from ..signals import EndOnSignal
 from .files import (
     PARTIAL,
     checkpoints,
@@ -112,7 +113,22 @@ class CheckpointMixin(Trainer):
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
+        end_with_launcher()  # also while the model loads
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        model, dataset = getattr(self, "model", None), getattr(self, "train_dataset", None)
+        if model is None or dataset is None:  # not constructed yet
+            return object.__repr__(self)
+        model, state = self._unwrapped(model), getattr(self, "state", None)
+        steps = self.args.max_steps if self.args.max_steps > 0 else getattr(state, "max_steps", 0)
+        facts = {
+            "model": " ".join([type(model).__name__, *filter(None, [model.config.name_or_path])]),
+            "rows": f"{len(dataset):,}" if has_length(dataset) else "a stream",
+            "rewards": ", ".join(self.reward_func_names),
+            "steps": f"{steps:,}" if steps else f"{self.args.num_train_epochs:g} epochs",
+        }
+        return f"{type(self).__name__}({'; '.join(f'{name}: {fact}' for name, fact in facts.items() if fact)})"
 
     def _finish_setup(self) -> None:
         """
@@ -129,8 +145,8 @@ class CheckpointMixin(Trainer):
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
         if self.args.enable_jit_checkpoint or self.args.save_strategy != SaveStrategy.NO:
-            only_interrupts = not self.args.enable_jit_checkpoint
-            self._signal_callback = EndOnSignal(partial(any_rank, self.accelerator), only_interrupts)
+            raises = not self.args.enable_jit_checkpoint
+            self._signal_callback = EndOnSignal(partial(any_rank, self.accelerator), raises)
             self.add_callback(self._signal_callback)
 
     def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
@@ -148,9 +164,10 @@ class CheckpointMixin(Trainer):
         """
         Trains the model. During training, no other run can train in the same `output_dir`.
 
-        Ctrl-C saves a checkpoint after the current step and then raises `KeyboardInterrupt`. A second Ctrl-C raises
-        the error at once. In an interactive session, or with `save_strategy="no"`, the first Ctrl-C raises it at once.
-        With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
+        Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the current step and then raise `KeyboardInterrupt`, whose
+        message names the checkpoint. A second Ctrl-C raises the error at once. In an interactive session, or with
+        `save_strategy="no"`, the signals act as without a trainer. So do SIGTERM and SIGHUP if the program handles
+        them. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
         current step, without an error.
 
         Args:
@@ -169,9 +186,8 @@ class CheckpointMixin(Trainer):
                 sharding (FSDP, DeepSpeed), other `freeze` or `learning_rates`, or if only one of both runs has an
                 adapter.
             `RuntimeError`: If another run trains in `output_dir`.
-            `KeyboardInterrupt`: At Ctrl-C, after a checkpoint.
+            `KeyboardInterrupt`: At Ctrl-C, SIGTERM or SIGHUP, after a checkpoint.
         """
-        end_with_launcher()  # from now on, this process receives SIGTERM when the launcher ends
         with ExitStack() as stack:
             holder = stack.enter_context(holding_lock(self.args.output_dir)) if self.is_world_process_zero() else None
             (holder,) = broadcast_object_list([holder])

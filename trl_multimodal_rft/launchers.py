@@ -1,0 +1,65 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Launched processes end with their launcher: the kernel sends them a signal when it is gone."""
+
+import os
+import platform
+import signal
+from pathlib import Path
+
+
+# Environment variable with the host and the process id of the command that launches processes
+_LAUNCHED_BY = "TRL_MULTIMODAL_RFT_LAUNCHED_BY"
+
+# Programs and Python modules that start processes and wait for them
+_LAUNCHERS = {
+    "trl-multimodal-rft",
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+}
+
+
+def name_launcher() -> None:
+    """Names this process as the launcher of those that it starts, in their environment."""
+    os.environ[_LAUNCHED_BY] = f"{platform.node()}:{os.getpid()}"
+
+
+def end_with_launcher() -> None:
+    """
+    Makes this process receive SIGTERM when the launcher that started it ends for any reason, or now if it has ended
+    already. If a launcher is killed, nothing else stops its processes, and they would continue. Has an effect on Linux
+    only.
+    """
+    host, _, process_id = os.environ.get(_LAUNCHED_BY, "").rpartition(":")
+    launchers = set() if _PARENT_LAUNCHER is None else {_PARENT_LAUNCHER}
+    if process_id and host == platform.node():
+        launchers.add(int(process_id))
+    if os.getppid() in launchers or _is_launcher(os.getppid()):
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyrefly: ignore[missing-module-attribute]
+
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
+    if Path("/proc/self").exists() and not all(map(_is_running, launchers)):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _is_launcher(process_id: int) -> bool:
+    try:
+        command = Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:  # not Linux, or a process that this one can't see
+        return False
+    words = command.decode(errors="replace").split("\0")
+    return bool({Path(word).name for word in words[:3]} & _LAUNCHERS)  # later words may be arguments
+
+
+def _is_running(process_id: int) -> bool:
+    """A process that has ended may stay as a zombie."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# The launcher at the time of this import: a process that starts later may already have another parent
+_PARENT_LAUNCHER = os.getppid() if _is_launcher(os.getppid()) else None
