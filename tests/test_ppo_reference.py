@@ -1016,17 +1016,30 @@ def test_options_of_the_rollout(tmp_path):
 
 def test_errors_of_the_constructor(tmp_path):
     policy, processor = actor_of("image"), load("qwen2_5_vl")[1]
+    critic = critic_of("qwen2_5_vl")
     sgd = torch.optim.SGD(policy.parameters())
+    part = torch.optim.SGD([*policy.parameters()][:3])
+    values = torch.optim.SGD(critic.parameters())
 
-    def construct(config=None, critic=None, critic_optim=None, **arguments):
+    def construct(config=None, critic=None, optimizers=(None,) * 4, **arguments):
         models = policy, critic, None, None, None
         arguments = {"processor": processor, "reward_fn": length_and_sum, **arguments}
-        return PPOTrainerVL(strategy(tmp_path, **(config or {})), *models, None, critic_optim, None, None, **arguments)
+        return PPOTrainerVL(strategy(tmp_path, **(config or {})), *models, *optimizers, **arguments)
 
     group_norm = {"critic": critic_of("qwen2_5_vl"), "config": {"advantage_estimator": "group_norm"}}
     for arguments, error in (
         (group_norm, "`critic` was passed, which .*'group_norm'"),
-        ({"critic_optim": sgd}, "`critic_optim` trains a `critic`, which wasn't passed"),
+        ({"optimizers": (None, sgd, None, None)}, "`critic_optim` trains a `critic`, which wasn't passed"),
+        ({"optimizers": (sgd, None, None, None)}, "`actor_optim` doesn't train the critic that 'gae' makes"),
+        ({"optimizers": (None, None, LinearLR(sgd), None)}, "A scheduler needs its optimizer"),
+        ({"optimizers": (sgd, None, None, None), "critic": critic}, "`critic_optim` is None, but the other side"),
+        ({"optimizers": (sgd, sgd, None, None), "critic": critic}, "`critic_optim` holds weights of another model"),
+        ({"optimizers": (sgd, values, LinearLR(sgd), None), "critic": critic}, "or none of them"),
+        ({"optimizers": (part, values, None, None), "critic": critic}, "`actor_optim` doesn't hold `model"),
+        (
+            {"optimizers": (sgd, values, LinearLR(values), LinearLR(values)), "critic": critic},
+            "`actor_scheduler` was made for another optimizer",
+        ),
         ({"reward_fn": None}, "There is no source of reward"),
         ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
         (

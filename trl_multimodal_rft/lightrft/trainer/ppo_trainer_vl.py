@@ -143,6 +143,11 @@ class PPOTrainerVL:
             raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
+        if critic is None and actor_optim is not None and strategy.estimator.name == "gae":
+            raise ValueError(
+                "`actor_optim` doesn't train the critic that 'gae' makes from the policy; pass a `critic` and its "
+                "`critic_optim`, or no optimizers."
+            )
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
