@@ -1,0 +1,125 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Plugin of pytest under which TRL's tests use this package's trainers, by name, and stand-ins for what they load."""
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import DatasetDict
+
+import trl_multimodal_rft
+from trl_suite.stand_ins import stand_in
+
+
+ALGORITHMS = ("DPO", "KTO", "Reward", "SFT", "GRPO", "RLOO", "Distillation")
+SECONDS = int(os.environ.get("TRL_SUITE_SECONDS", "120"))  # time limit of a test
+# Modules from which TRL's tests import a trainer and its config
+_MODULES = ("trl", "trl.trainer", "trl.experimental.distillation")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _add_missing_names()
+    if os.environ.get("TRL_SUITE_CLASSES") != "trl":
+        _swap_names(with_self_check=os.environ.get("TRL_SUITE_SELF_CHECK") != "0")
+    datasets.load_dataset = _with_stand_ins(datasets.load_dataset)
+
+
+def _add_missing_names() -> None:
+    """Adds functions that tell whether a package is installed, where a checkout's tests know more than TRL itself."""
+
+    def missing(name: str) -> Callable[[], bool]:
+        if name.startswith("is_") and name.endswith("_available"):
+            return lambda: importlib.util.find_spec(name[3:-10]) is not None
+        raise AttributeError(name)
+
+    importlib.import_module("trl.import_utils").__getattr__ = missing  # type: ignore[method-assign]
+
+
+def _swap_names(with_self_check: bool) -> None:
+    for algorithm in ALGORITHMS:
+        for kind in ("Config", "Trainer"):
+            # Imported before the swap, after which TRL's own names stand for this package's classes
+            ours = getattr(trl_multimodal_rft, f"Multimodal{algorithm}{kind}")
+            if kind == "Config" and not with_self_check:
+                ours.__init__ = _with_default(ours.__init__, self_check=False)
+            for name in _MODULES:
+                with suppress(ImportError):
+                    module = importlib.import_module(name)
+                    if hasattr(module, f"{algorithm}{kind}"):
+                        setattr(module, f"{algorithm}{kind}", ours)
+
+
+def _with_default(function: Callable, **defaults: Any) -> Callable:
+    @functools.wraps(function)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **{**defaults, **kwargs})
+
+    return call
+
+
+def _with_stand_ins(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def load_dataset(path: str, name: str | None = None, *args: Any, split=None, streaming=False, **kwargs: Any):
+        try:
+            rows = stand_in(Path(os.environ["HF_HUB_CACHE"]), path, name)
+        except FileNotFoundError:
+            return load(path, name, *args, split=split, streaming=streaming, **kwargs)
+        if split is not None:
+            part, _, window = split.partition("[")
+            start, _, end = window.removesuffix("]").partition(":")
+            chosen = rows[part]
+            indices = range(len(chosen))[slice(int(start or 0), int(end) if end else None)]
+            chosen = chosen.select(indices)
+            return chosen.to_iterable_dataset() if streaming else chosen
+        if streaming:
+            return datasets.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in rows.items()})
+        return DatasetDict(rows)
+
+    return load_dataset
+
+
+class TooSlow(Exception):
+    """A test took longer than its limit."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    def stop(*_: Any) -> None:
+        raise TooSlow(f"no result within {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+_RESULTS: dict[str, dict[str, Any]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes the outcome of a test, with the last line of its error."""
+    name = report.nodeid.removeprefix("tests/")
+    if report.when == "call" or report.outcome != "passed":
+        line = ""
+        if report.outcome == "failed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            line = str(crash.message if crash is not None else report.longrepr)
+        result = _RESULTS.setdefault(name, {"outcome": "passed", "error": "", "seconds": 0.0})
+        outcome = "xfailed" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
+        result.update(outcome=outcome, error=line[:2000], seconds=round(report.duration, 1))
+
+
+def pytest_sessionfinish() -> None:
+    with suppress(KeyError):
+        Path(os.environ["TRL_SUITE_RESULTS"]).write_text(json.dumps(_RESULTS, indent=1))
