@@ -204,6 +204,8 @@ MISTAKES = [
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["grpo", *REWARD, "acuracy_reward"], 1, "no reward function 'acuracy_reward'"),
     (["sft", *MODEL, *ROWS, "--media_dir", "pictures"], 1, "pictures', which isn't a folder; correct it."),
+    (["check", *MODEL, *ROWS, "--num_generations", "4"], 2, "It is an option of a run: `--config` reads the file"),
+    (["grpo", *REWARD, "length_reward", "--value_warmup_steps", "4"], 2, "there is no option `--value_warmup_steps`."),
     (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
     ([*BATCH, "--num_processes", "3"], 1, "`per_device_train_batch_size=2` x `gradient_accumulation_steps=1` x 3 pr"),
     ([*BATCH, "--accelerate_config", "cpu"], 1, "Set `per_device_train_batch_size=4` or `gradient_accumulation_st"),

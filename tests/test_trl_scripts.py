@@ -467,6 +467,14 @@ SFT = {
         "dataset": lambda: tokenized().with_transform(ready),
         "dataset_kwargs": {"skip_prepare_dataset": True},
     },
+    "shuffled rows, of which one is dropped": {
+        "dataset": lambda: tokenized(
+            assistant_masks=lambda ids: [len(ids) > 16] * 3 + [len(ids) <= 16] * (len(ids) - 3)
+        ),
+        "shuffle_dataset": True,
+        "max_length": 6,
+    },
+    "options of layout": {"dataset_num_proc": 2, "pad_to_multiple_of": 8, "include_num_input_tokens_seen": "no"},
     "adapter": {"objects": lambda: {"peft_config": lora()}},
     "prompt learning": {
         "objects": lambda: {"peft_config": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
@@ -502,7 +510,8 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
     trainer = trainer_class(saved(), args, train_dataset=rows, **objects)
     update = update_of(trainer)
     history = [
-        {key: value for key, value in each.items() if key != "total_flos"} for each in trainer.state.log_history
+        {key: value for key, value in each.items() if key not in ("total_flos", "rows/cut")}
+        for each in trainer.state.log_history
     ]
     return Run(trainer, update, history)
 

@@ -87,6 +87,12 @@ def _with_stand_ins(load: Callable) -> Callable:
     return load_dataset
 
 
+@pytest.fixture
+def lazy_shared_datadir(request: pytest.FixtureRequest) -> Path:
+    """The folder of TRL's test data, as the plugin pytest-datadir gives it."""
+    return request.path.parent / "data"
+
+
 class TooSlow(Exception):
     """A test took longer than its limit."""
 

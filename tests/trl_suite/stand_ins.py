@@ -135,13 +135,15 @@ def make_stand_ins(checkout: Path, cache: Path) -> None:
         words.chat_template = chat_template and _template(chat_template)
         config = model_class.config_class(**families.decoder(words, **settings))
         model, _ = families.instantiate(model_class, config, SimpleNamespace(tokenizer=words), scale=2.0)
-        _save(cache, f"tiny-{name}", model.bfloat16(), words)
+        _save(cache, f"{ORGANIZATION}/tiny-{name}", model.bfloat16(), words)
+        if name == "Qwen3ForCausalLM":  # of which tests take the chat template
+            _save(cache, "Qwen/Qwen3-4B", model, words)
     for name, (builder, chat_template) in _IMAGE_MODELS.items():
         model, processor = builder()
         if chat_template is not None:
             processor.chat_template = _template(chat_template)
         processor.tokenizer.padding_side = "right"
-        _save(cache, f"tiny-{name}", model.bfloat16(), processor)
+        _save(cache, f"{ORGANIZATION}/tiny-{name}", model.bfloat16(), processor)
     _make_remote_model(checkout, cache, texts)
     (cache / "complete").touch()
 
@@ -164,6 +166,10 @@ def _make_datasets(checkout: Path, cache: Path) -> list[str]:
         folder = cache / "datasets" / name
 
         def save(rows: DatasetDict, repo_id: str, config_name: str = "default", folder: Path = folder) -> None:
+            if "tools" in rows["train"].column_names:  # the Hub has JSON
+                columns = {split: [json.dumps(tools) for tools in part["tools"]] for split, part in rows.items()}
+                parts = {split: part.remove_columns("tools") for split, part in rows.items()}
+                rows = DatasetDict({key: part.add_column("tools", columns[key]) for key, part in parts.items()})
             rows.save_to_disk(str(folder / config_name))
 
         with mock.patch.object(DatasetDict, "push_to_hub", save):
@@ -205,9 +211,9 @@ def _tokenizer(texts: list[str], special: tuple[str, ...]) -> hf.PreTrainedToken
 
 def _save(cache: Path, name: str, model: Any, processor: Any) -> Path:
     """Saves a model and its processor as the only snapshot of a repository in a Hub cache."""
-    repository = cache / f"models--{ORGANIZATION}--{name}"
+    repository = cache / f"models--{name.replace('/', '--')}"
     folder = repository / "snapshots" / _REVISION
-    model.config._name_or_path = f"{ORGANIZATION}/{name}"
+    model.config._name_or_path = name
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     (repository / "refs").mkdir(parents=True, exist_ok=True)
@@ -231,4 +237,4 @@ def _make_remote_model(checkout: Path, cache: Path, texts: list[str]) -> None:
         "AutoModelForSequenceClassification": "modeling_remote.RemoteForSequenceClassification",
     }
     model, _ = families.instantiate(modeling.RemoteForCausalLM, config, SimpleNamespace(tokenizer=words), scale=2.0)
-    _save(cache, "tiny-RemoteForCausalLM", model.bfloat16(), words)
+    _save(cache, f"{ORGANIZATION}/tiny-RemoteForCausalLM", model.bfloat16(), words)

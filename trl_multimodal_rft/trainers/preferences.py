@@ -67,8 +67,10 @@ class PreferenceTrainer(CompletionTrainer):
             )
         with (
             loading_in_trl(loaded.by_name),
-            # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
+            # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and refuse
+            # to cut the beginning of rows with images
             replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **CONSTRUCTOR_OPTIONS),
+            replaced(args, max_length=None),
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # without a dataset, TRL raises an error
