@@ -494,9 +494,9 @@ def test_rows_that_max_length_cuts_off_are_dropped_and_counted(form, options, st
 @pytest.mark.parametrize("streams", [False, True])
 def test_no_row_that_max_length_leaves_something_of_is_an_error(streams, tmp_path):
     rows = text_rows(4)
-    trainer = make("qwen2_5_vl", rows.to_iterable_dataset() if streams else rows, tmp_path, max_length=4)
     with pytest.raises(ValueError, match=r"None .* row \d has \d+ tokens, of which `max_length` \(4\) leave"):
-        trainer.train()
+        make("qwen2_5_vl", rows.to_iterable_dataset() if streams else rows, tmp_path, max_length=4).train()
+    trainer = make("qwen2_5_vl", rows.to_iterable_dataset(), tmp_path, max_length=4)
     with pytest.raises(ValueError, match="No row to evaluate can be read"):
         trainer.evaluate(rows)
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Plugin of pytest under which TRL's tests use this package's trainers, by name, and stand-ins for what they load."""
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +29,39 @@ _MODULES = ("trl", "trl.trainer", "trl.experimental.distillation")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _add_missing_names()
+    _add_missing_names([Path(argument) for argument in config.args if Path(argument).is_file()])
+    _add_missing_names([Path("tests/testing_utils.py")])
     if os.environ.get("TRL_SUITE_CLASSES") != "trl":
         _swap_names(with_self_check=os.environ.get("TRL_SUITE_SELF_CHECK") != "0")
     datasets.load_dataset = _with_stand_ins(datasets.load_dataset)
 
 
-def _add_missing_names() -> None:
-    """Adds functions that tell whether a package is installed, where a checkout's tests know more than TRL itself."""
+class _Missing:
+    """Stands for a name that the installed release of TRL doesn't have. A test that uses it is skipped."""
 
-    def missing(name: str) -> Callable[[], bool]:
-        if name.startswith("is_") and name.endswith("_available"):
-            return lambda: importlib.util.find_spec(name[3:-10]) is not None
-        raise AttributeError(name)
+    def __init__(self, name: str):
+        self.__name__ = name
 
-    importlib.import_module("trl.import_utils").__getattr__ = missing  # type: ignore[method-assign]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pytest.skip(f"the installed release of TRL has no {self.__name__}")
+
+
+def _add_missing_names(files: list[Path]) -> None:
+    """Adds names to TRL's modules that tests import, but that the installed release doesn't have."""
+    for file in files:
+        for statement in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(statement, ast.ImportFrom) or not (statement.module or "").startswith("trl"):
+                continue
+            with suppress(ImportError):  # a test without a module of its own fails by itself
+                module = importlib.import_module(str(statement.module))
+                for name in [alias.name for alias in statement.names if not hasattr(module, alias.name)]:
+                    is_check = name.startswith("is_") and name.endswith("_available")
+                    package = name.removeprefix("is_").removesuffix("_available")
+                    setattr(module, name, partial(_is_installed, package) if is_check else _Missing(name))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _swap_names(with_self_check: bool) -> None:
