@@ -426,9 +426,7 @@ def test_the_model_is_the_reference_until_it_is_trained(tmp_path):
     trainer.train()
     other = run_ours(image_pairs(4), tmp_path, objects={"ref_model": shifted(load_model("qwen2_5_vl")[0])}, **options)
     for each in (trainer, other):
-        with pytest.raises(
-            ValueError, match="dataset passed to `evaluate.*keeps no reference; pass it"
-        ):
+        with pytest.raises(ValueError, match="dataset passed to `evaluate.*keeps no reference; pass it"):
             each.evaluate(image_pairs(3))
 
 

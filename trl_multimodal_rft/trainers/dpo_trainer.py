@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
@@ -82,7 +82,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         model: Model,
         ref_model: PreTrainedModel | None = None,
         args: MultimodalDPOConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
 from ..data.rows.unread import lists_columns
@@ -78,7 +78,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         model: Model,
         ref_model: PreTrainedModel | None = None,
         args: MultimodalKTOConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,

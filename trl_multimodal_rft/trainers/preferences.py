@@ -154,7 +154,7 @@ class PreferenceTrainer(CompletionTrainer):
             )
         return inputs | self._score_reference(inputs)
 
-    def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+    def _eval_loader(self, dataset: Dataset | IterableDataset, is_argument: bool) -> DataLoader:
         if self.precompute_ref_logps:
             _check_no_stream(dataset)
         return super()._eval_loader(dataset, is_argument)

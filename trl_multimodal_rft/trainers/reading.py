@@ -41,7 +41,7 @@ from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
 from .setup import check_launch, has_unchecked_rows, modalities, warn_of_unread_media
-from .signatures import EvalRows, Processor
+from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
 
 
@@ -62,7 +62,7 @@ class CompletionTrainer(CheckpointMixin):
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unchecked_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
     _warned_of_positions = False
-    _n_cut = 0  # rows of text that this process has cut at `max_length`
+    _n_cut = 0  # rows of text that `max_length` has cut
     _n_longer = 0  # rows with media that were longer
     _needs_plain_rows = False  # whether TRL's own forward computes the loss, from unpacked rows
     _keeps_outputs = False  # whether `_outputs` returns predictions for `compute_metrics`
@@ -135,14 +135,15 @@ class CompletionTrainer(CheckpointMixin):
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
             return super()._fingerprints()
 
-    def _without_overlong(self, dataset: Any, split: str) -> Any:
+    def _without_overlong(self, dataset: Rows, split: str) -> Rows:
         """
         Returns a dataset without the rows of text that raise an `OverlongRow`, and writes them into the file of
         skipped rows. Such rows of streams, of datasets with a transform and among rows with media are skipped when
         they are read. Raises `MediaError` if no row is left.
         """
-        has_text_alone = isinstance(dataset, Dataset) and lists_columns(dataset) and not holds_files(dataset)
-        if self.args.max_length is None or not has_text_alone:
+        if self.args.max_length is None or not isinstance(dataset, Dataset) or not lists_columns(dataset):
+            return dataset
+        if holds_files(dataset):
             return dataset
         collator, errors = self.data_collator, dict[int, str]()
         rows = DatasetRows(dataset)
@@ -240,18 +241,20 @@ class CompletionTrainer(CheckpointMixin):
         return batch
 
     def _count_lengths(self, sequences: Sequence[SupervisedSequence | PreferencePair]) -> None:
-        """Counts rows of text that `max_length` cuts, and longer rows with media, which it never cuts."""
-        if self.args.max_length is not None:
-            self._n_cut += sum(sequence.is_cut for sequence in sequences)
-            whole = [sequence for sequence in sequences if not sequence.is_cut]
-            self._n_longer += sum(longest_of(sequence) > self.args.max_length for sequence in whole)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.args.max_length is not None and self.model.training:
-            counts = self.accelerator.gather(torch.tensor([[self._n_cut, self._n_longer]], device=self.args.device))
-            totals = zip(("rows/cut", "rows/longer_with_media"), counts.sum(0).tolist(), strict=True)
-            logs = {**logs, **{name: n for name, n in totals if n}}
-        super().log(logs, start_time)
+        """Counts rows of text that `max_length` cuts, and longer rows with media, which it leaves whole."""
+        max_length = self.args.max_length
+        if max_length is None:
+            return
+        n_cut = sum(sequence.is_cut for sequence in sequences)
+        n_longer = sum(not sequence.is_cut and longest_of(sequence) > max_length for sequence in sequences)
+        counts = self.accelerator.gather(torch.tensor([[n_cut, n_longer]], device=self.args.device)).sum(0).tolist()
+        self._n_cut += counts[0]
+        self._n_longer += counts[1]
+        metrics = self._metrics["train"]
+        if self._n_cut:
+            metrics["rows/cut"] = [self._n_cut]
+        if self._n_longer:
+            metrics["rows/longer_with_media"] = [self._n_longer]
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if the run has a console."""
@@ -307,7 +310,7 @@ def longest_of(sequence: SupervisedSequence | PreferencePair) -> int:
     return len(sequence) + max(map(len, completions))
 
 
-def each_split(dataset: Any, function: Callable[[Any], Any]) -> Any:
+def each_split(dataset: EvalRows, function: Callable[[Rows], Rows]) -> EvalRows:
     """Applies a function to a dataset or to each of a dictionary of datasets. Returns `None` for `None`."""
     if isinstance(dataset, dict):
         return {name: function(split) for name, split in dataset.items()}

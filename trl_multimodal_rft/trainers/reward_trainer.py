@@ -13,7 +13,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import logsigmoid
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
 from trl.data_utils import get_dataset_column_names
@@ -106,7 +106,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self,
         model: Model,
         args: MultimodalRewardConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,

@@ -19,7 +19,7 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
 from ..data.reading.refs import OverlongRow
 from ..data.rows.batches import Row
-from ..data.rows.cells import cell_value
+from ..data.rows.cells import Cell, cell_value
 from ..data.rows.columns import MEDIA_COLUMNS, has_media, other_layout, prepare_remedy
 from ..data.rows.unread import lists_columns
 from ..encoding.processors import checked_texts
@@ -263,7 +263,7 @@ class SupervisedCollator:
         return columns, media
 
 
-def _n_bytes(value: Any) -> int:
+def _n_bytes(value: Cell | tuple) -> int:
     """Returns the number of bytes of all texts in a value, and of the numbers in its lists, which may be tokens."""
     if isinstance(value, str):
         return len(value.encode(errors="replace"))

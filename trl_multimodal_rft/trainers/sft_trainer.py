@@ -10,7 +10,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
@@ -101,7 +101,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self,
         model: Model,
         args: MultimodalSFTConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,

@@ -2,12 +2,12 @@
 """TRL's columns of tokens, which rows of text get when they are read from a trainer's dataset."""
 
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from datasets import Dataset, IterableDataset
 
 from ..data.rows.batches import Row
+from .signatures import Rows
 
 
 # Returns the columns of tokens of a row, none for a row with media
@@ -25,12 +25,12 @@ class TokenColumns:
 
     def __init__(self, columns: Columns):
         self._columns = columns
-        self._sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[Dataset | IterableDataset, Dataset | IterableDataset] = WeakKeyDictionary()
 
-    def shown(self, dataset: Any) -> Any:
+    def shown(self, dataset: Rows) -> Rows:
         """Returns a dataset whose rows get columns of tokens when they are read. Leaves formatted datasets as is."""
         if isinstance(dataset, Dataset) and dataset.format["type"] is None:
-            shown: Any = dataset.with_transform(self._add_to_batch)
+            shown: Dataset | IterableDataset = dataset.with_transform(self._add_to_batch)
         elif isinstance(dataset, IterableDataset) and dataset._formatting is None:
             shown = dataset.map(lambda row, index: self._with_columns(row, index), with_indices=True)
         else:
@@ -38,11 +38,11 @@ class TokenColumns:
         self._sources[shown] = dataset
         return shown
 
-    def source(self, dataset: Any) -> Any:
+    def source(self, dataset: Rows) -> Rows:
         """Returns the dataset that a dataset was made from, or the dataset itself."""
-        return self._sources.get(dataset, dataset)
+        return None if dataset is None else self._sources.get(dataset, dataset)
 
-    def _with_columns(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+    def _with_columns(self, row: dict, index: int) -> dict:
         return {**row, **self._columns(Row(index, row))}
 
     def _add_to_batch(self, batch: dict[str, list]) -> dict[str, list]:
