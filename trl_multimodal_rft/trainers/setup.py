@@ -162,6 +162,8 @@ def warn_of_unread_media(
         )
         for split, dataset in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"`{argument}`" if split is None else f"`{argument}[{split!r}]`"
+            if isinstance(dataset, IterableDataset) and argument == "train_dataset":
+                _check_not_dispatched(args, name)
             if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
                 raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
             if dataset is not None:
@@ -176,6 +178,14 @@ def warn_of_unread_media(
                     logger.warning(warning)
                 if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
                     logger.warning(f"{name}: {cells}. Their prompts have no such media.")
+
+
+def _check_not_dispatched(args: TrainerConfig, name: str) -> None:
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            f"Iterable datasets require `dispatch_batches=False`, since each rank reads {name} itself; remove it from "
+            "`accelerator_config`."
+        )
 
 
 def modalities(model: Any, args) -> Collection[str]:
