@@ -12,6 +12,7 @@ _DEEPSTACK = "an update of the stand-in's weights in bfloat16 is rounded to noth
 _NEWER = "the installed release has other names"
 _ADAPTER = "PEFT since 0.20 allows the reference adapter that the test excludes"
 _LIGER = "the installed release doesn't look for the package at construction"
+_IDS = "samples ids beyond the stand-in's vocabulary"
 _HALF = "gradients in float16 aren't finite, which ends a run here"
 _STORED = "rows with media may have stored log-probabilities of the reference here"
 _PRIVATE = "reads private names"
@@ -60,9 +61,10 @@ TRL_FAILS: dict[str, str] = {
             "test_liger_kernel_with_peft_prompt_learning_raises": _LIGER,
             "test_train_moe_peft_model": _ADAPTER,
             "test_entropy_bonus_flows_gradients": _NEWER,
-            "test_train_with_mask_truncated_completions": "samples ids beyond the stand-in's vocabulary",
+            "test_train_with_mask_truncated_completions": _IDS,
         },
     ),
+    **_named(_RLOO, {"test_train_moe_peft_model": _ADAPTER, "test_train_with_mask_truncated_completions": _IDS}),
     **_named(
         f"{_DISTILLATION}TestGeneralizedJSDLoss",
         {
@@ -113,6 +115,13 @@ KNOWN: dict[str, str] = {
     ),
     **_named(
         _GRPO,
+        {
+            "test_iterable_eval_keeps_map_style_train_workers": _WORKERS,
+            "test_prepare_input_called_with_correct_data": _PRIVATE,
+        },
+    ),
+    **_named(
+        _RLOO,
         {
             "test_iterable_eval_keeps_map_style_train_workers": _WORKERS,
             "test_prepare_input_called_with_correct_data": _PRIVATE,
