@@ -181,7 +181,7 @@ def warn_of_unread_media(
 
 
 def _check_not_dispatched(args: TrainerConfig, name: str) -> None:
-    if args.accelerator_config.dispatch_batches:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
         raise ValueError(
             f"Iterable datasets require `dispatch_batches=False`, since each rank reads {name} itself; remove it from "
             "`accelerator_config`."
