@@ -238,6 +238,8 @@ MISTAKES = [
     (["dpo", *MODEL, *ROWS, "--max-completion-length", "4"], 2, "Use `max_length`, for a prompt and its completion"),
     (["kto", *MODEL, *ROWS, "--num_generations", "4"], 2, "Leave it out, as completions are those of the dataset."),
     (["sft", *MODEL, *ROWS, "--media_dir", "pictures"], 1, "pictures', which isn't a folder; correct it."),
+    (["check", *MODEL, *ROWS, "--num_generations", "4"], 2, "It is an option of a run: `--config` reads the file"),
+    (["grpo", *REWARD, "length_reward", "--value_warmup_steps", "4"], 2, "there is no option `--value_warmup_steps`."),
     (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
     ([*BATCH, "--num_processes", "3"], 1, "`per_device_train_batch_size=2` x `gradient_accumulation_steps=1` x 3 pr"),
     ([*BATCH, "--accelerate_config", "cpu"], 1, "Set `per_device_train_batch_size=4` or `gradient_accumulation_st"),

@@ -63,6 +63,15 @@ from trl_multimodal_rft.versions import (
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.parametrize("algorithm", "DPO Distillation GRPO KTO RLOO Reward SFT".split())
+def test_arguments_have_the_positions_that_trl_gives_them(algorithm):
+    theirs, ours = (
+        list(inspect.signature(resolve_name(path)).parameters)
+        for path in (f"trl:{algorithm}Trainer", f"trl_multimodal_rft:Multimodal{algorithm}Trainer")
+    )
+    assert ours[: len(theirs)] == theirs
+
+
 @pytest.mark.parametrize("path", ALL_OVERRIDDEN)
 def test_overridden_method_has_these_parameters(path):
     expected = ALL_OVERRIDDEN[path]

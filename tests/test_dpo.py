@@ -34,6 +34,7 @@ from trl.trainer import dpo_trainer
 from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer, MultimodalRewardTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
+from trl_multimodal_rft.trainers import arguments
 
 
 YES = ["It is a cat.", "Two birds sing, one after the other.", "red", "There is a dog here"]
@@ -425,7 +426,7 @@ def test_the_model_is_the_reference_until_it_is_trained(tmp_path):
     trainer.train()
     other = run_ours(image_pairs(4), tmp_path, objects={"ref_model": shifted(load_model("qwen2_5_vl")[0])}, **options)
     for each in (trainer, other):
-        with pytest.raises(ValueError, match="keeps no reference for a dataset that is passed to `evaluate`; pass"):
+        with pytest.raises(ValueError, match="dataset passed to `evaluate.*keeps no reference; pass it"):
             each.evaluate(image_pairs(3))
 
 
@@ -516,13 +517,19 @@ def test_rows_are_refused_by_name(name, tmp_path):
         trainer.train()
 
 
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "rows, options, message",
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (None, {}, "`train_dataset` is required"),
-        (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no effect in DPO here"),
+        (text_pairs(2), {"use_liger_kernel": True}, "`use_liger_kernel=True` has no effect in DPO here"),
+        (
+            image_pairs(2),
+            {"truncation_mode": "keep_end", "max_length": 9},
+            "'keep_end' is not supported for vision-",
+        ),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` updates"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
         (text_pairs(2), {"rejected_view": "mask_patch"}, "Did you mean `mask_patches`"),
@@ -547,25 +554,96 @@ def test_completions_end_at_max_length(tmp_path):
     pair = trainer.data_collator([text_pairs(2)[0]])["sequences"][0]
     n = 20 - len(pair)
     assert 0 < n < len(whole.chosen) and (pair.chosen, pair.rejected) == (whole.chosen[:n], whole.rejected[:n])
-    with pytest.raises(MediaError, match=r"row \d has a prompt of \d+ tokens .* none of `max_length` \(10\)"):
-        run_ours(text_pairs(2), tmp_path, max_length=10).train()
+    with pytest.raises(MediaError, match=r"row \d has a prompt of \d+ tokens, .* none of `max_length` \(10\)"):
+        run_ours(text_pairs(2), tmp_path, max_length=10)
 
 
-@pytest.mark.parametrize("rows, precomputes", [(text_pairs, False), (image_pairs, True)])
-def test_rows_whose_prompt_fills_max_length_are_dropped(rows, precomputes, tmp_path):
-    """In the run, in evaluations, and where the reference is scored before."""
-    sizes = [len(run_ours(rows(6), tmp_path).data_collator([row])["sequences"][0]) for row in rows(6)]
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("precomputes", [False, True])
+def test_rows_whose_prompt_fills_max_length_are_dropped(precomputes, is_hidden, tmp_path):
+    """Before the epoch is counted, or when a transform shows them; in evaluations, and with a scored reference."""
+    rows = text_pairs(6)
+    sizes = [len(run_ours(rows, tmp_path).data_collator([row])["sequences"][0]) for row in rows]
     most = sorted(sizes)[3]
     kept = [i for i, size in enumerate(sizes) if size < most]
-    options = {"max_length": most, "per_device_train_batch_size": 2, "max_steps": 3, "self_check": False}
-    objects = {"eval_dataset": {"all": rows(6), "kept": rows(6).select(kept)}}
-    trainer = run_ours(rows(6), tmp_path, objects=objects, precompute_ref_log_probs=precomputes, **options)
+    options = {"max_length": most, "per_device_train_batch_size": 1, "num_train_epochs": 1, "max_steps": -1}
+    options |= {"self_check": False, "precompute_ref_log_probs": precomputes}
+    given = rows.with_transform(dict) if is_hidden else rows
+    trainer = run_ours(given, tmp_path, objects={"eval_dataset": {"all": rows, "kept": rows.select(kept)}}, **options)
+    assert 0 < len(kept) < 6 and len(trainer.train_dataset) == (6 if is_hidden else len(kept))
     trainer.train()
-    assert 0 < len(kept) < 6 and trainer._stream.skipped.keys() == {*range(6)} - {*kept}
-    assert sum(entry.get("media/skipped", 0) for entry in trainer.state.log_history) > 0
-    assert all(entry["loss"] > 0 and entry["grad_norm"] > 0 for entry in trainer.state.log_history[:3])
+    assert trainer._stream.skipped.keys() == ({*range(6)} - {*kept} if is_hidden else set())
+    assert trainer.state.max_steps == (6 if is_hidden else len(kept))
+    assert (tmp_path / "skipped_rows.jsonl").read_text().count('"split": "train"') == 6 - len(kept)
+    assert all(entry["loss"] > 0 and entry["grad_norm"] > 0 for entry in trainer.state.log_history[: len(kept)])
     found = trainer.evaluate()
     assert found["eval_all_loss"] == pytest.approx(found["eval_kept_loss"]) and found["eval_all_loss"] != math.log(2)
+
+
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
+@pytest.mark.parametrize("mode, most", [("keep_start", 20), ("keep_end", 20), ("keep_end", 4)])
+def test_rows_of_text_are_cut_as_by_trl(mode, most):
+    """Also where only the end of a completion is left, and where both prompts begin elsewhere."""
+    options = {"max_length": most, "truncation_mode": mode}
+    theirs, ours = (
+        trained(trainer, "qwen2_5_vl", text_pairs(), **options) for trainer in (DPOTrainer, MultimodalDPOTrainer)
+    )
+    assert [entry.pop("rows/cut", 0) for entry in ours.history][0] > 0
+    assert_equal(theirs, ours, of_metrics=1e-5)
+
+
+def test_rows_with_media_are_never_cut(tmp_path):
+    rows = Dataset.from_list([{**row, "image": None} for row in pairs(2)] + image_pairs(2).to_list())
+    rows = rows.cast(image_pairs().features)
+    limited, whole = (run_ours(rows, tmp_path, max_length=n, self_check=False) for n in (24, None))
+    sequences = (trainer.data_collator([*rows])["sequences"] for trainer in (limited, whole))
+    for limit, all_of_it in zip(*sequences, strict=True):
+        assert not (limit.is_cut and all_of_it.modalities)
+        assert limit.is_cut or limit.chosen == all_of_it.chosen
+    limited.train()
+    assert limited.state.log_history[0]["rows/longer_with_media"] == 2
+    assert limited.state.log_history[0]["rows/cut"] > 0
+
+
+def test_options_of_layout_warn_and_change_nothing(tmp_path, caplog):
+    options = {"dataset_num_proc": 2, "pad_to_multiple_of": 8, "padding_free": True}
+    options["include_num_input_tokens_seen"] = "all"
+    arguments.logger.warning_once.cache_clear()
+    changed = run_ours(text_pairs(4), tmp_path, **options)
+    for name in options:
+        assert caplog.text.count(f"`{name}=") == 1
+    assert torch.equal(weights(changed), weights(run_ours(text_pairs(4), tmp_path)))
+
+
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
+@pytest.mark.parametrize("token", ["<|im_start|>", "no token"])
+def test_the_padding_token_is_set_as_by_trl(token, tmp_path):
+    (model, processor), found = load_model("qwen2_5_vl"), []
+    for trainer_class, config in ((DPOTrainer, DPOConfig), (MultimodalDPOTrainer, MultimodalDPOConfig)):
+        args = config(str(tmp_path), **PLAIN, pad_token=token)
+        with (
+            pytest.raises(ValueError, match="`pad_token` .'no token'. is not found in the vocabulary")
+            if (token == "no token")
+            else nullcontext()
+        ):
+            trainer_class(model, args=args, train_dataset=text_pairs(2), processing_class=processor)
+            found.append((processor.tokenizer.pad_token, model.config.get_text_config().pad_token_id))
+            processor.tokenizer.pad_token = "<|endoftext|>"
+    assert len({*found}) < 2
+
+
+def test_rows_have_trls_columns_of_tokens(tmp_path):
+    model, processor = load_model("qwen2_5_vl")
+    shown = []
+    for trainer_class, config in ((DPOTrainer, DPOConfig), (MultimodalDPOTrainer, MultimodalDPOConfig)):
+        objects = {"processing_class": processor, "eval_dataset": {"all": text_pairs(4).to_iterable_dataset()}}
+        trainer = trainer_class(model, None, config(str(tmp_path), **PLAIN), None, text_pairs(), **objects)
+        shown.append([trainer.train_dataset[2], trainer.train_dataset[:2], next(iter(trainer.eval_dataset["all"]))])
+        assert trainer.precompute_ref_logps is False
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    for theirs, ours in zip(*shown, strict=True):
+        assert [theirs[name] for name in names] == [ours[name] for name in names]
+    assert "prompt_ids" not in run_ours(image_pairs(2), tmp_path).train_dataset[0]
 
 
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")

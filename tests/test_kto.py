@@ -41,7 +41,6 @@ CASES = {
     "adapter": {"objects": {"peft_config": LORA}},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "checkpointing": {"gradient_checkpointing": True},
-    "cut": {"max_length": 46},
 }
 
 
@@ -96,6 +95,15 @@ def test_equals_trl_with_text(is_paired, precompute):
     options = {"eval_strategy": "steps", "eval_steps": 1, "precompute_ref_log_probs": precompute}
     options |= {"per_device_eval_batch_size": 4, "objects": {"eval_dataset": rows.select(range(4))}}
     theirs, ours = (trained(trainer, rows, **options) for trainer in (KTOTrainer, MultimodalKTOTrainer))
+    assert_equal(theirs, ours)
+
+
+def test_rows_of_text_are_cut_as_by_trl():
+    """Also the completions of the KL estimate, and rows whose prompt fills `max_length` are left out."""
+    theirs, ours = (
+        trained(trainer, labelled(text_pairs()), max_length=18) for trainer in (KTOTrainer, MultimodalKTOTrainer)
+    )
+    assert [entry.pop("rows/cut", 0) for entry in ours.history][0] > 0 and len(ours.trainer.train_dataset) < 8
     assert_equal(theirs, ours)
 
 
@@ -273,8 +281,8 @@ def test_labels_of_an_evaluation_are_checked_at_the_start(tmp_path):
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
         (lambda rows: rows, {"loss_type": "bco"}, "`loss_type` must be 'kto' or 'apo_zero_unpaired', got 'bco'."),
-        (lambda rows: rows, {"pad_to_multiple_of": 8}, "`pad_to_multiple_of=8` has no effect in KTO here"),
-        (lambda rows: rows, {"max_length": 5}, "leaves none of `max_length` (5) to the completions"),
+        (lambda rows: rows, {"use_liger_kernel": True}, "`use_liger_kernel=True` has no effect in KTO here"),
+        (lambda rows: rows.remove_columns("image"), {"max_length": 5}, "leaves none of `max_length` (5) to the compl"),
     ],
 )
 def test_mistakes_are_named(change, options, said, tmp_path):

@@ -27,7 +27,6 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.data import write_folder
-from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.reward_model import as_reward_model, load_reward_model, load_trained_reward_model
@@ -422,8 +421,8 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (
             text_pairs(2),
-            {"dataset_num_proc": 2},
-            "`dataset_num_proc=2` has no effect in training of reward models here",
+            {"use_liger_kernel": True},
+            "`use_liger_kernel=True` has no effect in training of reward models here",
         ),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
     ],
@@ -433,10 +432,15 @@ def test_datasets_and_options_are_refused(rows, options, message, tmp_path):
         run_ours(rows, tmp_path, **options)
 
 
-def test_long_rows_are_refused_or_left_out(tmp_path):
-    rows = Dataset.from_list([*pairs(3), {**pairs(1)[0], "chosen": chat("assistant", "a cat " * 30)}])
-    with pytest.raises(MediaError, match=r"row 3 has \d+ tokens, more than `max_length` \(60\)"):
-        run_ours(rows, tmp_path, max_length=60).train()
-    trainer = run_ours(rows, tmp_path, max_length=60, on_media_error="skip(max_rows=2)", max_steps=1)
+@pytest.mark.parametrize("streams", [False, True])
+def test_long_rows_of_text_are_left_out(streams, tmp_path, caplog):
+    """Before the epoch is counted, or of a stream when they are read."""
+    rows = Dataset.from_list([{**pairs(1)[0], "chosen": chat("assistant", "a cat " * 30)}, *pairs(3)])
+    given = rows.to_iterable_dataset() if streams else rows
+    options = {"max_length": 60, "max_steps": 2, "per_device_train_batch_size": 1}
+    trainer = run_ours(given, tmp_path, objects={"eval_dataset": rows}, **options)
+    assert "1 of the 4 rows of the eval dataset are left out" in caplog.text and len(trainer.eval_dataset) == 3
+    assert streams or [row["prompt"] for row in trainer.train_dataset] == [row["prompt"] for row in pairs(3)]
     trainer.train()
-    assert [*trainer._stream.skipped] == [3]
+    assert [*trainer._stream.skipped] == ([0] if streams else [])
+    assert "tokens, more than `max_length` (60)" in (tmp_path / "skipped_rows.jsonl").read_text()

@@ -431,11 +431,6 @@ WRONG = {
         {},
         "row 0, column 'image': assistant messages must be text",
     ),
-    "too long": (
-        {"prompt": "What is it?", "completion": "A cat.", "image": image(112, 112)["image"]},
-        {"max_length": 20},
-        r"row 0 has \d+ tokens with its media, more than `max_length` \(20\)",
-    ),
     "completions of conversations": (
         {"messages": [say("user", "Is it?"), say("assistant", "Yes.")]},
         {"completion_only_loss": True},
@@ -499,9 +494,9 @@ def test_rows_that_max_length_cuts_off_are_dropped_and_counted(form, options, st
 @pytest.mark.parametrize("streams", [False, True])
 def test_no_row_that_max_length_leaves_something_of_is_an_error(streams, tmp_path):
     rows = text_rows(4)
-    trainer = make("qwen2_5_vl", rows.to_iterable_dataset() if streams else rows, tmp_path, max_length=4)
     with pytest.raises(ValueError, match=r"None .* row \d has \d+ tokens, of which `max_length` \(4\) leave"):
-        trainer.train()
+        make("qwen2_5_vl", rows.to_iterable_dataset() if streams else rows, tmp_path, max_length=4).train()
+    trainer = make("qwen2_5_vl", rows.to_iterable_dataset(), tmp_path, max_length=4)
     with pytest.raises(ValueError, match="No row to evaluate can be read"):
         trainer.evaluate(rows)
 
@@ -568,28 +563,19 @@ def test_masks_hold_truth_values(tmp_path):
         make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, completion_only_loss=True).train()
 
 
-def test_rows_that_are_too_long_are_skipped(tmp_path):
-    long = {"image": image(112, 112)["image"], "prompt": "What is it?", "completion": "A cat."}
-    short = {**long, "image": image(56, 56)["image"]}
-    trainer = make(
-        "qwen2_5_vl",
-        Dataset.from_list([short, long, short, short]),
-        tmp_path,
-        max_length=34,
-        on_media_error="skip(max_rows=1)",
-    )
+def test_rows_with_media_are_never_cut(tmp_path):
+    row = {"image": image(112, 112)["image"], "prompt": "What is it?", "completion": "A cat."}
+    trainer = make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, max_length=20)
     trainer.train()
-    assert "row 1 has" in (tmp_path / "skipped_rows.jsonl").read_text()
+    assert trainer.state.log_history[0]["rows/longer_with_media"] == 4
+    assert len(trainer.data_collator([row])["sequences"][0]) > 20 and not trainer._stream.skipped
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        {"shuffle_dataset": True},
-        {"padding_free": True},
         {"packing_strategy": "wrapped"},
-        {"dataset_num_proc": 2},
-        {"pad_to_multiple_of": 8},
+        {"dataset_kwargs": {"add_special_tokens": False}},
         {"label_smoothing_factor": 0.1},
         {"train_sampling_strategy": "group_by_length"},
         {"neftune_noise_alpha": 5.0, "packing": True},

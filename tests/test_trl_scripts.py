@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 from helpers.families import decoder, instantiate, template, tokenizer
@@ -19,6 +20,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_m
 from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
+import trl_multimodal_rft
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
     MultimodalRLOOTrainer,
@@ -467,6 +469,14 @@ SFT = {
         "dataset": lambda: tokenized().with_transform(ready),
         "dataset_kwargs": {"skip_prepare_dataset": True},
     },
+    "shuffled rows, of which one is dropped": {
+        "dataset": lambda: tokenized(
+            assistant_masks=lambda ids: [len(ids) > 16] * 3 + [len(ids) <= 16] * (len(ids) - 3)
+        ),
+        "shuffle_dataset": True,
+        "max_length": 6,
+    },
+    "options of layout": {"dataset_num_proc": 2, "pad_to_multiple_of": 8, "include_num_input_tokens_seen": "no"},
     "adapter": {"objects": lambda: {"peft_config": lora()}},
     "prompt learning": {
         "objects": lambda: {"peft_config": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
@@ -502,7 +512,8 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
     trainer = trainer_class(saved(), args, train_dataset=rows, **objects)
     update = update_of(trainer)
     history = [
-        {key: value for key, value in each.items() if key != "total_flos"} for each in trainer.state.log_history
+        {key: value for key, value in each.items() if key not in ("total_flos", "rows/cut")}
+        for each in trainer.state.log_history
     ]
     return Run(trainer, update, history)
 
@@ -515,6 +526,36 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
 def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
     theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])
     assert_equal(theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", SFT[name]))
+
+
+LABELLED = [{"prompt": "Is there a cat?", "completion": " Yes.", "label": i % 2 == 0} for i in range(4)]
+PAIRS = [{"prompt": "Is there a cat?", "chosen": f" Yes, {i}.", "rejected": " No."} for i in range(4)]
+TOKENS = {
+    "texts": ("SFT", texts, ("input_ids", "labels"), {"max_length": 6}),
+    "completions": (
+        "SFT",
+        lambda: standard().rename_column("solution", "completion"),
+        ("input_ids", "labels"),
+        {},
+    ),
+    "labelled": ("KTO", lambda: Dataset.from_list(LABELLED), ("prompt_ids", "completion_ids"), {"max_length": 9}),
+    "pairs": ("Reward", lambda: Dataset.from_list(PAIRS), ("chosen_ids", "rejected_ids"), {}),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_rows_have_trls_columns_of_tokens(name, tmp_path):
+    algorithm, rows, columns, options = TOKENS[name]
+    found = []
+    for package, prefix in ((trl, ""), (trl_multimodal_rft, "Multimodal")):
+        args = getattr(package, f"{prefix}{algorithm}Config")(str(tmp_path), **{**PLAIN, **options})
+        model = judge() if algorithm == "Reward" else saved()
+        trainer = getattr(package, f"{prefix}{algorithm}Trainer")(model, args=args, train_dataset=rows())
+        found.append(([trainer.train_dataset[:][column] for column in columns], trainer))
+    (theirs, trl_trainer), (ours, trainer) = found
+    assert theirs == ours and len(theirs[0]) > 0
+    if algorithm == "SFT":
+        assert trl_trainer.completion_only_loss == trainer.completion_only_loss == (name == "completions")
 
 
 UNPREPARED = {

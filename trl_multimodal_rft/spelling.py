@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from .paths import similar_names
 
 
-# Names that TRL or transformers removed, with what to do instead
+# Names that TRL, transformers or this package removed, with what to do instead
 REMOVED = {
     # TRL's trainers
     "max_prompt_length": "remove long prompts from the dataset (`check` lists them)",
@@ -34,12 +34,32 @@ REMOVED = {
     "vllm_device": "use `vllm_mode`",
     "torch_dtype": "use `dtype`",
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
-    # Options of this package that are settings of others
-    "keep_groups_together": "use `packing` with a setting, such as 'prefix(shuffle=True)' for `False`",
-    "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=1000)'",
-    "value_lr_scheduler_type": "use `value_learning_rate` with a setting, as '1e-5(lr_scheduler_type=\"cosine\")'",
+    # This package's own
+    "keep_groups_together": "use `packing` with a setting: 'prefix(shuffle=True)' for False",
+    "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=50)'",
+    "kl_in_reward": "use `kl_estimator`, of which 'k1' puts the divergence into the reward",
+    "value_lr_scheduler_type": "use `value_learning_rate` with a setting, such as '1e-5(lr_scheduler_type='cosine')'",
+    "value_warmup_steps": "use `value_learning_rate` with a setting, such as '1e-5(warmup_steps=10)'",
     "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
-    "vllm_sync_adapter": "use `vllm_engine_kwargs`, such as {'enable_lora': True}",
+    "gamma": "use `advantage_estimator` with a setting, such as 'gae(gamma=1.0)'",
+    "lam": "use `advantage_estimator` with a setting, such as 'gae(lam=0.95)'",
+    "norm_level": "use `advantage_estimator` with a setting, such as 'reinforce_baseline(norm_level='sequence')'",
+    "dynamic_sampling_max_rounds": "use `dynamic_sampling`, which is the number of rounds",
+    "max_skipped_rows": "use `on_media_error` with a setting, such as 'skip(max_rows=10)'",
+    "rollout_view_fraction": "use `rollout_view` with a setting, such as 'blank(fraction=0.25)'",
+    "contrast_fraction": "use `contrast_view` with a setting, such as 'blank(fraction=0.25)'",
+    "contrast_bonus": "use `contrast_view` with a setting, such as 'blank(bonus=1.0)'",
+    "teacher_update_rate": "use `self_teacher` with a setting, such as 'ema(rate=0.05)'",
+    "vllm_sync_adapter": "use `vllm_engine_kwargs`, as in {'enable_lora': True}",
+    "max_logged_media": "leave it out, it is always 8",
+    "max_logged_megabytes": "leave it out, it is always 32",
+    "max_skipped_updates": "leave it out, it is always 5",
+    "replay_max_age": "leave it out, it is always 8",
+    "checkpoint_manifest": "leave it out, checkpoints always have a manifest",
+    **dict.fromkeys(
+        ("media_timeout", "max_media_bytes", "max_image_pixels", "max_audio_seconds", "max_video_seconds"),
+        "use `media_rules`, a dictionary with this key",
+    ),
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
     "processor": "use `processing_class`",

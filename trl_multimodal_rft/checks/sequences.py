@@ -136,8 +136,11 @@ def check_pairs(
         return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        pairs_and_media = [(pair, pair.answers.get(column)) for pair in rows for column in COMPLETIONS]
-        prompts = [with_answer(measure.model, pair, media_completion) for pair, media_completion in pairs_and_media]
+        prompts = [
+            with_answer(measure.model, pair.prompt_before(column), pair.answers.get(column))
+            for pair in rows
+            for column in COMPLETIONS
+        ]
         if rewards:
             batch = prompts, ids, mask
             return policy.rewards(model, batch, packed=packed, fallbacks=measure.fallbacks).values

@@ -168,6 +168,9 @@ class Parser(argparse.ArgumentParser):
             if name not in self._option_string_actions:
                 names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
                 near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
+                of_runs = {option["name"] for option in table()["options"]}
+                if "config" in names and not self.options and name[2:] in of_runs:
+                    near = " It is an option of a run: `--config` reads the file of the run with it."
                 self.error(f"there is no option `{name}`.{near}")
         return super().parse_args(words, namespace or argparse.Namespace())
 

@@ -383,10 +383,11 @@ def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
 def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
     """Raises a [`MediaError`] if a prompt has media and the processing class is a tokenizer."""
     if refs and not isinstance(processor, ProcessorMixin):
+        sense = "audio" if refs[0].modality == "audio" else "vision"
         raise refs[0].error(
-            f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
-            f"`processing_class=AutoProcessor.from_pretrained(...)` of a model that takes {refs[0].modality}, or "
-            "leave the column out with `ignored_media_columns`"
+            f"the dataset is {sense}-related, but {type(processor).__name__} is a tokenizer and can't encode "
+            f"{refs[0].modality}; pass `processing_class=AutoProcessor.from_pretrained(...)` of a {sense}-language "
+            f"model that takes {refs[0].modality}, or leave the column out with `ignored_media_columns`"
         )
 
 

@@ -30,6 +30,7 @@ class SupervisedSequence(EncodedPrompt):
     """A row of a supervised dataset as one sequence."""
 
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
+    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
 
     def example(self) -> tuple[list[int], list[int], None]:
         """Returns ids before the first learned token, learned ids, and `None`, as there is no rejected completion."""
@@ -48,6 +49,7 @@ class SupervisedSequence(EncodedPrompt):
             token_fields={name: value[span] for name, value in self.token_fields.items()},
             position_ids=self.position_ids[..., :n],
             learned=self.learned[span],
+            is_cut=True,
             mask_cache={},
         )
 
@@ -62,10 +64,38 @@ class PreferencePair(EncodedPrompt):
     answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
     # The prompt under a view. After this prompt, `chosen` counts as rejected.
     view: EncodedPrompt | None = field(default=None, kw_only=True)
+    # By column of a completion, the end of the prompt before it, where a cut leaves only the end
+    prompt_ends: dict[str, EncodedPrompt] = field(default_factory=dict, kw_only=True)
+    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
 
     def example(self) -> tuple[list[int], list[int], list[int]]:
         """Returns ids of the prompt, the chosen and the rejected completion."""
         return self.input_ids.tolist(), self.chosen, self.rejected
+
+    def prompt_before(self, column: str) -> EncodedPrompt:
+        """Returns the prompt before the completion in a column, which is the whole prompt unless a cut shortens it."""
+        return self.prompt_ends.get(column, self)
+
+    def cut(self, n: int, model: PreTrainedModel, *, from_end: bool = False) -> "PreferencePair":
+        """
+        Returns a pair of text in which prompt and completion together have at most `n` tokens, the first or the last
+        ones, as in TRL. If only tokens of a completion are left, its first one counts as the prompt.
+        """
+        completions, prompt_ends = {}, {}
+        for column in COMPLETIONS:
+            ids: list[int] = getattr(self, column)
+            completions[column] = ids
+            if len(self) + len(ids) <= n:
+                continue
+            if not from_end:
+                completions[column] = ids[: max(n - len(self), 0)]
+                continue
+            sequence = _with_completion(self, column, model).cut(n, from_end=True)
+            n_prompt = max(n - len(ids), 1)
+            prompt_ends[column] = sequence.part(slice(n_prompt))
+            completions[column] = sequence.input_ids[n_prompt:].tolist()
+        is_cut = any(completions[column] != getattr(self, column) for column in COMPLETIONS) or bool(prompt_ends)
+        return replace(self, **completions, prompt_ends=prompt_ends, is_cut=is_cut)
 
     def learned(self, column: str) -> torch.Tensor:
         """Returns the mask of learned tokens, `(C,)`, for the completion in a column."""
@@ -624,7 +654,7 @@ def _with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) ->
 def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
     """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
     if (answer := pair.answers.get(column)) is None:
-        return _with_text(pair, getattr(pair, column), model)
+        return _with_text(pair.prompt_before(column), getattr(pair, column), model)
     encoded_pair = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
     return SupervisedSequence(**vars(encoded_pair), learned=torch.arange(len(encoded_pair)) >= len(pair))
 

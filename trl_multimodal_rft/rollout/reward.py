@@ -210,8 +210,9 @@ def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collect
     row = next((row for values, row, error in completions if error is None and {*values} == {None}), None)
     if row is not None:
         logger.warning(
-            f"row {row}: every reward function ({', '.join(map(repr, names))}) returned None for a completion, so the "
-            "completion isn't trained on. Return a number from one of the functions, or remove the row."
+            f"All reward functions returned None for the following kwargs: those of a completion of row {row} "
+            f"({', '.join(map(repr, names))}), which isn't trained on. Return a number from one of the functions, or "
+            "remove the row."
         )
 
 

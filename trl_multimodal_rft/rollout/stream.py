@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
 _DROPPED = "Rows with nothing to learn after the cut at `max_length` are dropped, and counted in `media/skipped`."
-_NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
+NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
 # Length assumed for a training stream if `max_rows` of `on_media_error` is a share.
 # Also the maximum number of rows that are searched for a stream's first readable row.
@@ -201,9 +201,9 @@ class RowStream:
     encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all. `metrics` are TRL's
     `_metrics`, and `state` returns the trainer's state.
 
-    With `on_media_error="skip"`, rows that can't be read are skipped. With `drops`, rows that raise an
-    [`~data.reading.refs.OverlongRow`] are skipped. In training, other rows replace skipped rows. Evaluations leave
-    them out.
+    With `on_media_error="skip"`, rows that can't be read are skipped. With `may_drop`, rows that raise an
+    [`~data.reading.refs.OverlongRow`] are skipped; it returns whether a row may raise it. In training, other rows
+    replace skipped rows. Evaluations leave them out.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class RowStream:
         messages: Callable[[list[Row]], list[Any]] | None = None,
         encode_teacher_prompt: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
-        drops: bool = False,
+        may_drop: Callable[[Row], bool] | None = None,
         metrics: Any,
         state: Callable[[], TrainerState],
     ):
@@ -223,7 +223,8 @@ class RowStream:
         self._start_errors: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
         # Errors for which a row is skipped. An `OverlongRow` is a `MediaError`, too.
-        self._skipped_errors = MediaError if skips else OverlongRow if drops else ()
+        self._skipped_errors = MediaError if skips else OverlongRow if may_drop else ()
+        self._may_drop, self._skips = may_drop, skips
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._rules = args.rules
         self._encode, self._messages, self._columns = encode, messages, columns
@@ -553,22 +554,17 @@ class RowStream:
                 break
         else:
             if self._start_errors:
-                raise MediaError(_NONE_LEFT + [*self._start_errors.values()][-1])
+                raise MediaError(NONE_LEFT + [*self._start_errors.values()][-1])
         yield from rows
 
     def _record_errors(
         self, errors: dict[int, str], skipped: dict[int, str], n_rows: int, split: str
     ) -> dict[int, str]:
         """Adds errors of a split of `n_rows` rows to `skipped` and a file. Returns all ranks' errors by row index."""
-        all_errors, file = dict(gather_object(list(errors.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        all_errors = dict(gather_object(list(errors.items())))
         new_errors = dict(sorted(all_errors.items() - skipped.items()))
         skipped.update(all_errors)
-        if new_errors and self._accelerator.is_main_process:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as lines:
-                for row_index, error in new_errors.items():
-                    record = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
-                    lines.write(json.dumps(record) + "\n")
+        file = self.write_errors(new_errors, split)
         settings = unreadable_rows(self._args.on_media_error)
         if settings.action == "raise":  # only overlong rows are skipped then (see `drops`); their number has no limit
             if all_errors:
@@ -580,6 +576,17 @@ class RowStream:
             )
         return all_errors
 
+    def write_errors(self, errors: dict[int, str], split: str) -> Path:
+        """Adds errors of rows, by row index, to the file of skipped rows, and returns its path."""
+        file = Path(self._args.output_dir, SKIPPED_ROWS)
+        if errors and self._accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as lines:
+                for row_index, error in errors.items():
+                    record = {"step": self._state().global_step, "split": split, "row": row_index, "error": error}
+                    lines.write(json.dumps(record) + "\n")
+        return file
+
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """Returns errors of an evaluation dataset's unreadable rows. At the first call, each rank reads a share."""
         if not self._skipped_errors or self._encode is None:
@@ -589,7 +596,8 @@ class RowStream:
             unreadable: dict[int, str] = {}
             n_rows = 0
             for n_rows, row in enumerate(rows, start=1):
-                if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
+                is_mine = n_rows % self._accelerator.num_processes == self._accelerator.process_index
+                if is_mine and (self._skips or self._may_drop is None or self._may_drop(row)):
                     try:
                         self._read_row(row)
                     except self._skipped_errors as error:
@@ -662,7 +670,7 @@ def other_row(row_index: int, skipped: Mapping[int, str], n_rows: int, seed: int
     if row_index not in skipped:
         return row_index
     if len(skipped) >= n_rows:
-        raise MediaError(_NONE_LEFT + [*skipped.values()][-1])
+        raise MediaError(NONE_LEFT + [*skipped.values()][-1])
     candidates = (random.Random(f"{seed} {row_index} {attempt}").randrange(n_rows) for attempt in count())
     return next(index for index in candidates if index not in skipped)
 

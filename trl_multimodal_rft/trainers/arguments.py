@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import torch
 from accelerate import ParallelismConfig
+from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
@@ -24,7 +25,7 @@ from ..paths import check_not_overwritten
 from ..spelling import check_value, did_you_mean, read_json
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _NAMES_BY_INTERVAL = {
@@ -212,10 +213,12 @@ def _annotations(config_class: type) -> dict[str, Any]:
 
 def warn_of_rates(config: TrainingArguments) -> None:
     """Warns of a run without steps, and of a learning rate that no model survives."""
+    # Accelerate's logger needs its state, which doesn't exist yet
+    plain_logger = logging.getLogger(__name__)
     if config.num_train_epochs == 0 and config.max_steps <= 0:
-        logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
+        plain_logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
     if config.learning_rate > 1:
-        logger.warning(
+        plain_logger.warning(
             f"`learning_rate={config.learning_rate:g}` is far above any that trains a model; write 1e-6 for 0.000001."
         )
 
@@ -275,6 +278,12 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
         remedy = "pass a loaded model, or leave it out for a reference like the model to train"
         remedy = "pass it as `args`" if isinstance(reference, TrainingArguments) else remedy
         raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
+    collator = arguments.get("data_collator")
+    if collator is not None:
+        raise TypeError(
+            f"`data_collator` is of type {type(collator).__name__}, but the trainer encodes and joins the rows "
+            "itself; pass None, or leave it out."
+        )
     # Datasets
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
@@ -361,27 +370,48 @@ def check_output_dir(folder: str, model: str | None = None) -> None:
         ) from error
 
 
-# Options of TRL that the trainers on datasets with completions (SFT, DPO, KTO, reward models) don't use, with their
-# neutral values, and the reason why other values raise an error
-UNUSED_OPTIONS = {
+# Options of TRL about speed and the layout of batches, which change no result. The trainers on datasets with
+# completions (SFT, DPO, KTO, reward models) don't use them, and warn of values that aren't neutral
+LAYOUT_OPTIONS = {
     "dataset_num_proc": (
         (None,),
         "rows are encoded when they are read; to use more processes, raise `dataloader_num_workers`",
     ),
     "pad_to_multiple_of": ((None, "auto"), "rows are padded only to the longest row of a batch"),
-    "pad_token": ((None,), "the padding token is `processing_class.tokenizer.pad_token`"),
+    "padding_free": ((False,), "`packing` lays rows out without padding"),
+    "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
+}
+
+# Further options that these trainers don't use, with their neutral values, and the reason why other values raise an
+# error
+UNUSED_OPTIONS = {
     "use_liger_kernel": (
         (False,),
         "Liger's forward would replace the forward that scores packed rows; to fuse operations of layers, set "
         "`torch_compile=True`",
     ),
-    "train_sampling_strategy": (("random", "sequential"), "lengths aren't known before rows are read"),
-    "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
+    "train_sampling_strategy": (
+        ("random", "sequential"),
+        "lengths aren't known before rows are read; to bound the tokens of a forward, set `max_tokens_per_microbatch`",
+    ),
 }
 
 
-def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
-    """Raises a `ValueError` for options that the method doesn't use, unless they have a neutral value."""
+def check_unused(
+    args: TrainingArguments,
+    options: dict[str, tuple[tuple, str]],
+    method: str,
+    layout_options: dict[str, tuple[tuple, str]] = LAYOUT_OPTIONS,
+) -> None:
+    """
+    Raises a `ValueError` for options that the method doesn't use, unless they have a neutral value. Only warns of
+    `layout_options`, and sets them to their neutral value.
+    """
+    for name, (neutral, reason) in layout_options.items():
+        value = getattr(args, name, neutral[0])
+        if value not in neutral:
+            setattr(args, name, neutral[0])
+            logger.warning_once(f"`{name}={value!r}` has no effect in {method} here: {reason}.")
     for name, (neutral, reason) in options.items():
         if getattr(args, name, neutral[0]) not in neutral:  # not every config has every option
             raise ValueError(

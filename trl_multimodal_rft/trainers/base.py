@@ -112,6 +112,9 @@ class MultimodalTrainer(CheckpointMixin):
     _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
     sampler: Sampler
     _logit_bias: dict[int, float]
+    # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
+    _live = functools.cached_property(lambda self: Live(type(self).__name__))
+    _rewards = functools.cached_property(lambda self: RewardFunctions())
     # TRL's attributes that are kept in `_live` and `_rewards`
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
@@ -133,7 +136,6 @@ class MultimodalTrainer(CheckpointMixin):
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
     ):
-        self._live, self._rewards = Live(type(self).__name__), RewardFunctions()
         # 1. Arguments and datasets are checked before anything is loaded
         check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
         check_launch(args, model)
@@ -267,6 +269,11 @@ class MultimodalTrainer(CheckpointMixin):
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
         """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
         self.environment_factories, self.environments = self.toolbox.factories or None, None
+        self._environment_pool = self.toolbox.pools
+        self._env_tools = {
+            name: [*self.toolbox.tools_in(environment).values()]
+            for name, [environment, *_] in self.toolbox.pools.items()
+        }
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         self.chat_template = template_for_tools(self.processing_class) if self.tools else None

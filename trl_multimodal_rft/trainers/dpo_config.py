@@ -15,9 +15,6 @@ from .multimodal_config import MediaArguments
 # raise an error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
-    "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
-    "truncation_mode": (("keep_start",), "prompts have media, which aren't cut"),
-    "precompute_ref_batch_size": ((None,), "the reference scores batches of `per_device_eval_batch_size`"),
     "label_smoothing_factor": ((0.0,), "DPO's own option is `label_smoothing`"),
 }
 
@@ -29,14 +26,16 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     Configuration class for the [`MultimodalDPOTrainer`].
 
     Holds every argument of [`~trl.DPOConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
-    datasets and about padding have no effect here, and raise an error if they are set.
+    datasets and about padding have no effect here, and cause a warning if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether to remove from the rows the columns that the trainer doesn't use.
-        max_length (`int`, *optional*):
-            Maximum number of tokens of a prompt and a completion together. Longer completions are cut. Rows whose
-            prompt leaves no token for a completion are dropped. `None` takes rows as they are.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens of a prompt and a completion of text together. Longer ones are cut by
+            `truncation_mode`, as in [`~trl.DPOConfig`]. With `"keep_start"`, rows whose prompt leaves no token for a
+            completion are dropped. Rows with media are never cut or dropped; the metrics `rows/cut` and
+            `rows/longer_with_media` count both. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for both completions, `"padded"` forwards one row per
             completion. Both give the same loss and gradient. Models that don't support `"prefix"` fall back to
@@ -65,7 +64,7 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: Annotated[int | None, "[2, inf]"] = None
+    max_length: Annotated[int | None, "[2, inf]"] = 1024
     packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
     rejected_view: str | None = None

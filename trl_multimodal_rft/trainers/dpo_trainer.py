@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
@@ -46,6 +46,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             model without its adapter.
         args ([`MultimodalDPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
+        data_collator (`None`, *optional*):
+            Has its place as in TRL, and takes only `None`, since the trainer encodes and joins rows itself.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
             [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns. Media in columns
@@ -55,6 +57,9 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.DPOTrainer`]. Predictions are logits of the rows with the chosen completions, then of the rows
+            with the rejected completions, from a further forward pass of each row. Labels are the tokens of the rows.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -63,9 +68,6 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
-        compute_metrics (`Callable`, *optional*):
-            See [`~trl.DPOTrainer`]. Predictions are logits of the rows with the chosen completions, then of the rows
-            with the rejected completions, from a further forward pass of each row. Labels are the tokens of the rows.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own, or if `ref_model` isn't a model.
@@ -80,14 +82,15 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         model: Model,
         ref_model: PreTrainedModel | None = None,
         args: MultimodalDPOConfig | None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: Adapter = None,
-        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
     ):
         args = resolve_config(MultimodalDPOConfig, args, model)
         arguments = arguments_of(locals())
@@ -110,10 +113,11 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         )
         # The third column is for chosen completions under the view
         self._reference_columns = REFERENCE_COLUMNS[: 2 if self._view_settings.view is None else 3]
-        # TRL's loss reads the reference's log-probabilities from its inputs
-        self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
-            self._precompute_reference(args.per_device_eval_batch_size)
+            self._precompute_reference(
+                args.precompute_ref_batch_size or args.per_device_eval_batch_size, args.precompute_ref_batch_size
+            )
+        self._show_tokens()
         self._finish_setup()
 
     # Reference

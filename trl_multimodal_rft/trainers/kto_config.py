@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from trl import KTOConfig
 
-from .arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
+from .arguments import LAYOUT_OPTIONS, UNUSED_OPTIONS, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
@@ -14,8 +14,15 @@ from .multimodal_config import MediaArguments
 # error
 _UNUSED_OPTIONS = {
     **UNUSED_OPTIONS,
-    "precompute_ref_batch_size": ((None,), "the reference scores batches of `per_device_train_batch_size`"),
     "label_smoothing_factor": ((0.0,), "the loss has no labels to smooth"),
+}
+# Options that change no result, of which other values cause a warning
+_LAYOUT_OPTIONS = {
+    **LAYOUT_OPTIONS,
+    "precompute_ref_batch_size": (
+        (None,),
+        "the KL estimate depends on the micro-batch, so the reference scores those of `per_device_train_batch_size`",
+    ),
 }
 _LOSSES = ("kto", "apo_zero_unpaired")
 
@@ -27,14 +34,15 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
     Configuration class for the [`MultimodalKTOTrainer`].
 
     Holds every argument of [`~trl.KTOConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
-    datasets and about padding have no effect here, and raise an error if they are set.
+    datasets and about padding have no effect here, and cause a warning if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether to remove from the rows the columns that the trainer doesn't use.
-        max_length (`int`, *optional*):
-            Maximum number of tokens of a prompt and a completion together. Longer completions are cut. Rows whose
-            prompt leaves no token for a completion are dropped. `None` takes rows as they are.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens of a prompt and a completion of text together. Longer completions are cut, and
+            rows whose prompt leaves no token for a completion are dropped. Rows with media are never cut or dropped;
+            the metrics `rows/cut` and `rows/longer_with_media` count both. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for its completion and for the completion of the KL
             estimate, `"padded"` forwards one row per completion. Both give the same loss and gradient. Models that
@@ -55,14 +63,14 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: Annotated[int | None, "[2, inf]"] = None
+    max_length: Annotated[int | None, "[2, inf]"] = 1024
     packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _UNUSED_OPTIONS, "KTO")
+        check_unused(self, _UNUSED_OPTIONS, "KTO", _LAYOUT_OPTIONS)
         if self.loss_type not in _LOSSES:
             raise ValueError(f"`loss_type` must be {' or '.join(map(repr, _LOSSES))}, got {self.loss_type!r}.")
         if self.sync_ref_model and self.precompute_ref_log_probs:

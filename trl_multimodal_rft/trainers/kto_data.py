@@ -17,7 +17,7 @@ from ..data.rows.columns import MEDIA_COLUMNS, other_layout
 from ..data.rows.features import with_class_names
 from ..data.rows.unread import lists_columns
 from ..encoding.join import padded
-from ..encoding.prompts import check_ids
+from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair
 from .preference_data import PreferenceCollator
 from .sft_data import missing_columns_error
@@ -145,7 +145,17 @@ class LabelledCollator(PreferenceCollator):
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
         self._check_room(prompt, row)
-        return LabelledCompletion(**vars(prompt), chosen=self._cut_completion(prompt, tokens), rejected=tokens)
+        chosen = self._cut_completion(prompt, tokens)
+        return LabelledCompletion(**vars(prompt), chosen=chosen, rejected=tokens, is_cut=len(chosen) < len(tokens))
+
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        prompt, tokens = self._encoder_of(row).encode_completion(row)
+        return {"prompt_ids": prompt.input_ids.tolist(), "completion_ids": tokens}
+
+    def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
+        """Returns the tokens of a completion within `max_length`, or all after a prompt with media."""
+        max_length = self.args.max_length
+        return completion if max_length is None or prompt.modalities else completion[: max_length - len(prompt)]
 
     def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):

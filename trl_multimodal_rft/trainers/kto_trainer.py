@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
 from ..encoding.supervised import PreferencePair, SupervisedSequence
@@ -41,6 +41,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             model without its adapter.
         args ([`MultimodalKTOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
+        data_collator (`None`, *optional*):
+            Has its place as in TRL, and takes only `None`, since the trainer encodes and joins rows itself.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt` and `completion`, as text or messages, and `label`, which is `True` if the completion
             is desirable. Pairs (`prompt`, `chosen`, `rejected`) give two rows each. Media of the prompt are in the
@@ -74,6 +76,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         model: Model,
         ref_model: PreTrainedModel | None = None,
         args: MultimodalKTOConfig | None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,
@@ -105,10 +108,10 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             load_processor=loaded.load_processor,
         )
         self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
-        self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
             # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
             self._precompute_reference(args.per_device_train_batch_size)
+        self._show_tokens()
         self._finish_setup()
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -346,7 +346,7 @@ def reward_sources(
     if not reward_funcs:  # environments' functions go to TRL's constructor, and none is left to add afterwards
         reward_funcs, environment_funcs = [*environment_funcs.values()], {}
     if not reward_funcs and args.needs_rewards:
-        raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
+        raise ValueError("No reward source provided: pass `reward_funcs`, or an environment with `get_reward`.")
     reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
     processors = [*processors] if isinstance(processors, list) else [processors]
     init_kwargs, trust_remote_code = mapping(args.model_init_kwargs), args.trust_remote_code

@@ -3,14 +3,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from datasets import Dataset
 from trl.data_utils import get_dataset_column_names
 
-from ..data.reading.refs import MediaError, OverlongRow
+from ..data.reading.refs import OverlongRow
 from ..data.rows.batches import Row
 from ..data.rows.cells import finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS, other_layout
@@ -19,7 +19,7 @@ from ..data.rows.pairs import COMPLETIONS, TIE, is_equal_pair
 from ..data.rows.unread import lists_columns
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt, check_ids
-from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..encoding.supervised import PreferencePair
 from ..forward.scores import with_answer
 from ..policy import Completions, PolicyForward
 from ..rollout.stages import view_of_row
@@ -71,7 +71,8 @@ class PreferenceCollator(SupervisedCollator):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
         # Triples: the pair, the name of its completion's column, and the prompt before the completion
-        clean_completions = [(pair, name, pair) for name in COMPLETIONS for pair in pairs]
+        clean_completions = [(pair, name, pair.prompt_before(name)) for name in COMPLETIONS for pair in pairs]
+        n_prompt_tokens = sum(len(prompt) for _, _, prompt in clean_completions)
         completions = [*clean_completions, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
         ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in completions])
         return {
@@ -82,7 +83,7 @@ class PreferenceCollator(SupervisedCollator):
             "learned": padded([pair.learned(name).long() for pair, name, _ in completions])[0],
             "lengths": mask.sum(1).tolist(),
             "viewed": viewed,
-            "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + int(mask[: len(clean_completions)].sum())),
+            "attention_mask": mask.new_ones(1, n_prompt_tokens + int(mask[: len(clean_completions)].sum())),
             "plain": lambda load, i, answer=None: self._plain_outputs(stored[i], load(), answer),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
             **self._column_tensors(stored),
@@ -109,46 +110,30 @@ class PreferenceCollator(SupervisedCollator):
         return pair
 
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair cut to `max_length`. Raises `OverlongRow` if the prompt or media are too long."""
-        pair = self._encoded_pair(row)
-        self._check_room(pair, row)
-        answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
-        chosen, rejected = (self._cut_completion(pair, ids) for ids in (pair.chosen, pair.rejected))
-        pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
+        """Encodes a row as a pair, of text cut to `max_length`. Raises `OverlongRow` if a prompt of text fills it."""
+        pair, max_length = self._encoded_pair(row), self.args.max_length
+        keeps_end = self.args.truncation_mode == "keep_end"
+        if max_length is not None and not _holds_media(pair):
+            if not keeps_end:
+                self._check_room(pair, row)
+            pair = pair.cut(max_length, self.model, from_end=keeps_end)
         # `__call__` adds views that take media of another row of the micro-batch
         if self.view is not None and not self.view.type.needs_other:
             self._add_view(pair, [row], [None], 0)
         return pair
 
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        pair = self._encoded_pair(row)
+        return {"prompt_ids": pair.input_ids.tolist(), "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
-        """Raises `OverlongRow` if `max_length` leaves no token to the completions of a prompt."""
+        """Raises `OverlongRow` if `max_length` leaves no token to the completions of a prompt of text."""
         max_length = self.args.max_length
-        if max_length is not None and len(prompt) >= max_length:
+        if max_length is not None and not prompt.modalities and len(prompt) >= max_length:
             raise OverlongRow(
-                f"row {row.row_index} has a prompt of {len(prompt)} tokens with its media, which leaves none of "
-                f"`max_length` ({max_length}) to the completions; raise `max_length`, or shorten the prompt or its "
-                "media"
+                f"row {row.row_index} has a prompt of {len(prompt)} tokens, which leaves none of `max_length` "
+                f"({max_length}) to the completions; raise `max_length`, or shorten the prompt"
             )
-
-    def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
-        """Returns the tokens of a completion within `max_length`."""
-        max_length = self.args.max_length
-        return completion if max_length is None else completion[: max_length - len(prompt)]
-
-    def _cut_answer(self, prompt: EncodedPrompt, answer: SupervisedSequence, name: str) -> SupervisedSequence:
-        """Cuts a completion with media to `max_length`. Raises `OverlongRow` if this would lose media, or all text."""
-        # The number of tokens that are left, and the index after the last token of media
-        n, (_, end) = (
-            len(self._cut_completion(prompt, answer.input_ids.tolist())),
-            cast(tuple[int, int], answer.media_span),
-        )
-        if n <= end or not answer.learned[:n].any():
-            raise OverlongRow(
-                f"row {prompt.row}, column '{name}': `max_length` ({self.args.max_length}) leaves {n} of the answer's "
-                f"{len(answer)} tokens, which loses some of its media (up to token {end}) or all of its text; raise "
-                "`max_length`, or make the media smaller"
-            )
-        return answer.cut(n)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
@@ -191,16 +176,24 @@ class ComparisonCollator(PreferenceCollator):
         ties = [truth_value(row.get(TIE), TIE, row.row_index) for row in rows]
         return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
 
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        pair = self._encoded_pair(row, whole=True)
+        return {f"{name}_ids": [*pair.input_ids.tolist(), *getattr(pair, name)] for name in COMPLETIONS}
+
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair. Raises `MediaError` if the prompt and the longer completion exceed `max_length`."""
+        """Encodes a row as a pair. Raises `OverlongRow` if a prompt and completion of text exceed `max_length`."""
         pair, max_length = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
-        if max_length is not None and n_tokens > max_length:
-            raise MediaError(
+        if max_length is not None and n_tokens > max_length and not _holds_media(pair):
+            raise OverlongRow(
                 f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({max_length}), and completions "
-                "to compare aren't cut; raise `max_length`, or leave such rows out with `on_media_error='skip'`"
+                "to compare aren't cut; raise `max_length`"
             )
         return pair
+
+
+def _holds_media(pair: PreferencePair) -> bool:
+    return bool(pair.modalities or pair.answers)
 
 
 def completions_to_score(

@@ -2,6 +2,7 @@
 """The base of trainers that compare completions with a reference model: DPO and KTO."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import ModelOutput
 
 from ..checks.measure import Measure
 from ..checks.media_contribution import media_contribution
@@ -23,9 +26,17 @@ from ..models.parts import check_base_is_kept
 from ..models.wrapped import is_unsharded, replaced
 from .loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
 from .preference_data import completions_to_score
-from .reading import Batch, CompletionTrainer
+from .reading import Batch, CompletionTrainer, each_split
 from .rollout_logs import is_due
 from .signatures import Processor, Rows
+
+
+def _check_no_stream(dataset: Rows) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "`precompute_ref_log_probs=True` is not supported with IterableDataset, whose rows are read only once; "
+            "pass a `Dataset`, or drop the option."
+        )
 
 
 class PreferenceTrainer(CompletionTrainer):
@@ -58,8 +69,10 @@ class PreferenceTrainer(CompletionTrainer):
             )
         with (
             loading_in_trl(loaded.by_name),
-            # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
+            # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and refuse
+            # to cut the beginning of rows with images
             replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **CONSTRUCTOR_OPTIONS),
+            replaced(args, max_length=None),
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # without a dataset, TRL raises an error
@@ -71,13 +84,14 @@ class PreferenceTrainer(CompletionTrainer):
             constructor(**arguments)
         self.train_dataset, self.eval_dataset = datasets.values()
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
+        self.precompute_ref_logps = args.precompute_ref_log_probs
 
     # Reference
 
-    def _precompute_reference(self, batch_size: int) -> None:
+    def _precompute_reference(self, batch_size: int, eval_batch_size: int | None = None) -> None:
         """
         Adds columns with the reference's log-probabilities to the datasets, and drops the reference. `batch_size` is
-        the batch size for the training dataset.
+        the batch size for the training dataset, and `eval_batch_size` for others, by default that of evaluations.
         """
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
@@ -86,12 +100,8 @@ class PreferenceTrainer(CompletionTrainer):
             )
         with replaced(self.args, per_device_eval_batch_size=batch_size):
             self.train_dataset = self._with_reference_columns(self.train_dataset)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {
-                name: self._with_reference_columns(split) for name, split in self.eval_dataset.items()
-            }
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._with_reference_columns(self.eval_dataset)
+        with replaced(self.args, per_device_eval_batch_size=eval_batch_size or self.args.per_device_eval_batch_size):
+            self.eval_dataset = each_split(self.eval_dataset, self._with_reference_columns)
         self.ref_model = None
 
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
@@ -103,8 +113,8 @@ class PreferenceTrainer(CompletionTrainer):
         """
         Returns a dataset with columns of the reference's log-probabilities. Skipped rows get NaN, and -1 as an index.
         """
-        if not isinstance(dataset, Dataset):
-            raise ValueError("`precompute_ref_log_probs=True` needs a `Dataset`, not a stream; drop the option.")
+        _check_no_stream(dataset)
+        assert isinstance(dataset, Dataset)
         batch_columns: list[dict[str, torch.Tensor]] = []
         with evaluation_mode(self.model):
             for batch in self.get_eval_dataloader(dataset):
@@ -141,12 +151,21 @@ class PreferenceTrainer(CompletionTrainer):
         )
         if self.args.precompute_ref_log_probs and self.ref_model is None and not policy_is_reference:
             raise ValueError(
-                "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; pass "
-                "the dataset to the trainer as `eval_dataset`."
+                "Cannot compute reference log-probs for a dataset passed to `evaluate()`, because "
+                "`precompute_ref_log_probs=True` keeps no reference; pass it to the trainer as `eval_dataset`."
             )
         return inputs | self._score_reference(inputs)
 
+    def _eval_loader(self, dataset: Dataset | IterableDataset, is_argument: bool) -> DataLoader:
+        if self.precompute_ref_logps:
+            _check_no_stream(dataset)
+        return super()._eval_loader(dataset, is_argument)
+
     # Update
+
+    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
+        with replaced(self, precompute_ref_logps=True):  # TRL's loss then reads them from its inputs
+            return super()._loss_of_trl(rows, *outputs)
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
         """Returns scores of all completions of a micro-batch, in the order of `completion_ids`."""

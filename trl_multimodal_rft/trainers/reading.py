@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
+from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -17,7 +18,11 @@ from transformers.utils import ModelOutput
 
 from ..checks.run_checks import Checks
 from ..checks.sequences import check_pairs
-from ..data.rows.batches import BatchShape, Row, seeded_order
+from ..data.reading.refs import MediaError, OverlongRow
+from ..data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
+from ..data.rows.features import holds_files
+from ..data.rows.unread import lists_columns
+from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
@@ -27,16 +32,18 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
 from ..models.parts import check_adapter
 from ..models.pretrained import load_model
+from ..models.wrapped import replaced
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
-from ..rollout.stream import CardNotes, EncodedRow, RowStream, warn_of_positions
+from ..rollout.stream import NONE_LEFT, CardNotes, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
-from .signatures import EvalRows, Processor
+from .signatures import EvalRows, Processor, Rows
+from .token_columns import TokenColumns
 
 
 logger = get_logger(__name__)
@@ -56,6 +63,8 @@ class CompletionTrainer(CheckpointMixin):
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unchecked_datasets: set[str]  # dataset arguments whose columns are checked in the first batch
     _warned_of_positions = False
+    _n_cut = 0  # rows of text that `max_length` has cut
+    _n_longer = 0  # rows with media that were longer
     _needs_plain_rows = False  # whether TRL's own forward computes the loss, from unpacked rows
     _keeps_outputs = False  # whether `_outputs` returns predictions for `compute_metrics`
     # The evaluator and the model card read these
@@ -85,15 +94,18 @@ class CompletionTrainer(CheckpointMixin):
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
+        self._token_columns = TokenColumns(lambda row: self.data_collator.token_columns(row))
         self._stream = RowStream(
             self.args,
             self.accelerator,
             encode=self.data_collator.encode,
             columns=columns,
-            drops=self.args.max_length is not None,
+            may_drop=None if self.args.max_length is None else self.data_collator.may_drop,
             metrics=self._metrics,
             state=lambda: self.state,
         )
+        self.train_dataset = self._without_overlong(self.train_dataset, "train")
+        self.eval_dataset = each_split(self.eval_dataset, partial(self._without_overlong, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -119,11 +131,52 @@ class CompletionTrainer(CheckpointMixin):
         self._stream.is_new(self.train_dataset)
         self._check_held_out(self.eval_dataset)
 
+    def _show_tokens(self) -> None:
+        """Lets the rows of the trainer's datasets have TRL's columns of tokens. Runs at the end of a constructor."""
+        self.train_dataset = self._token_columns.shown(self.train_dataset)
+        self.eval_dataset = each_split(self.eval_dataset, self._token_columns.shown)
+
+    def _fingerprints(self) -> dict[str, dict[str, Any]]:
+        with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
+            return super()._fingerprints()
+
+    def _without_overlong(self, dataset: Rows, split: str) -> Rows:
+        """
+        Returns a dataset without the rows of text that raise an `OverlongRow`, and writes them into the file of
+        skipped rows. Such rows of streams, of datasets with a transform and among rows with media are skipped when
+        they are read. Raises `MediaError` if no row is left.
+        """
+        if self.args.max_length is None or not isinstance(dataset, Dataset) or not lists_columns(dataset):
+            return dataset
+        if holds_files(dataset):
+            return dataset
+        collator, errors = self.data_collator, dict[int, str]()
+        rows = DatasetRows(dataset)
+        for index in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes):
+            if collator.may_drop(rows[index]):
+                try:
+                    collator.encode(rows[index])
+                except OverlongRow as error:
+                    errors[index] = str(error)
+                except ValueError:
+                    pass  # raised again when the run reads the row
+        errors = dict(sorted(gather_object(list(errors.items()))))
+        if not errors:
+            return dataset
+        if len(errors) == len(dataset):
+            raise MediaError(NONE_LEFT + [*errors.values()][-1])
+        file = self._stream.write_errors(errors, split)
+        logger.warning(
+            f"{len(errors)} of the {len(dataset)} rows of the {split} dataset are left out, because they don't fit "
+            f"into `max_length` ({self.args.max_length}); they are listed in {file}."
+        )
+        return dataset.select([index for index in range(len(dataset)) if index not in errors])
+
     def _train_loader(self) -> DataLoader:
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
         order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
-            self.train_dataset,
+            self._token_columns.source(self.train_dataset),
             # One sequence per row, and one micro-batch per batch
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
             # An update first reads all its micro-batches, to count their labels. So the prefetch covers whole updates
@@ -133,6 +186,7 @@ class CompletionTrainer(CheckpointMixin):
         )
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+        dataset = self._token_columns.source(dataset)
         if is_argument:  # passed to `evaluate`, so the constructor hasn't prepared it
             is_new = self._stream.is_new(dataset)
             if is_new:
@@ -201,7 +255,24 @@ class CompletionTrainer(CheckpointMixin):
         self.card_notes.add(set().union(*stored), filter(None, prompts), row_modalities)
         if split == "train":
             self._show_example(stored[0], sequences[0])
+            self._count_lengths(sequences)
         return batch
+
+    def _count_lengths(self, sequences: Sequence[SupervisedSequence | PreferencePair]) -> None:
+        """Counts rows of text that `max_length` cuts, and longer rows with media, which it leaves whole."""
+        max_length = self.args.max_length
+        if max_length is None:
+            return
+        n_cut = sum(sequence.is_cut for sequence in sequences)
+        n_longer = sum(not sequence.is_cut and longest_of(sequence) > max_length for sequence in sequences)
+        counts = self.accelerator.gather(torch.tensor([[n_cut, n_longer]], device=self.args.device)).sum(0).tolist()
+        self._n_cut += counts[0]
+        self._n_longer += counts[1]
+        metrics = self._metrics["train"]
+        if self._n_cut:
+            metrics["rows/cut"] = [self._n_cut]
+        if self._n_longer:
+            metrics["rows/longer_with_media"] = [self._n_longer]
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if the run has a console."""
@@ -232,4 +303,33 @@ def load_for_scoring(
     set_seed(args.seed)  # as TRL does before it loads a model
     loaded = load_parts(model, args, arguments["processing_class"], arguments["quantization_config"], 0, load)
     check_adapter(loaded.model, arguments["peft_config"])
+    if getattr(args, "pad_token", None) is not None:  # KTO has no such option
+        set_pad_token(loaded.model, loaded.processing_class, args.pad_token)
     return loaded
+
+
+def set_pad_token(model: PreTrainedModel, processing_class: Processor, token: str) -> None:
+    """Sets the padding token of a tokenizer and a model, as in TRL. Raises `ValueError` for an unknown token."""
+    tokenizer = tokenizer_of(processing_class)
+    if token not in tokenizer.get_vocab():
+        raise ValueError(
+            f"The specified `pad_token` ('{token}') is not found in the vocabulary of the given `processing_class` "
+            f"({type(processing_class).__name__}); name one of its tokens, or leave it out."
+        )
+    tokenizer.pad_token = token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:  # a reward model has none
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def longest_of(sequence: SupervisedSequence | PreferencePair) -> int:
+    """Returns the number of tokens of a row, for a pair with the longer completion."""
+    completions = [sequence.chosen, sequence.rejected] if isinstance(sequence, PreferencePair) else [[]]
+    return len(sequence) + max(map(len, completions))
+
+
+def each_split(dataset: EvalRows, function: Callable[[Rows], Rows]) -> EvalRows:
+    """Applies a function to a dataset or to each of a dictionary of datasets. Returns `None` for `None`."""
+    if isinstance(dataset, dict):
+        return {name: function(split) for name, split in dataset.items()}
+    return None if dataset is None else function(dataset)

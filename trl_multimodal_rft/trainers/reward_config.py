@@ -28,14 +28,15 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
     Configuration class for the [`MultimodalRewardTrainer`].
 
     Holds every argument of [`~trl.RewardConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
-    datasets and about padding have no effect here, and raise an error if they are set.
+    datasets and about padding have no effect here, and cause a warning if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether to remove from the rows the columns that the trainer doesn't use.
-        max_length (`int`, *optional*):
-            Maximum number of tokens of a prompt and one completion together. A longer row raises an error, or is
-            skipped (`on_media_error`). `None` allows any length.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens of a prompt and one completion of text together. Longer rows are dropped. Rows
+            with media aren't; the metric `rows/longer_with_media` counts those that are longer. `None` allows any
+            length.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for both completions, `"padded"` forwards one row per
             completion. Both give the same loss and gradient. Models that don't support `"prefix"` fall back to
@@ -51,7 +52,7 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: Annotated[int | None, "[2, inf]"] = None
+    max_length: Annotated[int | None, "[2, inf]"] = 1024
     packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
 

@@ -13,7 +13,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import logsigmoid
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
 from trl.data_utils import get_dataset_column_names
@@ -52,6 +52,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             replaced by a new `score`.
         args ([`MultimodalRewardConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
+        data_collator (`None`, *optional*):
+            Has its place as in TRL, and takes only `None`, since the trainer encodes and joins rows itself.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
             [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns. Media in columns
@@ -104,6 +106,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self,
         model: Model,
         args: MultimodalRewardConfig | None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,
@@ -136,6 +139,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         packs, load = args.packing == "prefix", loaded.load_processor
         self._set_up_scoring(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
         self._check_adapter()
+        self._show_tokens()
         self._finish_setup()
 
     def _check_adapter(self) -> None:

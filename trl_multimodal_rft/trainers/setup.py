@@ -188,6 +188,8 @@ def warn_of_unread_media(
     message_columns = "prompt", *columns
     for name, dataset in named_splits(datasets):
         is_training = name == "`train_dataset`"
+        if isinstance(dataset, IterableDataset) and is_training:
+            _check_not_dispatched(args, name)
         if isinstance(dataset, IterableDataset) and is_training and args.max_steps <= 0:
             raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
         options: Any = {
@@ -236,6 +238,14 @@ def check_held_out(
                 rows = {name.strip("`"): [dict(row)]}
                 warn_of_unread_media(args, rows, model_modalities, dataset_part="first", supervised=supervised)
     return first_rows
+
+
+def _check_not_dispatched(args: TrainerConfig, name: str) -> None:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ValueError(
+            f"Iterable datasets require `dispatch_batches=False`, since each rank reads {name} itself; remove it from "
+            "`accelerator_config`."
+        )
 
 
 def modalities(model: Any, args) -> Collection[str]:

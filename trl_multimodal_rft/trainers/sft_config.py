@@ -18,12 +18,10 @@ _UNUSED_OPTIONS = {
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "only its entry `skip_prepare_dataset` is known",
     ),
-    "shuffle_dataset": (
-        (False,),
-        "each epoch has another random order anyway; to shuffle before, call `dataset.shuffle()`",
+    "packing_strategy": (
+        ("bfd",),
+        "`packing=True` concatenates the whole rows of a micro-batch, and neither cuts rows nor joins those of others",
     ),
-    "packing_strategy": (("bfd",), "rows are packed whole, and never cut"),
-    "padding_free": ((False,), "`packing=True` lays rows out without padding"),
     "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
 }
 
@@ -35,15 +33,15 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     Configuration class for the [`MultimodalSFTTrainer`].
 
     Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Most of TRL's arguments about the
-    preparation of datasets, and those about padding, have no effect here, and raise an error if they are set.
+    preparation of datasets, and those about padding, have no effect here, and cause a warning if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether to remove from the rows the columns that the trainer doesn't use.
-        max_length (`int`, *optional*):
-            Maximum number of tokens of a row. Longer rows of text are cut, as in [`~trl.SFTConfig`], and dropped if
-            nothing to learn is left. Longer rows with media raise an error, or are skipped (`on_media_error`), since
-            media aren't cut. `None` allows any length.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens of a row of text. Longer rows are cut, as in [`~trl.SFTConfig`], and dropped if
+            nothing to learn is left. Rows with media are never cut or dropped; the metrics `rows/cut` and
+            `rows/longer_with_media` count both. `None` allows any length.
         packing (`bool`, *optional*, defaults to `False`):
             Whether to concatenate the rows of a micro-batch, without padding, and without attention between rows.
             Unlike in TRL, loss, gradient and the number of rows in an update are the same as with padded rows. If the
@@ -60,7 +58,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: Annotated[int | None, "[2, inf]"] = None
+    max_length: Annotated[int | None, "[2, inf]"] = 1024
     packing: bool = False
     self_check: bool = True
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+import numpy as np
 from accelerate.logging import get_logger
 from datasets import Dataset
 from jinja2 import Environment
@@ -16,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
-from ..data.reading.refs import MediaError, OverlongRow
+from ..data.reading.refs import OverlongRow
 from ..data.rows.batches import Row
-from ..data.rows.columns import MEDIA_COLUMNS, other_layout, prepare_remedy
+from ..data.rows.cells import Cell, cell_value
+from ..data.rows.columns import MEDIA_COLUMNS, has_media, other_layout, prepare_remedy
 from ..data.rows.unread import lists_columns
 from ..encoding.processors import checked_texts
 from ..encoding.prompts import check_ids, placeholder_tokens, plain_outputs
@@ -33,6 +35,9 @@ logger = get_logger(__name__)
 # `documents`
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
 _RESERVED_NAMES = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
+
+
+_MESSAGE_COLUMNS = ("prompt", "completion", "messages", "chosen", "rejected")
 
 
 @dataclass
@@ -100,8 +105,8 @@ class SupervisedCollator:
 
     def encode(self, row: Row) -> SupervisedSequence:
         """
-        Returns a row as a sequence of at most `max_length` tokens. Raises `MediaError` for a longer row with media,
-        and `OverlongRow` if no learned token is left.
+        Returns a row as a sequence, of text cut to `max_length` tokens. Raises `OverlongRow` if no learned token is
+        left.
         """
         args = self.args
         if row.get("input_ids"):
@@ -113,14 +118,8 @@ class SupervisedCollator:
         else:
             sequence = self._encoder_of(row).encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         check_ids(sequence.input_ids, self.model.config, row.row_index)
-        if args.max_length is None or len(sequence) <= args.max_length:
+        if args.max_length is None or len(sequence) <= args.max_length or sequence.modalities:
             return sequence
-        if sequence.modalities:
-            raise MediaError(
-                f"row {row.row_index} has {len(sequence)} tokens with its media, more than `max_length` "
-                f"({args.max_length}), and media aren't cut; raise `max_length`, make the media smaller, or leave "
-                "such rows out with `on_media_error='skip'`"
-            )
         n_tokens = len(sequence)
         sequence = sequence.cut(args.max_length, from_end=args.truncation_mode == "keep_end")
         if not sequence.learned[1:].any():
@@ -174,6 +173,35 @@ class SupervisedCollator:
         except ValueError:  # unknown to TRL
             return None
 
+    def may_drop(self, row: Row) -> bool:
+        """
+        Returns whether `max_length` may leave nothing of a row, or `False` if its text is too short for that, or if it
+        has media.
+        """
+        if self.args.max_length is None or self._has_media(row):
+            return False
+        # A token of text has a byte or more. The other half is for what a chat template adds
+        return self.formatting_func is not None or 2 * _n_bytes(dict(row)) > self.args.max_length
+
+    def token_columns(self, row: Row) -> dict[str, list[int]]:
+        """Returns TRL's columns of tokens of a row, none for a row with media."""
+        return {} if self._has_media(row) else self._token_columns(row)
+
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        sequence = self.encode(row)
+        labels = sequence.input_ids.masked_fill(~sequence.learned, -100)
+        return {"input_ids": sequence.input_ids.tolist(), "labels": labels.tolist()}
+
+    def _has_media(self, row: Row) -> bool:
+        is_filled = (cell_value(row.get(name)) is not None for name in self._media_columns)
+        return any(is_filled) or any(
+            has_media(row[name]) for name in _MESSAGE_COLUMNS if isinstance(row.get(name), list)
+        )
+
+    @cached_property
+    def _media_columns(self) -> set[str]:
+        return MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ())
+
     def prepare(self, dataset: Any, name: str) -> Any:
         """
         Returns a dataset, or a dictionary of datasets, that the collator can encode.
@@ -224,7 +252,24 @@ class SupervisedCollator:
         media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
         if media:
             check_takes_media(self.processing_class, self.args.ignored_media_columns, dataset)
+            keeps_end = getattr(self.args, "truncation_mode", None) == "keep_end"
+            if keeps_end and self.args.max_length is not None:
+                raise ValueError(
+                    "truncation_mode='keep_end' is not supported for vision-language models, or others whose rows "
+                    f"have media ({media}) and are never cut; use 'keep_start', or set `max_length=None`."
+                )
         return columns, media
+
+
+def _n_bytes(value: Cell | tuple) -> int:
+    """Returns the number of bytes of all texts in a value, and of the numbers in its lists, which may be tokens."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, dict):
+        return sum(_n_bytes(key) + _n_bytes(item) for key, item in value.items())
+    if isinstance(value, np.ndarray):
+        return value.size
+    return sum(map(_n_bytes, value)) if isinstance(value, (list, tuple)) else 1
 
 
 def missing_columns_error(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:

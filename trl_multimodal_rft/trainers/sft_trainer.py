@@ -10,8 +10,9 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
+from trl.data_utils import get_dataset_column_names
 
 from ..checks.sequences import check_sequences
 from ..data.rows.columns import MEDIA_COLUMNS
@@ -20,7 +21,7 @@ from ..forward.scores import ScoreRequest, Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .loading import CONSTRUCTOR_OPTIONS, loading_in_trl
-from .reading import Batch, CompletionTrainer, NumItems, load_for_scoring
+from .reading import Batch, CompletionTrainer, NumItems, each_split, load_for_scoring
 from .setup import resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
@@ -45,6 +46,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             Model to train, as for [`~trl.SFTTrainer`].
         args ([`MultimodalSFTConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
+        data_collator (`None`, *optional*):
+            Has its place as in TRL, and takes only `None`, since the trainer encodes and joins rows itself.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt` and `completion`, as text or messages, or with `messages`, and with the media columns
             that [`MultimodalGRPOTrainer`] takes. The loss is over all tokens of a completion or of `messages`, or with
@@ -54,24 +57,24 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        compute_loss_func (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler to use.
         optimizer_cls_and_kwargs (`tuple`, *optional*):
             Optimizer class and its arguments, as for [`~trl.SFTTrainer`].
+        preprocess_logits_for_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
         formatting_func (`Callable`, *optional*):
             Function that returns the text of a row without media, as for [`~trl.SFTTrainer`].
-        compute_loss_func (`Callable`, *optional*):
-            See [`~trl.SFTTrainer`], for rows without media.
-        compute_metrics (`Callable`, *optional*):
-            See [`~trl.SFTTrainer`], for rows without media.
-        preprocess_logits_for_metrics (`Callable`, *optional*):
-            See [`~trl.SFTTrainer`], for rows without media.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -98,18 +101,19 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self,
         model: Model,
         args: MultimodalSFTConfig | None = None,
+        data_collator: DataCollator | None = None,
         train_dataset: Rows = None,
         eval_dataset: EvalRows = None,
         processing_class: Processor | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: Adapter = None,
         formatting_func: Callable[[dict], str] | None = None,
-        compute_loss_func: Callable | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
-        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if type(args) is TrainingArguments:  # TRL accepts this class, too. `to_dict` hides the token
             options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
@@ -136,6 +140,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             arguments["train_dataset"] = train_dataset.with_format("arrow") if is_dataset else undecoded(train_dataset)
             super().__init__(**arguments)
         self.train_dataset: Any = train_dataset
+        if args.completion_only_loss is None:  # TRL looks into a row, which has Arrow's format
+            columns = get_dataset_column_names(train_dataset) or ()
+            self.completion_only_loss = {"prompt", "completion"} <= {*columns}
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
                 "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing` and "
@@ -153,6 +160,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             load_processor=loaded.load_processor,
             check=check_sequences,
         )
+        if args.shuffle_dataset:
+            self.train_dataset = self.train_dataset.shuffle(seed=args.seed)
+            self.eval_dataset = each_split(self.eval_dataset, lambda dataset: dataset.shuffle(seed=args.seed))
+        self._show_tokens()
         self._finish_setup()
 
     # Update

@@ -38,6 +38,12 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
     return isinstance(feature, (Audio, Image, Video))
 
 
+def holds_files(dataset: Dataset) -> bool:
+    """Returns whether columns of a dataset may hold the contents of media, which take time to read."""
+    leaves = [leaf for feature in dataset.features.values() for _, leaf in feature_leaves(feature)]
+    return any(not isinstance(leaf, Value) or leaf.dtype in ("binary", "large_binary") for leaf in leaves)
+
+
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
     """Returns a nested value, with `change(item, feature, path)` in place of the item of each leaf feature."""
     if isinstance(feature, dict) and isinstance(value, dict):
