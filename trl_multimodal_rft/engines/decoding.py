@@ -94,7 +94,8 @@ class GraphedStep(TokenStep):
         return self._output
 
     def reset(self) -> None:
-        self._has_run, self._output = False, None
+        self._has_run = False
+        self._output = None
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Records a step without running it, and returns its output."""
@@ -142,7 +143,8 @@ def _capture_step(
     Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this function doesn't empty the
     cache of torch's allocator, and other threads may allocate meanwhile.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=cast("torch.cuda._POOL_HANDLE", pool.id), capture_error_mode="thread_local")
@@ -202,8 +204,9 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     weight, would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
-    modules = [model.get_decoder(), *([] if head is None else [head])]
-    weights = {weight for module in modules for weight in module.parameters() if weight.dtype == torch.float32}
+    parameters = [*model.get_decoder().parameters()]
+    parameters += [] if head is None else head.parameters()
+    weights = {weight for weight in parameters if weight.dtype == torch.float32}
     frozen = [weight for weight in weights if not weight.requires_grad and weight.is_leaf]
     if not weights or 2 * sum(weight.numel() for weight in weights) > _free_bytes(model.device) / 2:
         yield
@@ -299,7 +302,9 @@ def decode(
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
-    config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[KV_CACHE])
+    config = generation_config
+    device = input_ids.device
+    cache = cast(Cache, inputs[KV_CACHE])
     # Columns of `ids`: prompts end at `start`, sampled tokens at `n`, tokens that were checked for ends at
     # `n_checked`, and the longest possible completion at `stop`
     start = n = n_checked = input_ids.size(1)
@@ -313,21 +318,25 @@ def decode(
     records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
     drops_ended = not (keeps_cache or records)
     # A layout has masks of its own. Without a layout, `mask` already has a 1 for each token to sample
-    ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
+    ids = F.pad(input_ids, (0, stop - n))
+    mask = None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step_inputs = model.prepare_inputs_for_generation(
         input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None}
     )
-    step_inputs["position_ids"], step_inputs["input_ids"] = (
-        _last_positions(step_inputs, cache),
-        step_inputs["input_ids"].clone(),
-    )
+    step_inputs["position_ids"] = _last_positions(step_inputs, cache)
+    step_inputs["input_ids"] = step_inputs["input_ids"].clone()
     # `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is the maximum
     # number of completions of a prompt that haven't ended. `random_states` has the state after each unchecked token
-    has_ended, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
-    n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
-    random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
-    random_module, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    has_ended = torch.zeros(len(ids), dtype=torch.bool, device=device)
+    rows = None
+    n_left = len(ids)
+    n_prompts = 1 if layout is None else layout.n_prompts
+    logits = logits.float()
+    random_states = []
+    interval = 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
+    random_module = torch if device.type == "cpu" else torch.get_device_module(device)
+    device_args = () if device.type == "cpu" else (device,)
     processors = [_as_sum(processor, input_ids, logits) for processor in logits_processor]
     layout_context = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
     model_context = getattr(model, "_optimize_model_for_decode", nullcontext)()
@@ -347,7 +356,8 @@ def decode(
         weights_cast_once(model) if casts_weights_once else nullcontext(),
     ):
         while True:
-            scores, prefix = logits, ids[:, :n]
+            scores = logits
+            prefix = ids[:, :n]
             for processor in processors:  # `LogitsProcessorList` would inspect all signatures for each token
                 scores = processor(prefix, scores)
             for name, values in records.items():
@@ -374,7 +384,8 @@ def decode(
                     break
                 if ranks_in_step:
                     _max_over_ranks(n_left, device)  # joins the last loop below, in which other ranks may already be
-                n_checked, random_states = n, []
+                n_checked = n
+                random_states = []
                 if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
                     # `index` selects from the completions still in the batch, `rows` from all completions
                     index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)
@@ -409,7 +420,8 @@ def decode(
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
     """Returns the last tokens' position ids, or the last index of the cache if the model takes no position ids."""
-    positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
+    positions = step["position_ids"]
+    ids = cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
 
