@@ -147,6 +147,7 @@ mutations: $(VENV)/tests
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/idioms.py
 
 types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python

@@ -4,8 +4,8 @@ Writes what follows from the rest of the repository; `make fix` runs it.
 
 It formats the code and writes the table of options and its page; in README and docs counts, lists of commands,
 LightRFT's options, the self-check's example, pinned versions, and entries of public names on the reference pages;
-bounds of `house.json` that have fallen; and `cpu_seconds.json` without files that are gone. No test fails where one of
-these is stale, but for LightRFT's options.
+bounds of `house.json` and `idioms.json` that have fallen; and `cpu_seconds.json` without files that are gone. No test
+fails where one of these is stale, but for LightRFT's options.
 """
 
 import json
@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 import house
+import idioms
 import trl
 from families_report.report import MARK
 from helpers import cpu_seconds, reference_pages
@@ -178,7 +179,7 @@ def with_versions(text: str, column: Path) -> str:
 
 
 def derived() -> dict[Path, str]:
-    """Returns the text of each derived file but `house.json`. Raises a `LookupError` if a page lost such a place."""
+    """Returns the text of each derived file, but for bounds. Raises a `LookupError` if a page lost such a place."""
     texts = {page: without_lines(page.read_text()) for page in pages()}
     for page, around, number in counts():
         texts[page] = with_number(texts[page], around, number)
@@ -216,7 +217,7 @@ def main() -> int:
     is_wrong = subprocess.run([*ruff, "check", "--fix", "--quiet", "."], cwd=ROOT).returncode
     subprocess.run([*ruff, "format", "--quiet", "."], cwd=ROOT, check=True)
     changed = [str(path.relative_to(ROOT)) for path, content in before.items() if path.read_bytes() != content]
-    texts = {**derived(), house.BOUNDS: bounds()}
+    texts = {**derived(), house.BOUNDS: bounds(), idioms.BOUNDS: idioms.text()}
     changed += stale(texts)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

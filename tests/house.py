@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -36,7 +35,6 @@ BOUNDS = Path(__file__).with_name("house.json")
 DEFECTS = Path(__file__).with_name("mutations.json")
 TESTS = ("", "distributed", "engine", "extras", "shims")  # folders of tests
 UNCLEAR = {"each", "found", "own", "given", "taken"}  # no names of local variables, either
-LIMITS = {"files": 700, "classes": 450, "functions": 100}
 
 
 # The interface with TRL
@@ -416,35 +414,6 @@ def logical_lines(path: Path) -> int:
         return sum(token.type == tokenize.NEWLINE for token in tokenize.tokenize(file.readline))
 
 
-def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yields kind, name and number of lines of each class and function of a module, with decorators."""
-
-    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, int]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
-                kind = "classes" if isinstance(child, ast.ClassDef) else "functions"
-                yield kind, f"{prefix}{child.name}", child.end_lineno - first + 1
-                yield from walk(child, f"{prefix}{child.name}.")
-            else:
-                yield from walk(child, prefix)
-
-    yield from walk(tree_of(path), "")
-
-
-def too_long() -> dict[str, dict[str, int]]:
-    """Returns parts of the package that exceed a limit, with their numbers of lines, the longest first."""
-    found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
-    for path in modules().values():
-        name = str(path.relative_to(PACKAGE))
-        every = [("files", name, lines(path))]
-        every += [(kind, f"{name}:{each}", n) for kind, each, n in definitions(path)]
-        for kind, each, n in every:
-            if n > LIMITS[kind]:
-                found[kind][each] = n
-    return {kind: dict(sorted(parts.items(), key=lambda part: -part[1])) for kind, parts in found.items()}
-
-
 def overridden_in_tests() -> list[str]:
     """Returns private methods of trainers that classes of the tests override."""
     private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
@@ -503,7 +472,6 @@ def sizes() -> dict[str, int | list[str] | dict]:
     from trl_multimodal_rft.rollout.rollout import Rollout
 
     code = {"the package": [*PACKAGE.rglob("*.py")], "tests": [*(ROOT / "tests").rglob("*.py")]}
-    long = {f"{kind} over {LIMITS[kind]} lines": found for kind, found in too_long().items()}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in pages}
     generated = sum(n for name, n in words.items() if name.startswith("docs/generated/"))
@@ -511,7 +479,6 @@ def sizes() -> dict[str, int | list[str] | dict]:
         "fields of a rollout": [field.name for field in fields(Rollout)],
         "own config fields": config_fields(),
         "a step of GRPO on images, up to its loss": passages_of_step(),
-        **long,
         **{f"lines of {name}": sum(map(lines, paths)) for name, paths in code.items()},
         **{f"logical lines of {name}": sum(map(logical_lines, paths)) for name, paths in code.items()},
         "words": words,

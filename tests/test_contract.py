@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
+import ast
 import inspect
 import os
 import pkgutil
@@ -8,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 import warnings
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -192,6 +195,139 @@ def test_trl_builds_on_the_methods_that_are_overridden(name):
     source = inspect.getsource(inspect.getmodule(trl_of(house.trainers()[name]))) + inspect.getsource(Trainer)
     for method in names(OVERRIDDEN[name]) - {"train"}:  # users call these
         assert re.search(rf"self\.{method}\b(?! =)", source), f"nothing calls {method}"
+
+
+# Options that only replaced methods read
+
+
+IN_PART = {"_get_per_token_logps_and_entropies", "_prepare_dataset"}  # overrides that call TRL's for some inputs alone
+ENCODING = "the package encodes prompts and completions with media itself, in `encoding/`"
+LOADING = "rows are read, sharded and ordered by `rollout/stream.py`"
+READ_AHEAD = f"{LOADING}; rows of a `Dataset` are read ahead in the forked processes of its own pool"
+TOOLS = "TRL's attribute of tools and environments; those arguments are read by `rollout/environments.py`"
+# Names that methods of TRL read, and that nothing reads once a trainer replaces these methods, with the reason
+UNREAD = {
+    "_is_vlm": ENCODING,
+    "_is_vision_dataset": ENCODING,
+    "_image_pad_token_id": ENCODING,
+    "_video_pad_token_id": ENCODING,
+    "_tokenizer": ENCODING,
+    "model_kwarg_keys": ENCODING,
+    "_eval_dataloaders": LOADING,
+    "_signature_columns": LOADING,
+    "_train_batch_size": LOADING,
+    "train_batch_size": LOADING,
+    "length_column_name": "strategies that order rows by length raise an error",
+    "dataloader_in_order": READ_AHEAD,
+    "dataloader_multiprocessing_context": READ_AHEAD,
+    "dataloader_persistent_workers": READ_AHEAD,
+    "dataloader_pin_memory": READ_AHEAD,
+    "dataloader_prefetch_factor": READ_AHEAD,
+    "_async_tool_dicts": TOOLS,
+    "_sync_tool_dicts": TOOLS,
+    "_standalone_tools": TOOLS,
+    "_env_tools": TOOLS,
+    "_environment_pool": TOOLS,
+    "environment_factories": TOOLS,
+    "_batch_environments": TOOLS,
+    "_multi_environment": TOOLS,
+    "_entropy_window_stats": "sums of an optimizer step, which `algorithms/entropy.py` keeps",
+    "_forward_redirection": "the hidden states of the teacher come from `forward/`",
+}
+
+
+def reads_of(method) -> set[str]:
+    """Returns the names `x` that a method reads as `self.x`, `args.x`, `self.args.x` or `getattr(args, "x")`."""
+    owners = ("self", "args", "self.args")
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found |= {node.attr} if ast.unparse(node.value) in owners else set()
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            found |= {ast.literal_eval(node.args[1])} if ast.unparse(node.args[0]) in owners else set()
+    return found
+
+
+@cache
+def imported_by(module: str) -> set[str]:
+    known = house.modules()
+    outside = tuple(f"{house.PACKAGE.name}.{name}" for name in ("extras", "lightrft"))
+    return {name for name in house.imports(known[module], known) if not name.startswith(outside)}
+
+
+@cache
+def modules_below(module: str) -> set[str]:
+    """Returns a module of the package and those that it imports, at any depth, but for what no training needs."""
+    reached = set()
+    waiting = {module}
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting |= imported_by(name) - reached
+    return reached
+
+
+@cache
+def names_in(module: str) -> set[str]:
+    """Returns the attributes that a module reads, and its texts, such as the keys of a table of options."""
+    nodes = list(ast.walk(house.tree_of(house.modules()[module])))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return attributes | texts
+
+
+def unread(name: str) -> dict[str, str]:
+    """Returns names that only replaced methods of TRL read, or methods that only these call, with such a method."""
+    trainer = house.trainers()[name]
+    trl = trl_of(trainer)
+    source = "".join(inspect.getsource(base) for base in trainer.__mro__ if house.is_own(base))
+    read = set().union(*map(names_in, modules_below(trainer.__module__)))
+    waiting = [each for each in names(OVERRIDDEN[name]) if each in IN_PART or f"super().{each}(" not in source]
+    replaced = {*waiting}
+    found = {}
+    while waiting:
+        method = waiting.pop()
+        for each in reads_of(getattr(trl, method)) - read - replaced:
+            if inspect.isfunction(getattr(trl, each, None)):
+                replaced.add(each)
+                waiting.append(each)
+            else:
+                found[each] = method
+    return found
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_no_option_is_swallowed_with_the_method_that_reads_it(name):
+    """An option that acts only in a method of TRL that a trainer replaces would be accepted, and do nothing."""
+    swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
+    assert not swallowed, "read them, refuse them in `trainers/arguments.py`, or add them to UNREAD, with the reason"
+
+
+def test_no_exception_is_left_over():
+    assert set().union(*map(unread, house.trainers())) == UNREAD.keys()
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_one_more_option_of_trl_is_found(name, monkeypatch):
+    """In a method that is replaced, and in a method that only this one calls; not in one that still runs."""
+
+    def get_train_dataloader(self):
+        self.new_state = self.args.new_option + self.new_method()
+        return getattr(self.args, "new_option_by_name", None)
+
+    def new_method(self):
+        args = self.args
+        return args.new_option_below
+
+    def train(self):
+        return self.args.new_option_that_acts
+
+    trl = trl_of(house.trainers()[name])
+    for method in (get_train_dataloader, new_method, train):
+        monkeypatch.setattr(trl, method.__name__, method, raising=False)
+    found = {each: method for each, method in unread(name).items() if each not in UNREAD}
+    of_loader = dict.fromkeys(["new_option", "new_option_by_name"], "get_train_dataloader")
+    assert found == {**of_loader, "new_option_below": "new_method"}
 
 
 def test_sampler_draws_one_order_an_epoch():

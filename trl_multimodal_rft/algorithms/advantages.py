@@ -11,7 +11,7 @@ Statistics are computed in float64.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -81,7 +81,8 @@ def as_estimator(text: str) -> Estimator:
     for an unknown name, and `ValueError` for a setting or value that the estimator doesn't have.
     """
     name, settings = split_settings(text)
-    chosen, settings = ESTIMATORS[ALIASES.get(name, name)], settings or {}
+    chosen = ESTIMATORS[ALIASES.get(name, name)]
+    settings = settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
     setting_names = [
         parameter.name
@@ -332,12 +333,15 @@ def online_dpo(
     reward_order = scorable_indices[rewards[scorable_indices].argsort(stable=True)]
     sorted_indices = reward_order[groups[reward_order].argsort(stable=True)]
     n_scorable = groups[sorted_indices].bincount()
-    has_scorable, ends = n_scorable > 0, n_scorable.cumsum(0)
+    has_scorable = n_scorable > 0
+    ends = n_scorable.cumsum(0)
     # Batch indices of the first and the last completion of each group in this order: `[0, 3]` and `[0, 2]`
-    worst, best = sorted_indices[(ends - n_scorable)[has_scorable]], sorted_indices[ends[has_scorable] - 1]
+    worst = sorted_indices[(ends - n_scorable)[has_scorable]]
+    best = sorted_indices[ends[has_scorable] - 1]
     has_signal = group_statistics(rewards, group_ids).has_signal.to(groups.device)
     is_pair = has_signal[groups[best]]
-    worst, best = worst[is_pair], best[is_pair]
+    worst = worst[is_pair]
+    best = best[is_pair]
     log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)  # of whole completions
     margins = log_ratios[best] - log_ratios[worst]
     weights = kl_coef * (-kl_coef * margins).sigmoid() if loss == "sigmoid" else 1 / kl_coef - 2 * margins
@@ -457,8 +461,10 @@ def gigpo(
         norm (`str`, *optional*, defaults to `"std"`):
             Whether both terms are divided by the unbiased standard deviation of their group.
     """
-    turns, scale = steps.merge_turns(), "group" if norm == "std" else "none"
-    batch_indices, states = turns.indices()[0], torch.tensor([turn.state for row in turns.steps for turn in row])
+    turns = steps.merge_turns()
+    scale = "group" if norm == "std" else "none"
+    batch_indices = turns.indices()[0]
+    states = torch.tensor([turn.state for turn in chain.from_iterable(turns.steps)])
     returns = torch.where(rewards.cpu().isnan()[batch_indices], torch.nan, turns.returns(turn_discount))
     # Turns with equal group ids and states form a group, with a unique id
     turn_advantages = group_norm(returns, group_ids.cpu()[batch_indices] * (states.amax() + 1) + states, scale=scale)
@@ -500,8 +506,10 @@ def gae(
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Advantages, not whitened, and returns $A_t + V_t$, shape `(N, T)`.
     """
-    mask, width = mask.bool(), mask.size(1)
-    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    mask = mask.bool()
+    width = mask.size(1)
+    rewards = torch.where(mask, rewards, 0)
+    values = torch.where(mask, values, 0)
     # Index of the next valid token after each token. `width` stands for the state after the last token: the mask `[1,
     # 0, 1]` gives `[2, 2, 3]`.
     next_index = torch.where(mask, torch.arange(width, device=mask.device), width)

@@ -68,7 +68,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     Returns:
         `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or fewer than two tokens count.
     """
-    returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
+    errors = (returns - values)[mask.bool()].double()
+    returns = returns[mask.bool()].double()
     if len(returns) < 2:
         return returns.new_tensor(torch.nan)
     variance = returns.var(correction=0)
@@ -79,8 +80,10 @@ def critic_metrics(
     values: torch.Tensor, returns: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
     """Returns mean and standard deviation of each tensor `(B, T)`, and the explained variance of the returns."""
-    metrics, valid = {}, mask.bool()
+    metrics = {}
+    valid = mask.bool()
     for name, tensor in (("values", values), ("returns", returns), ("advantages", advantages)):
         std, mean = torch.std_mean(tensor[valid], correction=0)
-        metrics[f"{name}/mean"], metrics[f"{name}/std"] = mean.item(), std.item()
+        metrics[f"{name}/mean"] = mean.item()
+        metrics[f"{name}/std"] = std.item()
     return {**metrics, "explained_variance": explained_variance(values, returns, mask).item()}

@@ -103,7 +103,10 @@ def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_w
     """
     weights = torch.ones_like(dependency)
     dependencies = dependency[is_weighted]
-    if dependencies.numel() and (spread := dependencies.max() - dependencies.min()) > _SMALLEST_SPREAD:
+    if not dependencies.numel():
+        return weights
+    spread = dependencies.max() - dependencies.min()
+    if spread > _SMALLEST_SPREAD:
         normalized = (dependencies - dependencies.min()) / spread
         weights[is_weighted] = min_weight + (1 - min_weight) * normalized / normalized.mean()
     return weights

@@ -174,7 +174,8 @@ def as_loss(text: str) -> LossType:
     unknown name, and `ValueError` for a setting or value that the loss doesn't have.
     """
     name, settings = split_settings(text)
-    chosen, settings = LOSSES[name], settings or {}
+    chosen = LOSSES[name]
+    settings = settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
     setting_names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     check_settings(chosen.function, name, settings, setting_names)
@@ -196,9 +197,11 @@ def grpo_loss(
     `inputs` have `ref_logps`), an entropy bonus (unless `entropy_coef` is `None`), and load balancing (if `inputs`
     have an `aux_loss`).
     """
-    mask, n_micro_batches = inputs.mask, normalizer.n_micro_batches
+    mask = inputs.mask
+    n_micro_batches = normalizer.n_micro_batches
     losses, metrics = loss_type(inputs, options)
-    loss, metrics = loss_type.average(losses, mask, normalizer), dict(metrics)
+    loss = loss_type.average(losses, mask, normalizer)
+    metrics = dict(metrics)
     if inputs.ref_logps is not None:
         kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
         # A loss with one ratio per completion has no ratios of tokens
@@ -317,7 +320,8 @@ def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
     See [`LossType.__call__`] for the arguments.
     """
-    advantages, ratio = _per_token(inputs.advantages), importance_ratios(inputs, options).detach()
+    advantages = _per_token(inputs.advantages)
+    ratio = importance_ratios(inputs, options).detach()
     loss = -ratio.clamp(max=options.epsilon_high) * advantages * inputs.logps
     is_clipped = (ratio > options.epsilon_high) & (advantages > 0)
     metrics = {"cispo_clip_ratio": token_mean(is_clipped.float(), inputs.mask)}
@@ -387,10 +391,12 @@ def cpgd_loss(
     """
     advantages = _per_token(inputs.advantages)
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
-    smallest_log, largest_log = math.log(1 - options.epsilon_low), math.log(1 + options.epsilon_high)
+    smallest_log = math.log(1 - options.epsilon_low)
+    largest_log = math.log(1 + options.epsilon_high)
     loss = -torch.min(log_ratio * advantages, log_ratio.clamp(smallest_log, largest_log) * advantages)
     drift = drift_coef * policy_drift(inputs.logps, inputs.old_logps, drift_clamp)
-    low, high = (log_ratio < smallest_log) & (advantages < 0), (log_ratio > largest_log) & (advantages > 0)
+    low = (log_ratio < smallest_log) & (advantages < 0)
+    high = (log_ratio > largest_log) & (advantages > 0)
     return LossOutput(
         loss * inputs.weights * _off_policy_weights(inputs, options) + drift, _clip_metrics(low, high, inputs.mask)
     )
@@ -425,7 +431,8 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
     See [`LossType.__call__`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
     """
-    advantages, log_ratio = inputs.advantages, log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+    advantages = inputs.advantages
+    log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     clipped = torch.where(
         advantages[:, None] > 0, log_ratio.clamp(max=options.epsilon_high), log_ratio.clamp(min=-options.epsilon_low)
     )

@@ -79,7 +79,8 @@ class PendingMetrics:
 
     def read(self) -> None:
         """Reads the pending metrics, and appends them to their logs."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         if not pending:
             return
         widths = [numbers.size(1) for _, numbers, _ in pending]
@@ -119,7 +120,8 @@ class MicroBatchSums:
 
     def pop(self, reduce: Callable) -> list[float]:
         """Returns the sums over all ranks (an empty list if nothing was added), and resets them."""
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         return [] if sums is None else reduce(sums, reduction="sum").tolist()
 
 

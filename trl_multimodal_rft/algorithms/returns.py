@@ -66,7 +66,8 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
     Returns:
         `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
     """
-    mask, width = mask.bool(), mask.size(1)
+    mask = mask.bool()
+    width = mask.size(1)
     # Moves valid tokens to the front, and other tokens to a spare column, which is cut off: with the mask `[0, 1, 0,
     # 1]`, the tokens' new columns are `[4, 0, 4, 1]`
     column = torch.where(mask, mask.cumsum(1) - 1, width)
@@ -97,8 +98,11 @@ class Steps:
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the batch index of each step's completion, and the step's index in the completion, `(S,)`."""
-        index_pairs = torch.tensor([(i, k) for i, steps in enumerate(self.steps) for k in range(len(steps))])
-        return index_pairs[:, 0], index_pairs[:, 1]
+        index_pairs = []
+        for i, steps in enumerate(self.steps):
+            index_pairs += [(i, k) for k in range(len(steps))]
+        batch_indices, step_indices = torch.tensor(index_pairs).unbind(1)
+        return batch_indices, step_indices
 
     def merge_turns(self) -> "Steps":
         """Merges the steps of each turn into one step, with the sum of their rewards."""
@@ -127,7 +131,8 @@ class Steps:
         Returns values of steps `(S,)` on all tokens of each step, `(N, T)`, 0 outside the mask `(N, T)`. The values 5
         and 7 of steps that end at tokens 0 and 2 give `[5, 7, 7]`.
         """
-        token_values, step_values = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
+        token_values = torch.zeros(mask.shape, dtype=torch.float64)
+        step_values = iter(values)
         for completion_values, steps in zip(token_values, self.steps, strict=True):
             for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):
                 completion_values[start : step.end + 1] = next(step_values)
@@ -156,7 +161,8 @@ def whiten(
         `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.
     """
     mask = mask.bool()
-    values, weights = torch.where(mask, values, 0), mask if weights is None else weights
+    values = torch.where(mask, values, 0)
+    weights = mask if weights is None else weights
 
     def mean(x):
         total, count = reduce(torch.stack([(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]))

@@ -64,7 +64,8 @@ class RunningScale:
         if len(rewards) == 0:
             return
         # Chan's formula joins the mean and the squares of two sets: the rewards so far, and the further ones
-        mean, total = rewards.mean().item(), self.count + len(rewards)
+        mean = rewards.mean().item()
+        total = self.count + len(rewards)
         shift = mean - self.mean
         self.squares += (rewards - mean).square().sum().item() + shift**2 * self.count * len(rewards) / total
         self.mean += shift * len(rewards) / total
@@ -88,4 +89,6 @@ class RunningScale:
             state (`dict`):
                 The state.
         """
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+        self.count = state["count"]
+        self.mean = state["mean"]
+        self.squares = state["squares"]

@@ -94,7 +94,8 @@ class GraphedStep(TokenStep):
         return self._output
 
     def reset(self) -> None:
-        self._has_run, self._output = False, None
+        self._has_run = False
+        self._output = None
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Records a step without running it, and returns its output."""
@@ -142,7 +143,8 @@ def _capture_step(
     Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this function doesn't empty the
     cache of torch's allocator, and other threads may allocate meanwhile.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=cast("torch.cuda._POOL_HANDLE", pool.id), capture_error_mode="thread_local")
@@ -202,8 +204,9 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     weight, would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
-    modules = [model.get_decoder(), *([] if head is None else [head])]
-    weights = {weight for module in modules for weight in module.parameters() if weight.dtype == torch.float32}
+    parameters = [*model.get_decoder().parameters()]
+    parameters += [] if head is None else head.parameters()
+    weights = {weight for weight in parameters if weight.dtype == torch.float32}
     frozen = [weight for weight in weights if not weight.requires_grad and weight.is_leaf]
     if not weights or 2 * sum(weight.numel() for weight in weights) > _free_bytes(model.device) / 2:
         yield
@@ -299,117 +302,215 @@ def decode(
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
-    config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[KV_CACHE])
-    # Columns of `ids`: prompts end at `start`, sampled tokens at `n`, tokens that were checked for ends at
-    # `n_checked`, and the longest possible completion at `stop`
-    start = n = n_checked = input_ids.size(1)
-    stop = cast(int, stopping_criteria.max_length)
-    end_ids = next(
-        (criterion.eos_token_id.to(device) for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")),
-        None,
+    loop = TokenLoop(
+        model,
+        input_ids,
+        logits,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        inputs,
+        layout,
+        TokenStep() if runner is None or layout is None or not layout.room else runner,
+        keeps_cache,
+        1 if ranks_in_step else _TOKENS_PER_CHECK.get(input_ids.device.type, 1),
     )
-    pad_id = config.pad_token_id if config.pad_token_id is not None or end_ids is None else int(end_ids[0])
-    # Logits and scores of sampled tokens, if requested
-    records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
-    drops_ended = not (keeps_cache or records)
-    # A layout has masks of its own. Without a layout, `mask` already has a 1 for each token to sample
-    ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
-    mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
-    step_inputs = model.prepare_inputs_for_generation(
-        input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None}
-    )
-    step_inputs["position_ids"], step_inputs["input_ids"] = (
-        _last_positions(step_inputs, cache),
-        step_inputs["input_ids"].clone(),
-    )
-    # `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is the maximum
-    # number of completions of a prompt that haven't ended. `random_states` has the state after each unchecked token
-    has_ended, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
-    n_prompts, logits = 1 if layout is None else layout.n_prompts, logits.float()
-    random_states, interval = [], 1 if ranks_in_step else _TOKENS_PER_CHECK.get(device.type, 1)
-    random_module, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
-    processors = [_as_sum(processor, input_ids, logits) for processor in logits_processor]
-    layout_context = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
-    model_context = getattr(model, "_optimize_model_for_decode", nullcontext)()
-    runner = TokenStep() if runner is None or layout is None or not layout.room else runner
-
-    def forward() -> torch.Tensor:
-        """Advances the positions of `step_inputs` in place. Returns the logits `(B, V)` after its tokens `(B, 1)`."""
-        step_inputs["position_ids"].add_(1)
-        if layout is not None:
-            layout.advance()
-        return model(**step_inputs, return_dict=True).logits[:, -1].float()
-
     with (
-        layout_context,
+        nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout),
         kernels.without_cudnn(),
-        model_context,
+        getattr(model, "_optimize_model_for_decode", nullcontext)(),
         weights_cast_once(model) if casts_weights_once else nullcontext(),
     ):
         while True:
-            scores, prefix = logits, ids[:, :n]
-            for processor in processors:  # `LogitsProcessorList` would inspect all signatures for each token
-                scores = processor(prefix, scores)
-            for name, values in records.items():
-                values.append((logits if name == "logits" else scores).clone())
-            token = ids[:, n : n + 1]  # a view, so the sampled tokens are written into `ids`
-            if config.do_sample:
-                torch.multinomial(scores.softmax(-1), 1, out=token)
-            else:
-                torch.argmax(scores, -1, keepdim=True, out=token)
-            n += 1
-            random_states.append(random_module.get_rng_state(*device_args))
-            if n == stop or (n - start) % interval == 0:
-                if end_ids is not None:
-                    _pad_after_ends(ids[:, n_checked:n], has_ended, end_ids, pad_id)
-                    # The maximum over prompts, as each prompt keeps an equal number of completions in the batch
-                    n_left = int((~has_ended).view(n_prompts, -1).sum(1).max())
-                    if n_left == 0:  # drops the columns after the last end
-                        n_surplus = n - start - int(up_to_first_end(ids[:, start:n], end_ids.tolist()).sum(1).max())
-                        random_module.set_rng_state(random_states[-1 - n_surplus], *device_args)
-                        n -= n_surplus
-                        if keeps_cache:
-                            cache.crop(-n_surplus)
-                if n_left == 0 or n == stop:
+            loop.sample()
+            if loop.is_check_due():
+                loop.end()
+                if loop.is_finished():
                     break
-                if ranks_in_step:
-                    _max_over_ranks(n_left, device)  # joins the last loop below, in which other ranks may already be
-                n_checked, random_states = n, []
-                if drops_ended and 2 * n_left * n_prompts <= len(step_inputs["input_ids"]):
-                    # `index` selects from the completions still in the batch, `rows` from all completions
-                    index = _first_false((has_ended if rows is None else has_ended[rows]).view(n_prompts, -1), n_left)
-                    rows = index if rows is None else rows[index]
-                    _select_rows(cache, layout, index)
-                    step_inputs["position_ids"] = step_inputs["position_ids"].index_select(-2, index)
-                    step_inputs["input_ids"] = step_inputs["input_ids"][: len(index)]
-                    mask = None if mask is None else mask[index]
-                    runner.reset()
-            if layout is not None and 0 < layout.room < n - start:
-                layout.grow(cache, min(2 * layout.room, stop - start))
-                runner.reset()
-            step_inputs["input_ids"].copy_(token if rows is None else token[rows])
-            # The slice counts from the end, because the mask is longer than `ids` if prefixes and suffixes of prompts
-            # were prefilled, and padded, separately
-            step_inputs["attention_mask"] = None if mask is None else mask[:, : n - stop]
-            logits = runner(forward)
-            if rows is not None:
-                logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
+                if ranks_in_step:  # joins the last loop below, in which other ranks may already be
+                    _max_over_ranks(loop.n_left, input_ids.device)
+                loop.drop_ended()
+            loop.grow()
+            loop.run()
         # All completions of this rank have ended, but other ranks may still need its forwards
-        while ranks_in_step and _max_over_ranks(0, device):
-            forward()
-    if layout is not None and layout.room:
-        set_lengths(cache, n - start - 1)  # the cache lacks the last token
-    if not config.return_dict_in_generate:
-        return ids[:, :n]
-    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))
-    for name, value in {KV_CACHE: cache, **{name: tuple(records[name][: n - start]) for name in records}}.items():
-        output[name] = value
-    return output
+        while ranks_in_step and _max_over_ranks(0, input_ids.device):
+            loop.forward()
+    return loop.finish()
+
+
+class TokenLoop:
+    """
+    Samples completions token by token, see [`decode`]. Without `layout`, each completion has a row of the cache.
+
+    Columns of `ids` `(B, stop)`: prompts end at `start`, sampled tokens at `n`, and tokens that were checked for ends
+    at `n_checked`. `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is
+    the maximum number of completions of a prompt that haven't ended.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        inputs: dict[str, torch.Tensor | Cache | bool | int | None],
+        layout: Decoding | None,
+        runner: TokenStep,
+        keeps_cache: bool,
+        interval: int,
+    ):
+        device = input_ids.device
+        self.model = model
+        self.config = config
+        self.layout = layout
+        self.runner = runner
+        self.keeps_cache = keeps_cache
+        self.interval = interval  # tokens between checks for ends
+        self.cache = cast(Cache, inputs[KV_CACHE])
+        self.start = self.n = self.n_checked = input_ids.size(1)
+        self.stop = cast(int, stopping_criteria.max_length)
+        ends = (criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id"))
+        self.end_ids = next((end_ids.to(device) for end_ids in ends), None)
+        self.pad_id = config.pad_token_id
+        if self.pad_id is None and self.end_ids is not None:
+            self.pad_id = int(self.end_ids[0])
+        # Logits and scores of sampled tokens, if requested
+        names = [name for name in ("logits", "scores") if getattr(config, f"output_{name}")]
+        self.records = {name: list[torch.Tensor]() for name in names}
+        self.ids = F.pad(input_ids, (0, self.stop - self.n))
+        # A layout has masks of its own. Without a layout, `mask` already has a 1 for each token to sample
+        mask = None if layout is not None else inputs.get("attention_mask")
+        self.mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, self.stop - self.n), value=1)
+        self.step_inputs = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None}
+        )
+        self.step_inputs["position_ids"] = _last_positions(self.step_inputs, self.cache)
+        self.step_inputs["input_ids"] = self.step_inputs["input_ids"].clone()
+        self.has_ended = torch.zeros(len(self.ids), dtype=torch.bool, device=device)
+        self.rows: torch.Tensor | None = None
+        self.n_left = len(self.ids)
+        self.n_prompts = 1 if layout is None else layout.n_prompts
+        self.logits = logits.float()
+        self.random_states = _RandomStates(device)
+        self.processors = [_as_sum(processor, input_ids, self.logits) for processor in logits_processor]
+
+    def sample(self) -> None:
+        """Samples a token of each completion by the logits."""
+        scores = self.logits
+        prefix = self.ids[:, : self.n]
+        for processor in self.processors:  # `LogitsProcessorList` would inspect all signatures for each token
+            scores = processor(prefix, scores)
+        for name, values in self.records.items():
+            values.append((self.logits if name == "logits" else scores).clone())
+        token = self.ids[:, self.n : self.n + 1]  # a view, so the sampled tokens are written into `ids`
+        if self.config.do_sample:
+            torch.multinomial(scores.softmax(-1), 1, out=token)
+        else:
+            torch.argmax(scores, -1, keepdim=True, out=token)
+        self.n += 1
+        self.random_states.add()
+
+    def is_check_due(self) -> bool:
+        return self.n == self.stop or (self.n - self.start) % self.interval == 0
+
+    def is_finished(self) -> bool:
+        return self.n_left == 0 or self.n == self.stop
+
+    def end(self) -> None:
+        """Finds the completions that have ended. If all have, takes back the tokens after the last end."""
+        if self.end_ids is not None:
+            _pad_after_ends(self.ids[:, self.n_checked : self.n], self.has_ended, self.end_ids, self.pad_id)
+            # The maximum over prompts, as each prompt keeps an equal number of completions in the batch
+            self.n_left = int((~self.has_ended).view(self.n_prompts, -1).sum(1).max())
+            if self.n_left == 0:
+                sampled_ids = self.ids[:, self.start : self.n]
+                n_surplus = sampled_ids.size(1) - int(up_to_first_end(sampled_ids, self.end_ids.tolist()).sum(1).max())
+                self.random_states.restore(n_surplus)
+                self.n -= n_surplus
+                if self.keeps_cache:
+                    self.cache.crop(-n_surplus)
+        self.n_checked = self.n
+        self.random_states.clear()
+
+    def drop_ended(self) -> None:
+        """Drops completions that have ended from the batch, if at least half have and nothing of them is needed."""
+        is_needed = self.keeps_cache or self.records
+        if is_needed or 2 * self.n_left * self.n_prompts > len(self.step_inputs["input_ids"]):
+            return
+        # `index` selects from the completions still in the batch, `rows` from all completions
+        has_ended = self.has_ended if self.rows is None else self.has_ended[self.rows]
+        index = _first_false(has_ended.view(self.n_prompts, -1), self.n_left)
+        self.rows = index if self.rows is None else self.rows[index]
+        _select_rows(self.cache, self.layout, index)
+        self.step_inputs["position_ids"] = self.step_inputs["position_ids"].index_select(-2, index)
+        self.step_inputs["input_ids"] = self.step_inputs["input_ids"][: len(index)]
+        self.mask = None if self.mask is None else self.mask[index]
+        self.runner.reset()
+
+    def grow(self) -> None:
+        """Makes room for further tokens in a cache of static shapes, if it is full."""
+        if self.layout is not None and 0 < self.layout.room < self.n - self.start:
+            self.layout.grow(self.cache, min(2 * self.layout.room, self.stop - self.start))
+            self.runner.reset()
+
+    def run(self) -> None:
+        """Computes the logits after the last token."""
+        token = self.ids[:, self.n - 1 : self.n]
+        self.step_inputs["input_ids"].copy_(token if self.rows is None else token[self.rows])
+        # The slice counts from the end, because the mask is longer than `ids` if prefixes and suffixes of prompts
+        # were prefilled, and padded, separately
+        self.step_inputs["attention_mask"] = None if self.mask is None else self.mask[:, : self.n - self.stop]
+        logits = self.runner(self.forward)
+        if self.rows is not None:
+            all_logits = logits.new_zeros(len(self.ids), logits.size(-1))
+            logits = all_logits.index_copy_(0, self.rows, logits)
+        self.logits = logits
+
+    def forward(self) -> torch.Tensor:
+        """Advances the positions of `step_inputs` in place. Returns the logits `(B, V)` after its tokens `(B, 1)`."""
+        self.step_inputs["position_ids"].add_(1)
+        if self.layout is not None:
+            self.layout.advance()
+        return self.model(**self.step_inputs, return_dict=True).logits[:, -1].float()
+
+    def finish(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Returns the output of [`decode`]."""
+        if self.layout is not None and self.layout.room:
+            set_lengths(self.cache, self.n - self.start - 1)  # the cache lacks the last token
+        if not self.config.return_dict_in_generate:
+            return self.ids[:, : self.n]
+        output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, self.ids[:, : self.n]))
+        output[KV_CACHE] = self.cache
+        for name, values in self.records.items():
+            output[name] = tuple(values[: self.n - self.start])
+        return output
+
+
+class _RandomStates:
+    """States of a device's random generator after each token that wasn't checked for ends."""
+
+    def __init__(self, device: torch.device):
+        self._module = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device_args = () if device.type == "cpu" else (device,)
+        self._states: list[torch.Tensor] = []
+
+    def add(self) -> None:
+        self._states.append(self._module.get_rng_state(*self._device_args))
+
+    def restore(self, n_later: int) -> None:
+        """Restores the state before the last `n_later` tokens."""
+        self._module.set_rng_state(self._states[-1 - n_later], *self._device_args)
+
+    def clear(self) -> None:
+        self._states = []
 
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
     """Returns the last tokens' position ids, or the last index of the cache if the model takes no position ids."""
-    positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
+    positions = step["position_ids"]
+    ids = cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -112,8 +112,11 @@ class InFlight:
         changes_weights: bool = True,
         settings: dict[str, Any] | None = None,
     ):
-        self.max_staleness, self.version = max_staleness, 0
-        self._send, self._patience, self._warn = send, patience, WarnOnce()
+        self.max_staleness = max_staleness
+        self.version = 0
+        self._send = send
+        self._patience = patience
+        self._warn = WarnOnce()
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
@@ -174,7 +177,8 @@ class InFlight:
         Removes and returns a batch and the answers to its requests. Also returns two times in seconds: the wait of
         this call for the answers, and the mean time from an answer's arrival to this call.
         """
-        start, pending = time.monotonic(), self._pending[batch_index]
+        start = time.monotonic()
+        pending = self._pending[batch_index]
         answers = [future.result() for future in pending.answers.values()]
         del self._pending[batch_index]
         # A checkpoint's rows and answers up to this batch aren't needed again
@@ -191,12 +195,15 @@ class InFlight:
             started(self._wait_for_answer, None, request, str(self.version), request_index)
             for request_index, request in enumerate(requests)
         ]
-        return [completion for future in futures for completion in future.result().completions]
+        return [*chain.from_iterable(future.result().completions for future in futures)]
 
     def clear(self) -> None:
         """Forgets all batches. Their requests are neither sent again nor rewarded."""
-        self._pending, self._checkpoint_rows, self._checkpoint_answers = {}, {}, {}
-        self._n_clears, self.calls = self._n_clears + 1, EarlyCalls()
+        self._pending = {}
+        self._checkpoint_rows = {}
+        self._checkpoint_answers = {}
+        self._n_clears += 1
+        self.calls = EarlyCalls()
 
     def _wait_for_answer(self, key: Key | None, request: EngineRequest, salt: str, request_index: int) -> Answer:
         """Returns the answer to a request, from the checkpoint if it has the `key`. `sample` passes no key."""
@@ -238,7 +245,9 @@ class InFlight:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        futures = {key: future for pending in self._pending.values() for key, future in pending.answers.items()}
+        futures = {}
+        for pending in self._pending.values():
+            futures |= pending.answers
         new_answers = {
             key: future.result() for key, future in futures.items() if future.done() and future.exception() is None
         }
@@ -249,7 +258,8 @@ class InFlight:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        now, self._checkpoint_rows = time.monotonic(), state["rows"]
+        now = time.monotonic()
+        self._checkpoint_rows = state["rows"]
         self._checkpoint_answers = {
             key: Answer(*fields)._replace(arrival=now) for key, fields in state["answers"].items()
         }

@@ -87,7 +87,8 @@ class Branches:
         For example, the cache holds a prompt of 3 tokens and 3 of its 4 sampled tokens. With a result of 5 tokens, the
         next prompt has 12 tokens, and its suffix is the last 6.
         """
-        stored, self._stored = self._stored, None
+        stored = self._stored
+        self._stored = None
         if self.continuations is None:
             return None
         if stored is None:
@@ -97,7 +98,8 @@ class Branches:
         self.obstacle = self._branch_obstacle(model, stored_rows, prompts)
         if self.obstacle is not None:
             return None
-        suffixes, rows = [], []
+        suffixes = []
+        rows = []
         for prompt, (parent_index, results) in zip(prompts, self.continuations, strict=True):
             row, previous_prompt, ids = stored_rows[parent_index]
             n = len(previous_prompt) + len(ids)  # number of tokens in the cache
@@ -163,50 +165,54 @@ def generate_completions(
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. That
     output ends with rows of the dummies if `generate` got repeated prompts.
     """
-    config, room = generation_config, 0
+    config = generation_config
+    room = 0
     # Without compilation, `decode` replaces `generate` with a static cache
     has_static_cache = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (has_static_cache or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
         # With static shapes, the cache has room for `room` tokens of each completion. Shapes are dynamic (`room` is 0)
         # if ranks wait for each other (`ranks_in_step`), as the forwards of a waiting rank could exceed any room.
-        config, room = copy.copy(config), 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
+        room = 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
+        config = copy.copy(config)
         config.cache_implementation = None if has_static_cache else config.cache_implementation
-    # Without `decode`: `generate` on repeated prompts
     if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses a cache of its own"
-        rows = [*prompts, *dummies]
-        batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
-        del batch["position_ids"]
-        inputs: dict[str, Any] = {**batch, **media, **({"tokenizer": tokenizer} if config.stop_strings else {})}
-        cache_config = windows_as_forwarded(unwrapped_model)
-        takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
-        if takes_cache and cache_config is not unwrapped_model.config:
-            inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
-        with frozen_features(unwrapped_model, rows):
-            return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
+        return _generate_from_repeated(
+            model, unwrapped_model, prompts, dummies, generation_config, pad_token_id, device, tokenizer
+        )
     # Prefill. `past` has the cache of earlier tokens, its mask, and the suffixes of prompts that are prefilled now
-    unique_prompts, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
+    unique_prompts = [*group_by_prompt(prompts), *dummies]
+    past = None
+    obstacle = _cache_obstacle(unwrapped_model)
     prompt_rows = [unique_prompts.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
     if branches is not None:
         branches.obstacle = obstacle
         branches = None if obstacle is not None else branches
-    if branches is not None and (past := branches.take(unwrapped_model, prompts)) is not None:
-        prompt_rows, unique_prompts = [*range(len(prompts))], [*prompts]
+    if branches is not None:
+        past = branches.take(unwrapped_model, prompts)
+    if past is not None:
+        prompt_rows = [*range(len(prompts))]
+        unique_prompts = [*prompts]
     elif obstacle is None and not ranks_in_step:
         past = _prefill_prefixes(model, unwrapped_model, unique_prompts, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique_prompts, device, pad_token_id, past)
-    index, shares_cache, layout = torch.tensor(prompt_rows, device=device), shares_prompts(unwrapped_model), None
+    index = torch.tensor(prompt_rows, device=device)
+    shares_cache = shares_prompts(unwrapped_model)
+    layout = None
     n_per_prompt, remainder = divmod(len(prompt_rows), len(unique_prompts))
     # Completions share their prompt's row if the model allows it and prompts have equally many completions, in order.
     # Otherwise each completion gets a row of its own
     if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
-        mask, logits, index = mask[index], logits[index], torch.arange(len(prompt_rows), device=device)
+        mask = mask[index]
+        logits = logits[index]
+        index = torch.arange(len(prompt_rows), device=device)
     if shares_cache:
         layout = share_prompts(cache, mask, len(prompt_rows), room)
     # Sampling
-    keeps_cache, mask = branches is not None, mask[index]
+    keeps_cache = branches is not None
+    mask = mask[index]
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
     options = {
@@ -219,11 +225,37 @@ def generate_completions(
     inputs |= {"attention_mask": mask, KV_CACHE: cache, "custom_generate": loop}
     output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
     if branches is not None:
-        sequences, end_ids = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
+        sequences = output["sequences"] if isinstance(output, ModelOutput) else output
+        end_ids = config.eos_token_id
         # The last `N` columns. The cache holds the prompts' `mask.size(1)` tokens and `N - 1` sampled tokens
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
         branches.keep(cache, mask, prompts, completion_ids, end_ids if isinstance(end_ids, list) else [end_ids])
     return output
+
+
+def _generate_from_repeated(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    dummies: Sequence[EncodedPrompt],
+    config: GenerationConfig,
+    pad_token_id: int,
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> torch.Tensor | ModelOutput:
+    """Returns the output of `generate` without `decode`, on each prompt once per completion."""
+    rows = [*prompts, *dummies]
+    batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
+    del batch["position_ids"]
+    inputs: dict[str, Any] = {**batch, **media}
+    if config.stop_strings:
+        inputs["tokenizer"] = tokenizer
+    cache_config = windows_as_forwarded(unwrapped_model)
+    takes_cache = config.cache_implementation is None and config.use_cache is not False
+    if takes_cache and cache_config is not unwrapped_model.config:
+        inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
+    with frozen_features(unwrapped_model, rows):
+        return _generate(model, unwrapped_model, inputs, config, len(prompts))
 
 
 def _generate(
@@ -263,7 +295,9 @@ def _prefill_prefixes(
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):  # no two prompts have a common prefix
         return None
-    prefixes, suffixes, prefix_index = [], {}, {}
+    prefixes = []
+    suffixes = {}
+    prefix_index = {}
     for index, tree in enumerate(trees):
         # A suffix keeps at least the prompt's last token, whose logits sampling needs
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
@@ -272,7 +306,8 @@ def _prefill_prefixes(
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
-            suffixes[prompt], prefix_index[prompt] = prompt.part(slice(n, None)), index
+            suffixes[prompt] = prompt.part(slice(n, None))
+            prefix_index[prompt] = index
     # Rows are padded to the longest one of their forward
     n_forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, suffixes.values()))
     if n_forwarded > _MAX_PREFILL_SHARE * len(prompts) * max(map(len, prompts)):
@@ -299,7 +334,8 @@ def _prefill(
         if past is None:
             cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
         else:
-            cache, mask = past[0], torch.cat([past[1], mask], dim=1)
+            cache = past[0]
+            mask = torch.cat([past[1], mask], dim=1)
         # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
         inputs = unwrapped_model.prepare_inputs_for_generation(
             batch.pop("input_ids"),
@@ -364,12 +400,14 @@ def sample_completions(
 
     Returns completions `(B, N)`, or the result of [`generate_completions`] if a single call samples all completions.
     """
-    fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
+    fallbacks = fallbacks or policy.fallbacks
+    isolate = policy.fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
         # Granite Speech's `generate` enables the adapter for all prompts of a call if it has sounds, else for none. So
         # each call gets one prompt
-        isolate, shared_prefill = "prompt", False
+        isolate = "prompt"
+        shared_prefill = False
     with torch.no_grad():  # with gradients, there would be more dummies
         dummies = policy.processes.dummies(model, prompts)
         parts = split_samples(prompts, isolate)
@@ -381,7 +419,8 @@ def sample_completions(
         is_sharded = policy.accelerator is not None and not is_unsharded(policy.accelerator)
         if branches is not None and (is_sharded or isolate is not None):
             obstacle = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
-            branches.obstacle, branches = obstacle, None
+            branches.obstacle = obstacle
+            branches = None
         # Forwards by which another rank exceeds this one
         n_surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
         uses_autocast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
@@ -391,7 +430,8 @@ def sample_completions(
             if branches is None or branches.continuations is None:  # otherwise the cache holds the media
                 with policy.autocast():
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
-            outputs, runner = [], runner_on(device) if fallbacks.graph else TokenStep()
+            outputs = []
+            runner = runner_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
                 # Repeats the last part until all ranks have equally many forwards. Drops the repeated outputs
                 for part in [*parts, *[parts[-1]] * n_surplus]:

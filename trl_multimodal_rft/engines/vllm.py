@@ -8,6 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,7 +110,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self):
-        if (obstacle := engine_obstacle()) is not None:
+        obstacle = engine_obstacle()
+        if obstacle is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
         adapter_kwargs = self._adapter.engine_kwargs if self._adapter else {}
         if self._needs_base_weights and self.mode == "colocate" and not LOADS_BENEATH_ADAPTERS:
@@ -145,7 +147,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _connect(self) -> dict[str, Any]:
         """Connects each rank with its server, and rank 0 with all. Returns the settings of this rank's server."""
-        rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
+        rank = self.accelerator.process_index
+        n_ranks = self.accelerator.num_processes
+        timeout = self.server_timeout
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
@@ -211,8 +215,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         sample = self._sample_with_server if self.mode == "server" else self._sample_with_engine
         with self._while_sampling():
             completions = sample(requests, options, profiler or nullcontext())
+        prompt_ids = []
+        for request in requests:
+            prompt_ids += [request.ids] * request.count
         return (
-            [request.ids for request in requests for _ in range(request.count)],
+            prompt_ids,
             [ids for ids, _ in completions],
             [[[logp] for logp in logps] for _, logps in completions],
             [[[token] for token in ids] for ids, _ in completions],
@@ -257,7 +264,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Returns completions from a server, see [`server_completions`]. The server depends on the rank, `request_index`
         and `attempt`, so that requests are spread over servers, and a retry goes to the next server.
         """
-        rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
+        rank = self.accelerator.process_index
+        n_ranks = self.accelerator.num_processes
+        urls = self._urls
         url = urls[(rank + request_index * n_ranks + attempt) % len(urls)]
         options = {**self._with_bad_words(self.sampling), "seed": request.seed}
         try:
@@ -271,7 +280,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
         """Returns completions from a server. A retry checks that the server still has the trained weights."""
-        timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
+        timeout = self.server_timeout * (1 + self._max_staleness)
+        adapter = self._adapter_request
         if attempt > 0 and adapter is not None:  # a restarted server doesn't know the adapter
             load_adapter(url, Path(adapter.lora_path), timeout)
         completions = server_completions(
@@ -357,7 +367,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Returns the mean number of tokens per speculative step since the last call, or `None` if vLLM doesn't report
         it.
         """
-        if not self._speculates or not (counters := self._counters()):
+        counters = self._counters() if self._speculates else None
+        if not counters:
             return None
         last_counts = self._n_drafts, self._n_accepted
         self._n_drafts, self._n_accepted = (
@@ -383,15 +394,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Returns completions. Ranks that share an engine run each other's requests, and return their part."""
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        start, batch = 0, requests
+        start = 0
+        batch = requests
         if self.tensor_parallel_size > 1:
             requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
             torch.distributed.all_gather_object(requests_of_ranks, requests, group=self.tp_group)
             rank = torch.distributed.get_rank(group=cast(torch.distributed.ProcessGroup, self.tp_group))
-            start, batch = (
-                sum(map(len, requests_of_ranks[:rank])),
-                [request for rank_requests in requests_of_ranks for request in rank_requests],
-            )
+            start = sum(map(len, requests_of_ranks[:rank]))
+            batch = [*chain.from_iterable(requests_of_ranks)]
             if is_peft_model(self.model):
                 # Collectives of the update must end before those of the engine (huggingface/trl#3671)
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
@@ -411,7 +421,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
         """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
-        engine, outputs = self.llm.llm_engine, {}
+        engine = self.llm.llm_engine
+        outputs = {}
         for i, request in enumerate(requests):
             sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -425,7 +436,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     ) -> list[ServerSample]:
         def complete(request: EngineRequest) -> list[ServerSample]:
             request = request.for_server()  # media are converted while other requests are answered
-            url, patience = self.vllm_client.base_url, self.server_timeout
+            url = self.vllm_client.base_url
+            patience = self.server_timeout
             return until_answered(
                 lambda attempt: self._request_completions(url, request, options, attempt), patience, self._warn
             )
@@ -433,7 +445,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         with profiler:
             answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
             self.check_restarts()
-        return [completion for completions in answers for completion in completions]
+        return [*chain.from_iterable(answers)]
 
     # Weights
 
@@ -491,7 +503,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
-        worker, model = self.llm.llm_engine.model_executor.driver_worker, self._runner.model
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        model = self._runner.model
         # vLLM must load weights itself, as its kernels may hold them in other layouts (vllm-project/vllm#42821)
         reload = getattr(worker, "reload_weights", None)
         if reload is None:
@@ -517,7 +530,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._takes_all_weights = True
 
     def _load_adapter(self, adapter: EngineAdapter) -> None:
-        engine, last_request = self.llm.llm_engine, self._adapter_request
+        engine = self.llm.llm_engine
+        last_request = self._adapter_request
         with tempfile.TemporaryDirectory() as folder:
             adapter.write(folder)
             adapter_id = 1 if last_request is None else last_request.lora_int_id + 1
@@ -572,6 +586,9 @@ def _unused_weight_test(model: torch.nn.Module) -> Callable[[str], bool]:
     """Returns a predicate of names of weights, true for weights of encoders that the engine doesn't have."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     unused = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, StageMissingLayer))
-    return lambda name: any(
-        engine_name.startswith(unused) for engine_name in ([name] if mapper is None else mapper.apply_list([name]))
-    )
+
+    def is_unused(name: str) -> bool:
+        engine_names = [name] if mapper is None else mapper.apply_list([name])
+        return any(engine_name.startswith(unused) for engine_name in engine_names)
+
+    return is_unused

@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ if is_peft_available():
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.utils.integrations import dequantize_bnb_weight
 
-_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOAD = "/v1/load_lora_adapter"
+_UNLOAD = "/v1/unload_lora_adapter"
 # Option that merges an adapter into the weights
 MERGED = "`vllm_engine_kwargs={'enable_lora': False}`"
 # LoRA ranks that vLLM supports
@@ -45,7 +47,8 @@ class EngineAdapter:
     def __init__(self, model: "PeftModel", accelerator: Accelerator, is_unmerged: bool = True, versions: int = 1):
         self._dist = DistributedBackend(accelerator)
         self._base = base = unwrapped(accelerator, model)
-        self.is_unmerged, self.versions = is_unmerged, versions
+        self.is_unmerged = is_unmerged
+        self.versions = versions
         self.is_4bit = is_4bit(base)
         if not is_peft_model(model):
             raise ValueError(
@@ -70,7 +73,7 @@ class EngineAdapter:
                         "leave it out of `target_modules`",
                     )
                 self._layers[checkpoint_name] = layer
-        adapter_ids = {id(parameter) for pair in self._weight_pairs() for parameter in pair}
+        adapter_ids = {*map(id, chain.from_iterable(self._weight_pairs()))}
         trained_names = [
             name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapter_ids
         ]
@@ -94,7 +97,8 @@ class EngineAdapter:
             value = getattr(config, option)
             if value:
                 raise self._error(f"its config has `{option}={value!r}`", "remove this option")
-        if (bias := cast("LoraConfig", config).bias) != "none":
+        bias = cast("LoraConfig", config).bias
+        if bias != "none":
             raise self._error(f"its config has `bias={bias!r}`", "remove this option")
 
     def _error(self, reason: str, remedy: str) -> ValueError:
@@ -139,7 +143,7 @@ class EngineAdapter:
     def write(self, folder: str | Path | None) -> None:
         """Writes the adapter in vLLM's format, if there is a `folder`. With ZeRO-3 all ranks must call this."""
         tensors = {}
-        with self._dist.gather_params([parameter for pair in self._weight_pairs() for parameter in pair]):
+        with self._dist.gather_params([*chain.from_iterable(self._weight_pairs())]):
             if folder is None:
                 return
             # `down` is `lora_A`, and `up` is `lora_B`

@@ -33,7 +33,9 @@ class EnginePrompts:
     """
 
     def __init__(self, renderer: "BaseRenderer", processor: ProcessorMixin | PreTrainedTokenizerBase, mode: str):
-        self.renderer, self.processor, self.mode = renderer, processor, mode
+        self.renderer = renderer
+        self.processor = processor
+        self.mode = mode
         self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
 
     @property
@@ -46,7 +48,8 @@ class EnginePrompts:
     ) -> dict[str, Any]:
         """Returns a prompt as input of the engine. Errors name its row, or `index` for prompts without a row."""
         if isinstance(prompt, EncodedPrompt):
-            row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
+            row = index if prompt.row is None else prompt.row
+            ids = prompt.input_ids.tolist()
             self._check_length(len(ids), row)
             return self._join_parts(ids, prompt, row)
         tokens_prompt = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
@@ -80,7 +83,9 @@ class EnginePrompts:
         for modality, count in counts.items():
             self._check_count(modality, count, row)
         # By modality, in the order of the prompt
-        kwargs, hashes, placeholders = defaultdict(list), defaultdict(list), defaultdict(list)
+        kwargs = defaultdict(list)
+        hashes = defaultdict(list)
+        placeholders = defaultdict(list)
         for span, decoded in prompt.decoded:
             if decoded not in self._processed:
                 self._processed[decoded] = self._render(self.with_media(decoded, row))

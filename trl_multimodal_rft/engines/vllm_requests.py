@@ -25,7 +25,9 @@ U = TypeVar("U")
 # Maximum number of concurrent requests
 _MAX_CONCURRENT = 64
 # In seconds: limit for connecting, wait before the first retry, and longest wait. Waits double up to the longest
-_CONNECT_SECONDS, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
+_CONNECT_SECONDS = 10.0
+_FIRST_WAIT = 0.25
+_LONGEST_WAIT = 10.0
 _MOST_BYTES = 2**24  # maximum size of an answer, by default
 _EXCERPT_BYTES = 200  # bytes of an answer in an error
 
@@ -130,7 +132,8 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
     between attempts take 0.25, 0.5, 1, 2, 4 and 8 seconds, and 10 seconds from then on. Raises a `RuntimeError` when
     an attempt times out, or when the waits add up to `patience` seconds.
     """
-    n, total_wait = 0, 0.0
+    n = 0
+    total_wait = 0.0
     while True:
         try:
             return attempt(n)
@@ -144,7 +147,8 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
                 ) from error
             warn(error)
         time.sleep(wait)
-        n, total_wait = n + 1, total_wait + wait
+        n += 1
+        total_wait += wait
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
@@ -201,7 +205,8 @@ def _sample_in(
     choice: dict[str, Any], max_tokens: int, vocab_size: int, placeholders: Collection[int], end_ids: Collection[int]
 ) -> ServerSample:
     """Returns the completion in a choice of an answer. A `ValueError` has the end of a sentence as its message."""
-    reason, ids = choice.get("finish_reason"), choice.get("token_ids")
+    reason = choice.get("finish_reason")
+    ids = choice.get("token_ids")
     if reason not in _FINISH_REASONS:
         raise ValueError(f"ended by {reason!r}")
     if not isinstance(ids, list) or not 1 <= len(ids) <= max_tokens:
@@ -211,7 +216,8 @@ def _sample_in(
     for value in numbers_in(ids, len(ids), "token", 0, vocab_size - 1, whole=True):
         if value in placeholders:
             raise ValueError(f"has the token {value}, which stands for media that don't exist")
-    if early_ends := [token for token in ids[:-1] if token in end_ids]:
+    early_ends = [token for token in ids[:-1] if token in end_ids]
+    if early_ends:
         raise ValueError(f"has tokens after the token {early_ends[0]}, which ends a text")
     try:
         # NaN, which engines report, is as good as a missing value
@@ -224,7 +230,8 @@ def _sample_in(
     numbers_in(logps, len(ids), "log-probability", -math.inf, LARGEST_LOGP, optional=True)
     # Servers may name the token of a log-probability by its id. Names by text aren't compared
     for token, entry in zip(ids, choice["logprobs"]["content"], strict=True):
-        if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
+        name = str(entry.get("token"))
+        if re.fullmatch(r"token_id:\d+", name) and name != f"token_id:{token}":
             raise ValueError(f"has the log-probability of {name} for the token {token}")
     return ids, [logp_or_none(logp) for logp in logps]
 
@@ -264,7 +271,8 @@ def _scores_of(position: dict[str, Any], token: int, k: int, vocab_size: int) ->
         raise ValueError(f"has no score of the prompt's token {token}")
     if len(tokens) < min(k, vocab_size):
         raise ValueError(f"has {len(tokens)} tokens, not the {k} most likely ones")
-    if (total := math.fsum(map(math.exp, logps))) > 1 + _LARGEST_EXCESS:
+    total = math.fsum(map(math.exp, logps))
+    if total > 1 + _LARGEST_EXCESS:
         raise ValueError(f"has tokens whose probabilities sum to {total:.3g}")
     # Without the prompt's token, if it isn't among the most likely ones
     return dict(sorted(zip(tokens, logps, strict=True), key=lambda item: -item[1])[:k])

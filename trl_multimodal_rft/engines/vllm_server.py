@@ -57,7 +57,8 @@ mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_meth
 _GENERATE_PATH = "/inference/v1/generate"
 _INFO_PATH = "/server_info?config_format=json"
 # Limits of an answer's size in bytes: for the log-probability of a token, and for the rest of the answer
-_BYTES_PER_LOGP, _BYTES_PER_ANSWER = 2**10, 2**20
+_BYTES_PER_LOGP = 2**10
+_BYTES_PER_ANSWER = 2**20
 # Fields of a config that must be equal for two models to exchange weights
 _SHAPE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -88,7 +89,8 @@ class ServerClient(VLLMClient):
     """TRL's client, with a `timeout` in seconds for each attempt of a call, and for all waits between attempts."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
-        self.timeout, self.warn = timeout, WarnOnce()
+        self.timeout = timeout
+        self.warn = WarnOnce()
         super().__init__(base_url=base_url, connection_timeout=timeout, group_port=group_port)
 
     def answer(
@@ -227,7 +229,8 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Calls `work` on all ranks, and returns this rank's result. If one rank fails, all raise that rank's error."""
     if accelerator.num_processes == 1:
         return work()
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = work()
     except Exception as exception:
@@ -259,11 +262,13 @@ def check_server_settings(client: ServerClient, info: dict[str, Any], config: Pr
             f"computes in {server_dtype}, and the trainer in {dtype}, so they round differently; start the server "
             f"with `--dtype {dtype}`"
         )
-    elif differences := _shape_differences(settings, config):
-        problem = (
-            f"serves '{settings['model']}', another model than the trainer's: {differences}; start it with the "
-            "trainer's model"
-        )
+    else:
+        differences = _shape_differences(settings, config)
+        if differences:
+            problem = (
+                f"serves '{settings['model']}', another model than the trainer's: {differences}; start it with the "
+                "trainer's model"
+            )
     if problem is not None:
         raise ValueError(f"The vLLM server at {without_credentials(client.base_url)} {problem}.")
 
@@ -291,7 +296,8 @@ def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> st
         )
     except (OSError, ValueError):
         return ""  # a path on another machine
-    server_text, trainer_text = server_config.get_text_config(), config.get_text_config()
+    server_text = server_config.get_text_config()
+    trainer_text = config.get_text_config()
     values = {name: (getattr(server_text, name, None), getattr(trainer_text, name, None)) for name in _SHAPE_FIELDS}
     return ", ".join(
         f"`{name}` is {actual}, not {expected}" for name, (actual, expected) in values.items() if actual != expected
@@ -349,7 +355,9 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
 
 def _embedding_range(placeholder_range: "PlaceholderRange", modality: str) -> dict[str, int]:
     """Returns the offset and length of the embeddings of one image, sound or video, without surrounding tokens."""
-    offset, length, is_embed = placeholder_range.offset, placeholder_range.length, placeholder_range.is_embed
+    offset = placeholder_range.offset
+    length = placeholder_range.length
+    is_embed = placeholder_range.is_embed
     if is_embed is not None:
         first, last = is_embed.nonzero().flatten()[[0, -1]].tolist()
         if not is_embed[first : last + 1].all():
@@ -357,7 +365,8 @@ def _embedding_range(placeholder_range: "PlaceholderRange", modality: str) -> di
                 f"This model has text among the placeholders of one {modality}, which vLLM's server doesn't support; "
                 "set `vllm_mode='colocate'`."
             )
-        offset, length = offset + first, last - first + 1
+        offset += first
+        length = last - first + 1
     return {"offset": offset, "length": length}
 
 
@@ -403,7 +412,8 @@ def prompt_scores(
         request, count = item
         sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         # TRL's client can't read the answers of vLLM 0.32 and later
-        body, n_logps = _request_body(client.model, request, sampling), len(request.ids) * (1 + k)
+        body = _request_body(client.model, request, sampling)
+        n_logps = len(request.ids) * (1 + k)
         read = partial(scores_in, ids=request.ids, n=count, k=k, vocab_size=vocab_size)
         attempt = partial(_generated, client.base_url, body, client.timeout, n_logps, read)
         return until_answered(lambda _: attempt(), client.timeout, client.warn)

@@ -34,12 +34,14 @@ class ServerTeacher:
     def __init__(
         self, url: str, processor: ProcessorMixin | PreTrainedTokenizerBase, timeout: float, trust_remote_code: bool
     ):
-        if (obstacle := engine_obstacle("pass a `teacher_model`")) is not None:
+        obstacle = engine_obstacle("pass a `teacher_model`")
+        if obstacle is not None:
             raise ImportError(f"`teacher_model_server_url` is set, but {obstacle}")
         self.client = ServerClient(url, timeout)
         check_protocol(self.client)
         info = self.client.get_server_info()
-        self.name, self.revision = info["model_config"]["model"], info["model_config"]["revision"]
+        self.name = info["model_config"]["model"]
+        self.revision = info["model_config"]["revision"]
         renderer = server_renderer(info, self.name, self.revision, trust_remote_code)
         self.prompts = EnginePrompts(renderer, processor, "server")
         self.vocab_size = renderer.model_config.get_vocab_size()
@@ -65,7 +67,8 @@ class ServerTeacher:
         The server scores all tokens but the first. Of a prompt of 3 tokens with a completion of 2, it scores 4 tokens,
         of which the last 2 count.
         """
-        ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
+        ids = torch.zeros(len(completions), width, k, dtype=torch.long)
+        logps = torch.zeros(len(completions), width, k)
         requests = [
             prompt._replace(ids=prompt.ids + completion)
             for prompt, completion in zip(prompts, completions, strict=True)

@@ -13,7 +13,8 @@ from ..versions import bounds, compare_with_tested, warn_of_newer
 # Cached, since several modules call it, and it reads the names of all installed packages for seconds of CPU time
 packages_distributions = cache(metadata.packages_distributions)
 
-SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
+_BOUNDS = bounds().get("vllm", "")
+SUPPORTED = "vllm" + _BOUNDS
 
 
 def engine_obstacle(alternative: str = "set `use_vllm=False`") -> str | None:

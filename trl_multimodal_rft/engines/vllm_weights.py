@@ -149,12 +149,14 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
 def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool = True) -> dict[str, tuple[str, float]]:
     """Returns the entries of weights in `_targets_of`. With `covers_model`, `names` are all of the model's names."""
     converters = _converters(model)
-    groups, has_several_sources = {}, {}
+    groups = {}
+    has_several_sources = {}
     for name in names:
         for converter in converters:
             group, source = converter.rename_source_key(name)
             if source is not None:
-                groups[name], has_several_sources[name] = group, len(converter.source_patterns) > 1
+                groups[name] = group
+                has_several_sources[name] = len(converter.source_patterns) > 1
                 break
     sizes = Counter(groups.values())
     # Without all names, the size is 1 for a converter with one source, and unknown for several sources. A group of

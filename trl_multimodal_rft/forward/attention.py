@@ -180,7 +180,8 @@ def _prefix_attention(
     if None not in layout.blocks[0].layer_masks[0]:
         layer_type = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
     if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
-        implementation, base_attention = "eager", _eager_attention(module)
+        implementation = "eager"
+        base_attention = _eager_attention(module)
     device = query.device.type
     # Under autocast, rotary embeddings turn some of the states into float32, and kernels need equal dtypes
     if implementation != "eager" and torch.is_autocast_enabled(device):
@@ -257,7 +258,8 @@ def _grouped_attention(
     head_dim)`.
     """
     folded = query.unflatten(1, (-1, heads_per_key)).transpose(2, 3).flatten(2, 3)
-    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
+    dropout = options.get("dropout", 0.0)
+    scaling = options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.unflatten(2, (-1, heads_per_key)).transpose(1, 2).flatten(2, 3)
 

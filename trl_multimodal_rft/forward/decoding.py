@@ -53,10 +53,14 @@ class CompletionLayer(DynamicLayer):
         super().__init__()
         keys, values = _states(prompts)
         # Under autocast, rotary embeddings make keys float32. `states` and `prompts` get keys in the values' dtype.
-        states = prompts.keys, _ = keys.to(values.dtype), values
+        prompts.keys = keys.to(values.dtype)
+        states = prompts.keys, values
         self.lazy_initialization(*states)
-        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), n
-        self._slot, self._is_static = slot, room > 0
+        self.prompts = prompts
+        self.window = getattr(prompts, "sliding_window", None)
+        self.n = n
+        self._slot = slot
+        self._is_static = room > 0
         copies = (tensor[:, :, :n].repeat_interleave(n_rows // len(keys), 0) for tensor in states)
         self.keys, self.values = (tensor.contiguous() for tensor in copies)
         self.grow(n + room)
@@ -69,7 +73,8 @@ class CompletionLayer(DynamicLayer):
         keys, values = _states(self)
         if not self._is_static:
             self.n += 1
-            if (size := keys.size(2)) < min(self.n, self.window or self.n):
+            size = keys.size(2)
+            if size < min(self.n, self.window or self.n):
                 self.grow(size + ROOM)
                 keys, values = _states(self)
         keys.index_copy_(2, self._slot, key_states.to(keys.dtype))
@@ -79,7 +84,8 @@ class CompletionLayer(DynamicLayer):
     def grow(self, room: int) -> None:
         """Enlarges the buffers to `room` tokens, or to the attention window if the window is shorter."""
         states = _states(self)
-        if missing := min(room, self.window or room) - states[0].size(2):
+        missing = min(room, self.window or room) - states[0].size(2)
+        if missing:
             self.keys, self.values = (F.pad(tensor, (0, 0, 0, missing)) for tensor in states)
 
     def get_seq_length(self) -> int:
@@ -152,7 +158,8 @@ class Decoding:
 
     def _window_masks(self, window: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns additive masks of prompts, and of the tokens that the cache returns, in layers with this window."""
-        token, padding = self.slots[None], self.padding
+        token = self.slots[None]
+        padding = self.padding
         index = torch.arange(self.room, device=token.device)
         # Entries after the current token aren't written yet
         mask = self.additive_mask((index[: min(self.room, window or self.room)] > token)[None, None, None])
@@ -197,19 +204,23 @@ class Decoding:
             layer_index = max(i for i in self.shared if layer_types[i] == layer_types[layer_index])
         layer = self.shared[layer_index]
         prompt_key, prompt_value = _states(layer)
-        padding, mask, window = self.padding, self.mask, _window(layer)
+        padding = self.padding
+        mask = self.mask
+        window = _window(layer)
         if self.room:
             padding, mask = self._masks[window]
         elif window is not None:  # keys of the prompt before the window are left out
             first_key = max(prompt_key.size(2) + key.size(2) - window, 0)
-            prompt_key, prompt_value = prompt_key[:, :, first_key:], prompt_value[:, :, first_key:]
+            prompt_key = prompt_key[:, :, first_key:]
+            prompt_value = prompt_value[:, :, first_key:]
             padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
         query = query.to(value.dtype)
-        scaling, sinks = options.get("scaling"), options.get("s_aux")
+        scaling = options.get("scaling")
+        sinks = options.get("s_aux")
         settings = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
         # In the first layer of a step, the mask lacks the step's token
-        if mask is not None and (missing := key.size(2) - mask.size(-1)):
-            mask = self.mask = F.pad(mask, (0, missing))
+        if mask is not None and mask.size(-1) != key.size(2):
+            mask = self.mask = F.pad(mask, (0, key.size(2) - mask.size(-1)))
         # The last argument is a key that isn't masked: the first, if entries after the current token aren't written
         # yet, or else the current token's
         output, lse = kernels.attention_with_lse(query, key, value, mask, *settings, 0 if self.room else -1)
@@ -218,7 +229,8 @@ class Decoding:
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
         if prompt_key.size(2):
-            if (expand := getattr(module, "expand_kv", None)) is not None:  # caches of latent attention hold latents
+            expand = getattr(module, "expand_kv", None)
+            if expand is not None:  # caches of latent attention hold latents
                 prompt_key, prompt_value = expand(prompt_key, prompt_value)
             query, output_by_prompt, lse = (_by_prompt(tensor, len(prompt_key)) for tensor in (query, output, lse))
             prompt_output, prompt_lse = kernels.attention_with_lse(
@@ -244,7 +256,8 @@ def _window(layer: DynamicLayer) -> int | None:
 
 def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
     """Returns a view of states `(n * G, heads, 1, ...)` as `(n, heads, G, ...)`, for `n` prompts, by one operation."""
-    group_size, (batch_stride, head_stride, _, *other_strides) = len(states) // n, states.stride()
+    group_size = len(states) // n
+    batch_stride, head_stride, _, *other_strides = states.stride()
     return states.as_strided(
         (n, states.size(1), group_size, *states.shape[3:]),
         (group_size * batch_stride, head_stride, batch_stride, *other_strides),
@@ -262,7 +275,8 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     # Copies are faster for short prompts, and cost nothing if each prompt has one completion
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
-    decoding, n = Decoding({}, room=room), mask.size(1) if copies_prompts else 0
+    decoding = Decoding({}, room=room)
+    n = mask.size(1) if copies_prompts else 0
     if room:  # `advance` computes all masks from this slot, even if no layer uses it
         decoding.slots[None] = torch.full((1,), -1, device=mask.device)
     for i, layer in enumerate(cache.layers):
@@ -272,7 +286,8 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
         elif isinstance(layer, DynamicLayer):
             # `advance` precedes each forward, so a slot starts one before the first free entry
             slot = decoding.slots.setdefault(_window(layer), torch.full((1,), n - 1, device=mask.device))
-            decoding.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
+            decoding.shared[i] = layer
+            cache.layers[i] = CompletionLayer(layer, n_rows, slot, room, n)
     if not mask.all():
         padding = decoding.additive_mask(mask[:, None, None] == 0)
         if copies_prompts:

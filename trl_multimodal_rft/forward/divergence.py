@@ -199,7 +199,8 @@ class _TopKDivergence(torch.autograd.Function):
     def backward(ctx: Context[_Options], gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, ids, logps = ctx.saved_tensors
         with gather_weights(weight, bias), torch.enable_grad():
-            hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            hidden = hidden.detach().requires_grad_()
+            weight = weight.detach().requires_grad_()
             bias = None if bias is None else bias.detach().requires_grad_()
             # Inputs with a gradient, and their gradients summed over the chunks
             inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -230,11 +231,13 @@ def _chunk_divergences(
     """Returns divergences `(N,)` over the tokens `ids`, and the student's log-probabilities of all tokens `(N, V)`."""
     all_logps = _log_softmax(hidden, head, options.temperature)
     # `support` `(N, K)` is true on tokens that aren't left out
-    support, teacher = logps > -math.inf, logps.float()
+    support = logps > -math.inf
+    teacher = logps.float()
     student = all_logps.gather(-1, ids).masked_fill(~support, -math.inf)
     if options.add_tail:
         support = torch.cat([support, torch.ones_like(support[:, :1])], dim=-1)
-        student, teacher = _with_tail(student), _with_tail(teacher)
+        student = _with_tail(student)
+        teacher = _with_tail(teacher)
     else:
         student, teacher = (values - values.logsumexp(-1, keepdim=True) for values in (student, teacher))
     return _divergence(student, teacher, support, options.beta), all_logps

@@ -28,7 +28,9 @@ from ..models.wrapped import replaced
 
 # Probes of `head_rule`, exact in half precision: states that a norm would change, the largest logit, and a logit so
 # small that no soft cap changes it
-_STATES, _LOGIT_RANGE, _SMALL_LOGIT = (1.0, 2.0), 125, 2.0**-20
+_STATES = (1.0, 2.0)
+_LOGIT_RANGE = 125
+_SMALL_LOGIT = 2.0**-20
 
 _RTOL = 1e-5  # relative tolerance of a measured scale or logit
 
@@ -52,7 +54,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     read, so they may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way,
     for example by leaving some out.
     """
-    head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
+    head = cast(nn.Linear | None, model.get_output_embeddings())
+    backbone = _backbone(model)
     if head is None or backbone is None:
         return None
     # TRL doesn't call the head but multiplies by its weight, so an adapter of the head would be skipped. PEFT's
@@ -84,7 +87,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     # Factors that the model applies before the head, to its inputs, and after it, to its logits. Small logits show the
     # scale without the soft cap.
-    scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL_LOGIT).flatten()
+    scale_before = (inputs[0] / states).flatten()
+    scale_after = (result[0, 1] / _SMALL_LOGIT).flatten()
     # One factor must describe all entries, and not be 0. With a bias, a factor of the inputs isn't a factor of the
     # logits, as it doesn't scale the bias.
     is_constant = _is_close(scale_before, scale_before[0]) and _is_close(scale_after, scale_after[0])
@@ -162,7 +166,8 @@ def add_fused_head(
             return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
             assert labels is not None
-            states, shift_labels = states[:, :-1], labels[:, 1:]
+            states = states[:, :-1]
+            shift_labels = labels[:, 1:]
         head = cast(nn.Linear, self.get_output_embeddings())
         return _fused_scores(
             states, shift_labels, label_index, head, rule_of_head, temperature, cast_lm_head_to_fp32, outputs
@@ -195,9 +200,13 @@ def _fused_scores(
     indices of the `N` labels other than -100 in flattened labels, if they are known.
     """
     dtype = torch.float32 if in_fp32 else states.dtype
-    weight, bias = _gather_weight(head.weight, dtype), None if head.bias is None else _gather_weight(head.bias, dtype)
-    states, labels = states.to(weight.device), labels.to(weight.device)  # `device_map` may have put them elsewhere
-    mask, device = labels != -100, states.device.type
+    weight = _gather_weight(head.weight, dtype)
+    bias = None if head.bias is None else _gather_weight(head.bias, dtype)
+    # `device_map` may have put them elsewhere
+    states = states.to(weight.device)
+    labels = labels.to(weight.device)
+    mask = labels != -100
+    device = states.device.type
     states = states.float() if in_fp32 else states
     label_index = None
     if _selects_labels(device):
@@ -261,8 +270,10 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     """Returns the module before the head. In a model without a `base_model`, both are children of one module."""
     if model.base_model is not model:
         return model.base_model
-    head, decoder = model.get_output_embeddings(), model.get_decoder()
-    siblings = next((children for module in model.modules() if head in (children := [*module.children()])), [])
+    head = model.get_output_embeddings()
+    decoder = model.get_decoder()
+    families = ([*module.children()] for module in model.modules())
+    siblings = next((children for children in families if head in children), [])
     models = [child for child in siblings if isinstance(child, PreTrainedModel)]
     return decoder if decoder in models else next(iter(models), None)
 
@@ -273,7 +284,9 @@ def run_backbone(
     """Returns the last hidden states. A model without a `base_model` runs its forward with an identity as head."""
     if model.base_model is not model:
         return model.base_model(*args, **kwargs).last_hidden_state
-    backbone, head, outputs = _backbone(model), model.get_output_embeddings(), []
+    backbone = _backbone(model)
+    head = model.get_output_embeddings()
+    outputs = []
     assert backbone is not None and head is not None
     hook = backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output.last_hidden_state))
     with hook, replaced(head, forward=lambda states: states):

@@ -52,7 +52,8 @@ def varlen_attention(
     `(-1, 0)`, attention is causal. Shapes for `Q` queries and `K` keys of all sequences: query `(Q, heads, head_dim)`,
     key and value `(K, key heads, head_dim)`; returns `(Q, heads, head_dim)`.
     """
-    scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
+    scaling = scaling or query.size(-1) ** -0.5
+    head_dim = value.size(-1)
     query, key, value = _pad_heads(query, key, value)
     if uses_library:
         from flash_attn import flash_attn_varlen_func
@@ -97,7 +98,8 @@ def merged_attention(
     `index` (`None`: all) attend to shared keys, by `shared_sequences`. Both outputs are merged by log-sum-exp as in
     [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are as in [`varlen_attention`].
     """
-    scaling, head_dim = scaling or query.size(-1) ** -0.5, value.size(-1)
+    scaling = scaling or query.size(-1) ** -0.5
+    head_dim = value.size(-1)
     states = _pad_heads(query, key, value, shared_key, shared_value)
     return _MergedAttention.apply(*states, index, sequences, shared_sequences, scaling)[..., :head_dim]
 
@@ -122,14 +124,17 @@ class _MergedAttention(torch.autograd.Function):
         shared_output, shared_lse = flash_forward(
             rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
-        causal_output, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
+        causal_output = rows_at(output, index)
+        total_lse = torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
         # Weight of shared keys in the softmax, `(R, heads, 1)`
         weight = (shared_lse - total_lse).exp().T[..., None]
         merged = torch.lerp(causal_output.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
         if index is None:
-            output, lse = merged, total_lse
+            output = merged
+            lse = total_lse
         else:
-            output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, total_lse)
+            output = output.index_copy(0, index, merged)
+            lse = lse.index_copy(1, index, total_lse)
         ctx.save_for_backward(query, key, value, shared_key, shared_value, index, output, lse)
         ctx.settings = sequences, shared_sequences, scaling
         return output
@@ -233,9 +238,11 @@ def attention_with_lse(
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
     folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # joins query heads that share a key
-    scores, wide_dtype = folded @ key.mT, torch.promote_types(query.dtype, torch.float32)
+    scores = folded @ key.mT
+    wide_dtype = torch.promote_types(query.dtype, torch.float32)
     if softcap is not None:
-        scores, scaling = softcap * torch.tanh(scores.to(wide_dtype) * (scaling / softcap)), 1.0
+        scores = softcap * torch.tanh(scores.to(wide_dtype) * (scaling / softcap))
+        scaling = 1.0
     scores = scores.to(wide_dtype) * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
     logps = scores.log_softmax(-1)
     lse = scores[..., visible_key] - logps[..., visible_key]  # in fewer operations than `logsumexp`

@@ -15,9 +15,10 @@ The branch at 3 attends to itself and to the row positions 0 and 1, which it sha
 alike, the row holds their common start once, and the remainders of these prompts are branches, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -150,7 +151,7 @@ class PrefixLayout:
                 (self.shared_positions[start][n_shared - n :], torch.arange(start, start + length))
                 for (start, length, _, n_shared), n in zip(segments, n_seen.tolist(), strict=True)
             ]
-            keys = torch.cat([piece for key_pieces in pieces for piece in key_pieces])
+            keys = torch.cat([*chain.from_iterable(pieces)])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, n_seen + lengths)]
             device = self.restore_index.device
             queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
@@ -203,7 +204,8 @@ class PrefixLayout:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
         joined_index = [torch.cat(indices) for indices in query_index.values()]
-        index, device = torch.cat(joined_index), self.restore_index.device
+        index = torch.cat(joined_index)
+        device = self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
             """Returns cumulative lengths of sequences, and the largest length."""
@@ -223,7 +225,8 @@ class PrefixLayout:
     @cached_property
     def varlen_restore_index(self) -> torch.Tensor:
         """Index of each row position, `(T,)`, in the outputs of all blocks' prompts (padded) and then all branches."""
-        spans, offset = [], 0  # (row position, length, index in outputs)
+        spans = []  # (row position, length, index in outputs)
+        offset = 0
         for block in self.blocks:
             n, width = block.prompt_index.shape
             spans += [(block.starts[i], block.sizes[i], offset + i * width) for i in range(n)]
@@ -242,7 +245,8 @@ class PrefixLayout:
         parents = {parent for start, _, parent, _ in self.segments if start != parent}
         # A path leads from the last token of a prompt, or of a common start, to the end of a completion. Completions
         # after the same remainder have paths of their own, which compute the remainder's states again.
-        paths, prompt_of_branch = [], []
+        paths = []
+        prompt_of_branch = []
         for start, length, parent, _ in self.segments:
             index = prompt_of_segment[start] = prompt_of_segment[parent]
             if start not in parents:  # the segment ends a path
@@ -260,7 +264,8 @@ class PrefixLayout:
         steps = torch.arange(max(2, int(lengths.max())))
         branch_index = torch.stack([path[steps.clamp(max=len(path) - 1)] for path in paths])
 
-        is_prompt, is_branch = prompt_steps >= 0, steps < lengths
+        is_prompt = prompt_steps >= 0
+        is_branch = steps < lengths
         prompt_outputs, branch_outputs = torch.arange(prompt_index.numel() + branch_index.numel()).split(
             [prompt_index.numel(), branch_index.numel()]
         )
@@ -333,7 +338,9 @@ class PrefixLayout:
             return *positions, self._causal_mask(block, dtype, heads_per_key)
         key = ("branches", block, layer_type, dtype, heads_per_key)
         if key not in self._cache:
-            n, longest, n_shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - n_skipped
+            n = len(block.sizes)
+            longest = block.branch_index.size(1)
+            n_shared = max(block.sizes) - 1 - n_skipped
             # One mask per prompt: columns of the shared tokens, padded to `n_shared`, then columns of the branch
             masks = self._full_masks(n, longest, n_shared + longest, dtype)
             masks[:, :, n_shared:].diagonal(dim1=1, dim2=2).zero_()
@@ -385,15 +392,18 @@ class PrefixLayout:
         ]
         if len(causal_masks) < len(masks):
             return None
-        window, lookahead = max(values[0] for values in causal_masks), max(values[1] for values in causal_masks)
+        window = max(values[0] for values in causal_masks)
+        lookahead = max(values[1] for values in causal_masks)
         # `size`: number of queries of a chunk. `width`: padded length of a prompt.
-        size, width = max(window, lookahead), block.prompt_index.size(1)
+        size = max(window, lookahead)
+        width = block.prompt_index.size(1)
         n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:  # chunks would save little
             return None
         # Positions in prompts, `(C, L)` and `(C, K)`; keys before the start and after the end are masked in `is_seen`
         chunk_starts = torch.arange(0, width, size)[:, None]
-        queries, keys = chunk_starts + torch.arange(size), chunk_starts + torch.arange(n_keys) - window + 1
+        queries = chunk_starts + torch.arange(size)
+        keys = chunk_starts + torch.arange(n_keys) - window + 1
         distance = queries[:, :, None] - keys[:, None]
         masks_of_prompts = []
         for (prompt_window, _, prompt), length in zip(causal_masks, block.sizes, strict=True):
@@ -483,38 +493,41 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     parts: dict[tuple, list[int]] = {}
     text_only = []
     groups = group_by_prompt(prompts).values()
-    for members in (members for group in groups for members in _split_by_shapes(prompts, group)):
+    for members in chain.from_iterable(_split_by_shapes(prompts, group) for group in groups):
         # The prompt's media, and the media of the completions' later turns, once each
-        pieces = list({piece: None for i in members for piece in prompts[i].parts if piece.media})
+        pieces = dict.fromkeys(chain.from_iterable(prompts[i].parts for i in members))
+        pieces = [piece for piece in pieces if piece.media]
         if not pieces:
             text_only += members
             continue
         modalities = frozenset().union(*(prompts[i].modalities for i in members))
-        shapes = tuple(
-            sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
-        )
         # If the processor pads images to one shape, only the `IMAGE_SIZES` differ
-        sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
-        parts.setdefault((modalities, shapes, repr(sizes)), []).extend(members)
+        sizes = []
+        for piece in pieces:
+            sizes += [piece.media[name].tolist() for name in IMAGE_SIZES if name in piece.media]
+        parts.setdefault((modalities, _shapes(pieces), repr(sizes)), []).extend(members)
     split = list(parts.values())
     if text_only:
         # Text has no cross-attention masks `(P, ...)` to join with those of other prompts, so it gets a separate part
-        has_cross_attention_masks = any(
-            values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values()
-        )
+        token_fields = chain.from_iterable(prompt.token_fields.values() for prompt in prompts)
+        has_cross_attention_masks = any(values.dim() > 1 for values in token_fields)
         split = [*split, text_only] if has_cross_attention_masks or not split else [split[0] + text_only, *split[1:]]
     return [sorted(part) for part in split]
+
+
+def _shapes(parts: Iterable[EncodedPrompt]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the names and shapes of media tensors, without the dimension of media, once each and sorted."""
+    media = chain.from_iterable(part.media.items() for part in parts)
+    return (*sorted({(name, (*value.shape[1:],)) for name, value in media}),)
 
 
 def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
     """Splits a prompt's completions by the shapes of their media, if the shapes differ."""
     by_shapes: dict[tuple, list[int]] = {}
     for i in group:
-        media = [(name, value) for piece in prompts[i].parts for name, value in piece.media.items()]
-        shapes = {(name, tuple(value.shape[1:])) for name, value in media}
-        by_shapes.setdefault(tuple(sorted(shapes)), []).append(i)
+        by_shapes.setdefault(_shapes(prompts[i].parts), []).append(i)
     # A name occurs twice if its tensors have different shapes
-    names = [name for name, _ in {shape for shapes in by_shapes for shape in shapes}]
+    names = [name for name, _ in {*chain.from_iterable(by_shapes)}]
     return [group] if len(names) == len({*names}) else list(by_shapes.values())
 
 
@@ -525,7 +538,7 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
-    names = sorted({name for prompt in prompts for name in prompt.token_fields})
+    names = sorted(set().union(*(prompt.token_fields for prompt in prompts)))
 
     def stack(tensors: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
         """Pads tensors `(n, ...)` on the left of the first dimension, and stacks them."""
@@ -576,9 +589,12 @@ def pack(
     completions = completion_ids.cpu()
     groups = group_by_prompt(prompts)
     masks_of_prompt = dict(zip(groups, masks, strict=True))
-    fields = sorted({name for prompt in prompts for name in prompt.token_fields})
+    fields = sorted(set().union(*(prompt.token_fields for prompt in prompts)))
 
-    ids, labels, positions, segments = [], [], [], []
+    ids = []
+    labels = []
+    positions = []
+    segments = []
     field_pieces: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
     parts: list[EncodedPrompt] = []
     score_start = torch.zeros(len(prompts), dtype=torch.long)
@@ -586,9 +602,11 @@ def pack(
     offset = 0
     for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
         # A node starts with a copy of its parent's last token
-        prompt, first_token = node.prompt, 0 if parent is None else parent.stop - 1
+        prompt = node.prompt
+        first_token = 0 if parent is None else parent.stop - 1
         span = slice(first_token, node.stop)
-        start, size = offset, node.stop - first_token
+        start = offset
+        size = node.stop - first_token
         starts[node] = start
         segments.append((start, size, start if parent is None else starts[parent], first_token))
         ids.append(prompt.input_ids[span])
@@ -599,8 +617,10 @@ def pack(
         for name in fields:
             field_pieces[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
         offset += size
-        for member in [] if node.children else groups[prompt]:  # completions follow leaves
-            if (length := lengths[member]) == 0:
+        members = [] if node.children else groups[prompt]  # completions follow leaves
+        for member in members:
+            length = lengths[member]
+            if length == 0:
                 continue
             completion = completions[member, :length]
             n_tokens = length if with_last else length - 1
@@ -643,7 +663,8 @@ def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
     """Returns the layout of segments. `masks` holds the masks of prompts and of trees' nodes, by start in the row."""
-    shared_positions, branches_of = _shared_positions(segments), {start: [] for start in masks}
+    shared_positions = _shared_positions(segments)
+    branches_of = {start: [] for start in masks}
     for start, length, parent, _ in segments:
         if start != parent:
             branches_of[parent].append((start, length))
@@ -666,11 +687,13 @@ def _layout(
         else:
             clusters.append([unit])
 
-    blocks, spans, offset = [], [], 0
+    blocks = []
+    spans = []
+    offset = 0
     for cluster in clusters:
         block = _block(cluster, device)
         prompts = [(int(unit.tokens[0]), len(unit.tokens)) for unit in cluster if unit.is_root]
-        branches = [branch for unit in cluster for branch in unit.branches]
+        branches = [*chain.from_iterable(unit.branches for unit in cluster)]
         for index, sequences in ((block.prompt_index, prompts), (block.branch_index, branches)):
             spans += [(start, size, offset + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
             offset += index.numel()
@@ -696,7 +719,8 @@ class _Unit:
 
 def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
     """Returns the row positions of the tokens that a segment shares with its parents, by the start of the segment."""
-    shared_positions, child_positions = {}, {}  # of a segment itself, and of its children
+    shared_positions = {}  # of a segment itself
+    child_positions = {}  # of its children
     parents = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
         shared_positions[start] = torch.arange(0) if start == parent else child_positions[parent]
@@ -746,18 +770,21 @@ def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Returns concatenated ranges of integers: for the starts 3 and 0 and the lengths 2 and 3, `[3, 4, 0, 1, 2]`."""
-    starts, lengths = starts.flatten(), lengths.flatten()
+    starts = starts.flatten()
+    lengths = lengths.flatten()
     return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _should_share_call(units: Sequence[_Unit]) -> bool:
     """Returns whether units, sorted from the shortest to the longest, should share an attention call."""
-    shortest, longest = len(units[0].tokens), len(units[-1].tokens)
+    shortest = len(units[0].tokens)
+    longest = len(units[-1].tokens)
     if units[0].is_root != units[-1].is_root or longest > _LENGTH_TOLERANCE * shortest:
         return False
-    if shortest == longest and not any(mask is not None for unit in units for mask in unit.masks.values()):
+    masks = chain.from_iterable(unit.masks.values() for unit in units)
+    if shortest == longest and all(mask is None for mask in masks):
         return True  # one mask for all branches
-    lengths = [length for unit in units for _, length in unit.branches]
+    lengths = [length for _, length in chain.from_iterable(unit.branches for unit in units)]
     return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
@@ -769,8 +796,10 @@ def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
     steps = torch.arange(max(sizes))
     prompt_index = torch.stack([unit.tokens[steps.clamp(max=len(unit.tokens) - 1)] for unit in units])
 
-    prompt_of_branch = torch.tensor([i for i, unit in enumerate(units) for _ in unit.branches], dtype=torch.long)
-    branches = torch.tensor([branch for unit in units for branch in unit.branches], dtype=torch.long).view(-1, 2)
+    n_branches = torch.tensor([len(unit.branches) for unit in units])
+    prompt_of_branch = torch.arange(len(units)).repeat_interleave(n_branches)
+    branches = [*chain.from_iterable(unit.branches for unit in units)]
+    branches = torch.tensor(branches, dtype=torch.long).view(-1, 2)
     longest = int(branches[:, 1].max()) if len(branches) else 0
     branch_steps = torch.arange(longest)
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import cast
 
 import torch
@@ -91,7 +91,9 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
 
     def score(part: ScoreRequest) -> Scores:
         """Computes the scores of a part of the request in one forward."""
-        batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
+        batch = _batch(unwrapped_model, part)
+        temperature = part.logits_temperature
+        target = part.target
         inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if part.compute_aux_loss else {}
         encodes_media = not part.whole  # whole sequences run once, so a cache would save nothing
@@ -175,9 +177,11 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
     """Computes keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
-    no_ids, all_states = torch.zeros(1, 0, dtype=torch.long, device=device), {}
+    no_ids = torch.zeros(1, 0, dtype=torch.long, device=device)
+    all_states = {}
     for model in models:
-        batch, states = _packed_batch(model, [prompt], no_ids, no_ids), {}
+        batch = _packed_batch(model, [prompt], no_ids, no_ids)
+        states = {}
         cast(PrefixLayout, batch.decoder_arguments["prefix_layout"]).states = states
         with _prepare_forward(model, batch):
             last_states = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
@@ -224,7 +228,8 @@ def _scores_from_logits(
     extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
     """Computes the output of TRL's fused head with `shift_labels`, from the model's logits at scored positions."""
-    skips_logits, positions = takes_logits_to_keep(unwrapped_model), batch.scored_positions()
+    skips_logits = takes_logits_to_keep(unwrapped_model)
+    positions = batch.scored_positions()
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": positions} if skips_logits else {}))["logits"]
     logits = (logits if skips_logits else logits[:, positions]).float()
     labels = batch.labels[:, positions]
@@ -282,9 +287,12 @@ class _Batch:
 
 
 def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
-    prompts, ids, mask = request.prompts, request.ids, request.mask
+    prompts = request.prompts
+    ids = request.ids
+    mask = request.mask
     if request.whole:
-        ids, mask = ids[:, :0], mask[:, :0]
+        ids = ids[:, :0]
+        mask = mask[:, :0]
     if request.is_packed:
         options = {"with_last": request.compute_aux_loss, "states": request.states}
         batch = _packed_batch(model, prompts, ids, mask, **options)
@@ -295,8 +303,11 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
 
 def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
     """Returns a batch of whole sequences (`ScoreRequest.whole`) with the next tokens at scored positions as labels."""
-    prompts, next_ids, mask = request.prompts, request.ids, request.mask
-    is_scored, device = mask.bool(), mask.device
+    prompts = request.prompts
+    next_ids = request.ids
+    mask = request.mask
+    is_scored = mask.bool()
+    device = mask.device
     # Position of each sequence's first token: a packed row joins sequences, and padded rows are padded on the left
     if request.is_packed:
         unique_prompts = list(group_by_prompt(prompts))
@@ -395,7 +406,7 @@ def _padded_batch(
         for part in prompt.parts[1:]:
             for name, value in part.token_fields.items():
                 fields[name][index, -n_new:][: len(value)] = value[:n_new]
-    parts = [part for prompt in prompts for part in prompt.parts]
+    parts = [*chain.from_iterable(prompt.parts for prompt in prompts)]
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),

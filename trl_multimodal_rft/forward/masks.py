@@ -53,7 +53,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
     if n_cached >= n_new:
         return cached_masks
-    fill, masks = family_of(model).token_field_fill, None
+    fill = family_of(model).token_field_fill
+    masks = None
 
     def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
         """Returns the token fields, `(1, size + n_new)`, of the first `size` prompt tokens and `n_new` text tokens."""
@@ -156,7 +157,8 @@ def _masks_by_rows() -> Iterator[None]:
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
             mask = create_mask(q_length=len(rows), q_offset=q_offset + int(rows[0]), **options)
-            if (spans_of_rows := _spans(mask[0, 0])) is None:
+            spans_of_rows = _spans(mask[0, 0])
+            if spans_of_rows is None:
                 return create_mask(q_length=q_length, q_offset=q_offset, **options)
             spans.append(spans_of_rows)
         return torch.cat(spans)
@@ -179,7 +181,8 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     spans = mask if full_mask is None else _spans(full_mask[size - 1 :])
     if spans is None:
         return full_mask
-    (starts, ends), total = spans.unbind(1), int(spans[-1, 1])
+    starts, ends = spans.unbind(1)
+    total = int(spans[-1, 1])
     positions = torch.arange(total - len(spans), total)
     # The span of the last token shows the window. Without a window, the span starts at 0.
     window = None if starts[-1] == 0 else total - int(starts[-1])
@@ -192,7 +195,8 @@ def _compress(mask: torch.Tensor, size: int) -> LayerMask:
     if is_causal.all():
         return Causal(window)
     # Largest distances at which prompt tokens see earlier and later tokens
-    lookback, lookahead = int((positions - starts)[:size].max()), int((ends - positions - 1)[:size].max())
+    lookback = int((positions - starts)[:size].max())
+    lookahead = int((ends - positions - 1)[:size].max())
     return Causal(window, spans[:size], lookahead if lookback < (window or size) else None)
 
 

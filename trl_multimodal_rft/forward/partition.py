@@ -2,6 +2,7 @@
 """Partitions of completions into micro-batches, and of micro-batches into parts within a token budget."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -54,13 +55,15 @@ def micro_batch_order(
             fitting = [b for b in range(n_batches) if n_free[b] >= len(members)]
             # The lightest micro-batch with room for all members, or else the micro-batch with the most room
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: n_free[b])
-            chosen, members = members[: n_free[b]], members[n_free[b] :]
+            chosen = members[: n_free[b]]
+            members = members[n_free[b] :]
             batches[b] += chosen
             loads[b] += load(n_shared, chosen)
     # Ranks with equal generators draw equal permutations, so sorted micro-batches of similar load run at the same time
     if generator is not None:
         batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]
-    return [i for b in torch.randperm(n_batches, generator=generator).tolist() for i in batches[b]]
+    order = torch.randperm(n_batches, generator=generator).tolist()
+    return [*chain.from_iterable(batches[b] for b in order)]
 
 
 def split_by_tokens(
@@ -82,7 +85,8 @@ def split_by_tokens(
             return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
         return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
 
-    groups, chunks = [], []
+    groups = []
+    chunks = []
     for members in group_by_prompt(prompts).values():
         # Completions to split. Completions without tokens join the first chunk, since a packed chunk needs tokens.
         scored = [[i] for i in members if lengths[i] or not packed]

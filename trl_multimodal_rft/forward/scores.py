@@ -38,7 +38,7 @@ class ContextRows:
             row[: sum(context_lengths)].split(context_lengths)
             for row, context_lengths in zip(values, self.lengths, strict=True)
         ]
-        return pad_sequence([part for context_lengths in parts for part in context_lengths], batch_first=True)
+        return pad_sequence([*chain.from_iterable(parts)], batch_first=True)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
         """Joins values of rows `(M, L, ...)` to values of completions `(N, C, ...)`, the reverse of [`cut`]."""
@@ -49,13 +49,15 @@ class ContextRows:
 
     def rows_of_completions(self, chosen: set[int]) -> list[int]:
         """Returns the rows of the completions with these batch indices."""
-        completion_of_row = [i for i, lengths in enumerate(self.lengths) for _ in lengths]
+        completion_of_row: list[int] = []
+        for i, lengths in enumerate(self.lengths):
+            completion_of_row += [i] * len(lengths)
         return [row for row, i in enumerate(completion_of_row) if i in chosen]
 
 
 def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | None:
     """Returns the rows of completions padded to a `width`, or `None` if each completion has one context."""
-    contexts = [context for prompt in prompts for context in prompt.contexts]
+    contexts = [*chain.from_iterable(prompt.contexts for prompt in prompts)]
     lengths = [prompt.lengths_by_context(width) for prompt in prompts]
     return None if len(contexts) == len(prompts) else ContextRows(contexts, lengths, width)
 
@@ -63,7 +65,8 @@ def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | 
 def split_lengths(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
     """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
     counts = [prompt.lengths_by_context(length) for prompt, length in zip(prompts, lengths, strict=True)]
-    return [context for prompt in prompts for context in prompt.contexts], [n for row in counts for n in row]
+    contexts = chain.from_iterable(prompt.contexts for prompt in prompts)
+    return [*contexts], [*chain.from_iterable(counts)]
 
 
 def with_media(
@@ -307,7 +310,7 @@ class Scores:
         caller computes `aux_loss` from the summed router statistics.
         """
         of_parts = [part.tensors(per_completion=True) for part in parts]
-        order = [index for rows in indices for index in rows]
+        order = [*chain.from_iterable(indices)]
         tensors: dict[str, torch.Tensor] = {name: torch.cat([part[name] for part in of_parts]) for name in of_parts[0]}
         joined = cls(**tensors)
         if order != sorted(order):  # entry `i` of the argsort below is the row of batch index `i`

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -35,10 +36,13 @@ class KeptPrompt:
     def states(self, is_first: bool, is_last: bool) -> States:
         """Returns keys and values for a chunk. The first chunk computes them, and the last chunk frees them."""
         if is_first:
-            self._states, self._sums = self._forward(), {}
-        states, sums = self._states, self._sums
+            self._states = self._forward()
+            self._sums = {}
+        states = self._states
+        sums = self._sums
         if is_last:
-            self._states, self._sums = {}, {}
+            self._states = {}
+            self._sums = {}
         if not torch.is_grad_enabled():
             return states
         prepare = _add_sum if is_last else _detach_and_sum
@@ -52,7 +56,8 @@ def _detach_and_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: t
     """Returns detached keys or values, with a hook that adds their gradient to the sum at `key`."""
 
     def add_gradient(leaf: torch.Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
+        gradient = leaf.grad
+        leaf.grad = None
         if gradient is not None:
             gradient_sum = gradient.float() if gradient.dtype.itemsize < 4 else gradient
             sums[key] = gradient_sum if key not in sums else sums[key].add_(gradient_sum)
@@ -74,7 +79,8 @@ def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -
 
 def without_prompt(row: PackedRow, states: States) -> PackedRow:
     """Returns a row without its single prompt. The completions attend to the prompt's `states`."""
-    [block], (_, n_prompt, *_) = row.layout.blocks, row.layout.segments[0]
+    [block] = row.layout.blocks
+    _, n_prompt, *_ = row.layout.segments[0]
     layout = replace(
         row.layout,
         blocks=[
@@ -110,7 +116,8 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
     """
     # Completions of one prompt have the same object as `shared`
     prompts_of_parts = [{prompts[i].shared for i in part} for part in parts]
-    n_chunks, n_seen = Counter(prompt for part_prompts in prompts_of_parts for prompt in part_prompts), Counter()
+    n_chunks = Counter(chain.from_iterable(prompts_of_parts))
+    n_seen = Counter()
     ends = {}
     for index, part_prompts in enumerate(prompts_of_parts):
         # At most one prompt, as a chunk holds a single prompt

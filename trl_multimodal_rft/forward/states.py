@@ -4,6 +4,7 @@
 import functools
 import inspect
 import types
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,8 @@ class _GatherCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context[tuple[int, torch.Size]], gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (dim, shape), [index] = ctx.settings, ctx.saved_tensors
+        dim, shape = ctx.settings
+        [index] = ctx.saved_tensors
         dtype = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         total = gradient.new_zeros(shape, dtype=dtype)
         return total.index_add_(dim, index, gradient.to(dtype)).to(gradient.dtype), None, None
@@ -64,7 +66,8 @@ class _GraphCache:
     """
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
-        self.conv, self.recurrent = conv, recurrent
+        self.conv = conv
+        self.recurrent = recurrent
 
     def select_rows(self, index: torch.Tensor) -> "_GraphCache":
         kinds = (self.conv, self.recurrent)
@@ -179,9 +182,11 @@ def _cache_name(mixer: nn.Module) -> str | None:
 def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the names of attributes and of keyword arguments that occur in the code of a module's class."""
     classes = [base for base in module_class.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    functions = [f for base in classes for f in vars(base).values() if inspect.isfunction(f)]
+    members = chain.from_iterable(vars(base).values() for base in classes)
+    functions = [member for member in members if inspect.isfunction(member)]
     codes = [inspect.unwrap(f).__code__ for f in functions]
     # The compiler keeps the names of a call's keyword arguments as a constant tuple
-    constant_tuples = [value for code in codes for value in code.co_consts if isinstance(value, tuple)]
-    attributes = (name for code in codes for name in code.co_names)
-    return frozenset(attributes), frozenset(name for constants in constant_tuples for name in constants)
+    constants = chain.from_iterable(code.co_consts for code in codes)
+    constant_tuples = [value for value in constants if isinstance(value, tuple)]
+    attributes = chain.from_iterable(code.co_names for code in codes)
+    return frozenset(attributes), frozenset(chain.from_iterable(constant_tuples))

@@ -2,6 +2,7 @@
 """The backward pass of a micro-batch's loss, part by part."""
 
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +25,9 @@ def backward_by_parts(
     loss, such as the number of accumulation steps. Raises a `RuntimeError` if the loss also depends on tensors other
     than the scores, as the gradients of these tensors would be lost.
     """
-    leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
-    if other_leaves := leaves_of_graph([loss]) - {*leaves}:
+    leaves = [*chain.from_iterable(outputs.tensors().values() for outputs in deferred.outputs)]
+    other_leaves = leaves_of_graph([loss]) - {*leaves}
+    if other_leaves:
         raise lost_gradient_error(f"{len(other_leaves)} tensors besides the last scores")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     gradient_of_leaf = dict(zip(map(id, leaves), gradients, strict=True))

@@ -10,6 +10,7 @@ leaves.
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -32,7 +33,7 @@ class Node:
     @property
     def leaves(self) -> list[EncodedPrompt]:
         """The prompts that start with the tokens of the node."""
-        return [leaf for child in self.children for leaf in child.leaves] or [self.prompt]
+        return [*chain.from_iterable(child.leaves for child in self.children)] or [self.prompt]
 
 
 def leaf(prompt: EncodedPrompt) -> Node:
@@ -93,11 +94,9 @@ def _nodes_after(
         next_symbol = symbols[prompt][n_equal : n_equal + 1].flatten().tolist()
         prompts_by_symbol.setdefault((*next_symbol,) or (None, i), []).append(prompt)
     child_depth = n_common if is_worthwhile and n_common else depth
-    children = [
-        node
-        for alike_prompts in prompts_by_symbol.values()
-        for node in _nodes_after(alike_prompts, child_depth, symbols, n_completion_tokens)
-    ]
+    children: list[Node] = []
+    for alike_prompts in prompts_by_symbol.values():
+        children += _nodes_after(alike_prompts, child_depth, symbols, n_completion_tokens)
     return [Node(max(prompts, key=len), n_common, children)] if is_worthwhile and n_common else children
 
 
@@ -113,7 +112,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
     Returns the symbols of the tokens of each prompt, `(P, K)`. Two tokens of `P` are equal if all `K` values of their
     symbols are: id, media number, token fields and positions.
     """
-    names = sorted({name for prompt in prompts for name in prompt.token_fields})
+    names = sorted(set().union(*(prompt.token_fields for prompt in prompts)))
     n_axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
     media_numbers: dict[int, int] = {}
@@ -140,8 +139,10 @@ def share_media(prompts: Iterable[EncodedPrompt]) -> None:
             shapes = ((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
             prompts_by_shapes.setdefault((*shapes,), []).append(prompt)
     for similar_prompts in prompts_by_shapes.values():
+        if len(similar_prompts) == 1:
+            continue
         caches: dict[bytes, dict] = {}
-        for prompt in similar_prompts if len(similar_prompts) > 1 else ():
+        for prompt in similar_prompts:
             prompt.on_device = caches.setdefault(_digest(prompt), prompt.on_device)
 
 

@@ -259,7 +259,8 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
 
 def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
     """Returns the untied weights of an LM head, which a critic doesn't have."""
-    head, tied = model.get_output_embeddings() or nn.Identity(), model.get_input_embeddings()
+    head = model.get_output_embeddings() or nn.Identity()
+    tied = model.get_input_embeddings()
     return {*head.parameters()} - {*tied.parameters()}
 
 

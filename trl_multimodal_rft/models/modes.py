@@ -33,7 +33,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restores the random states of Python, NumPy and torch on exit."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
@@ -121,7 +122,7 @@ def fix_encoders(model: PreTrainedModel) -> None:
 
 def has_dropout(model: nn.Module) -> bool:
     """Returns whether forwards in training mode draw random numbers."""
-    return any(rate > 0 for module in model.modules() for rate in _dropout_rates(module).values())
+    return any(max(_dropout_rates(module).values(), default=0) > 0 for module in model.modules())
 
 
 def _dropout_rates(module: nn.Module) -> dict[str, float]:

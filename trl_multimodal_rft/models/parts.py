@@ -47,7 +47,8 @@ _PROJECTORS = {
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
     """Returns the dotted name of the encoder of a modality. Raises `ValueError` if the model has none."""
-    if (tower := family_of(model).towers.get(modality)) is not None:
+    tower = family_of(model).towers.get(modality)
+    if tower is not None:
         return tower
     encoder = model.get_encoder(modality=modality)
     # If a modality has no encoder, `get_encoder` returns a model that contains the decoder
@@ -182,7 +183,8 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
     if isinstance(targets, str) or not targets:  # a pattern, `all-linear`, or the defaults of PEFT
         return
     layers = {name: layer for name, layer in unwrapped(None, model).named_modules() if name}
-    if any(name == target or name.endswith(f".{target}") for name in layers for target in targets):
+    endings = tuple(f".{target}" for target in targets)
+    if any(f".{name}".endswith(endings) for name in layers):
         return
     names = dict.fromkeys(name.split(".")[-1] for name, layer in layers.items() if isinstance(layer, nn.Linear))
     class_name = type(unwrapped(None, model)).__name__
@@ -296,7 +298,8 @@ def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Returns the number of parameters and the number of trained parameters of each part of a model."""
     counts = dict.fromkeys((*PARTS, CRITIC), (0, 0))
     for _, part, parameter in named_parts(model):
-        size, (total, trained) = _size(parameter), counts[part]
+        size = _size(parameter)
+        total, trained = counts[part]
         counts[part] = total + size, trained + size * parameter.requires_grad
     return {part: sizes for part, sizes in counts.items() if sizes[0]}
 
@@ -305,13 +308,14 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
     """Returns the distinct learning rates of trained weights, by part of a model."""
     rate_by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
     keys_by_parameter = match_keys(model, [*rate_by_key], "learning_rates")
+    schedule = getattr(args, "value_schedule", None)  # of a critic
     rates: dict[str, list[float]] = {}
     for _, part, parameter in named_parts(model):
         if parameter.requires_grad:
             rate = args.learning_rate
             if parameter in keys_by_parameter:
                 rate = rate_by_key[keys_by_parameter[parameter]]
-            elif part == CRITIC and (schedule := getattr(args, "value_schedule", None)) is not None:
+            elif part == CRITIC and schedule is not None:
                 rate = schedule.rate
             if rate not in rates.setdefault(part, []):
                 rates[part].append(rate)

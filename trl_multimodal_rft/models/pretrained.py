@@ -101,8 +101,10 @@ def require_all_weights(
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
-        name, class_name = options["pretrained_model_name_or_path"], type(model).__name__
-        weights, new = dict(model.named_parameters()), {*get_new_weights(model)}
+        name = options["pretrained_model_name_or_path"]
+        class_name = type(model).__name__
+        weights = dict(model.named_parameters())
+        new = {*get_new_weights(model)}
         missing = sorted(key for key in loading_info.missing_keys if key in weights and weights[key] not in new)
         if missing:
             raise ValueError(
@@ -154,11 +156,13 @@ def load_trained(
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
     if not is_adapter(name, revision):
-        model, processor_name = load(name, **source, **kwargs), name
+        model = load(name, **source, **kwargs)
+        processor_name = name
     else:
         peft = require_module("peft", "peft")
         config = peft.PeftConfig.from_pretrained(name, **source)
-        base, base_source = config.base_model_name_or_path, {"revision": config.revision or "main"}
+        base = config.base_model_name_or_path
+        base_source = {"revision": config.revision or "main"}
         if base is None:
             raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
         check_weights(name)
@@ -175,7 +179,8 @@ def load_trained(
         has_processor = cached_file(
             name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source
         )
-        processor_name, source = (name, source) if has_processor else (base, base_source)
+        processor_name = name if has_processor else base
+        source = source if has_processor else base_source
     return model, load_processor(processor_name, trust_remote_code=trust_remote_code, **source)
 
 
@@ -205,11 +210,10 @@ def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
-    names = [
-        name.replace("ForSequenceClassification", suffix)
-        for name in config.architectures or []
-        for suffix in ("ForConditionalGeneration", "ForCausalLM")
-    ]
+    names = []
+    for name in config.architectures or []:
+        names.append(name.replace("ForSequenceClassification", "ForConditionalGeneration"))
+        names.append(name.replace("ForSequenceClassification", "ForCausalLM"))
     names += [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
     model_class = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if model_class is None:

@@ -36,7 +36,8 @@ class _ScoreMixin(GenericForSequenceClassification):
     def __init__(self, config: PreTrainedConfig):
         policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # the policy's class
         policy.__init__(config)
-        model, head = cast(PreTrainedModel, self), policy.get_output_embeddings()
+        model = cast(PreTrainedModel, self)
+        head = policy.get_output_embeddings()
         # The LM head's attribute
         delattr(model, next(name for name, module in model.named_children() if module is head))
         model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
@@ -97,7 +98,8 @@ def as_reward_model(model: _Model) -> _Model:
     if isinstance(model, _ScoreMixin):
         return model
     source = cast(PreTrainedModel, model)
-    score, name = getattr(source, "score", None), type(source).__name__
+    score = getattr(source, "score", None)
+    name = type(source).__name__
     if source.base_model is source:
         raise ValueError(
             f"{name} has no backbone apart from its LM head, so that it can't be a reward model; train another family."

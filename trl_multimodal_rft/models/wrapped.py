@@ -67,7 +67,8 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     token's state, to save memory, and the model's output has all states as `last_hidden_state`.
     """
     states: list[torch.Tensor] = []
-    backbone, head = model.base_model, model.get_output_embeddings()
+    backbone = model.base_model
+    head = model.get_output_embeddings()
 
     def collect(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         states.append(args[0])

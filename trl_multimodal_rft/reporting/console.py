@@ -77,7 +77,9 @@ class CompactLogCallback(TrainerCallback):
         self._has_logged = False  # whether the run has logged metrics of a step
         self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
-        self._seconds, self._steps = 0.0, 0  # duration and number of training steps since the last line
+        # Duration and number of training steps since the last line
+        self._seconds = 0.0
+        self._steps = 0
         self._bars: dict[str, tqdm] = {}  # open bars by name, `"train"` and `"eval"`
         self._table: NotebookTrainingTracker | None = None  # replaces lines and the bar `"train"` in a notebook
 
@@ -89,7 +91,9 @@ class CompactLogCallback(TrainerCallback):
             trainer_name (`str`):
                 Name of the trainer's class.
         """
-        self._trainer_name, self._needs_model, self.needs_example = trainer_name, True, True
+        self._trainer_name = trainer_name
+        self._needs_model = True
+        self.needs_example = True
         self._has_logged = False
 
     def end(self) -> None:
@@ -108,7 +112,9 @@ class CompactLogCallback(TrainerCallback):
         **_: EventPart,
     ):
         self._show_model_once(args, state, model, optimizer)
-        self._timed_until, self._seconds, self._steps = time.perf_counter(), 0.0, 0
+        self._timed_until = time.perf_counter()
+        self._seconds = 0.0
+        self._steps = 0
         if in_notebook() and state.is_world_process_zero and not args.disable_tqdm:
             self._table = import_module("transformers.utils.notebook").NotebookTrainingTracker(state.max_steps)
             self._table.update(state.global_step)
@@ -191,7 +197,9 @@ class CompactLogCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # not at `on_step_end`, where other callbacks may evaluate
-        self._seconds, self._steps, self._timed_until = self._seconds + now - self._timed_until, self._steps + 1, now
+        self._seconds = self._seconds + now - self._timed_until
+        self._steps += 1
+        self._timed_until = now
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._table is not None:
@@ -243,7 +251,8 @@ class CompactLogCallback(TrainerCallback):
             self._timed_until = time.perf_counter()
         else:
             self._print(state, "", metric_values(logs), self._pace(state))
-            self._seconds, self._steps = 0.0, 0
+            self._seconds = 0.0
+            self._steps = 0
 
     def _pace(self, state: TrainerState) -> list[str]:
         """Returns the seconds per step and the remaining time, such as `["2.1 s/step", "7 min left"]`."""
@@ -333,14 +342,16 @@ def prompt_text(
     descriptions: Mapping[str, Sequence[str | None]],
 ) -> str:
     """Decodes token ids. A text such as `<audio: 13 tokens, 0.62 s>` replaces the placeholders of a sound."""
-    ids, spans = list(map(int, input_ids)), []
+    ids = list(map(int, input_ids))
+    spans = []
     for modality, placeholder_ids in placeholders.items():
         texts = descriptions.get(modality, ())
         modality_spans = _spans(ids, placeholder_ids, len(texts))
         # If a description can't be assigned to its span, no span gets a description
         texts = texts if len(modality_spans) == len(texts) else [None] * len(modality_spans)
         spans += [(start, stop, modality, text) for (start, stop), text in zip(modality_spans, texts, strict=True)]
-    output, end = "", 0
+    output = ""
+    end = 0
     for start, stop, modality, text in sorted(spans):
         if start >= end:  # else media are interleaved, such as a video with its audio
             output += (
@@ -383,13 +394,15 @@ def _shortened(text: str) -> str:
 def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     """Returns the main metrics of a log as the console shows them."""
     values = {}
-    rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
+    rewards = dict(_matching(r"rewards/(.+)/mean", logs))
+    accuracies = [name for name in _ACCURACIES if name in rewards]
     if "reward" in logs:
         values["reward"] = f"{_number(logs['reward'])} ± {_number(logs.get('reward_std'))}"
     elif "loss" in logs:
         values["loss"] = _number(logs["loss"])
     if "accuracy" in logs:
-        low, high = logs.get("accuracy_low"), logs.get("accuracy_high")
+        low = logs.get("accuracy_low")
+        high = logs.get("accuracy_high")
         interval = "" if low is None or high is None else f" ({100 * low:.1f} to {_per_cent(high)})"
         values["accuracy"] = f"{_per_cent(logs['accuracy'])}{interval}"
     elif "rewards/accuracies" in logs:  # metric of DPO
@@ -428,10 +441,15 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
-    dataset_names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
+    dataset_names = [name for name, _ in _matching("eval_(.+)_samples_per_second", logs)]
     pattern = f"eval_(?:{re.escape(dataset_names[0])}_)?(.+)" if dataset_names else "eval_(.+)"
-    metrics = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}
-    return " ".join(["eval", *dataset_names[:1]]), metric_values(metrics)
+    return " ".join(["eval", *dataset_names[:1]]), metric_values(dict(_matching(pattern, logs)))
+
+
+def _matching(pattern: str, logs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the pattern's group in each name that it matches, with the value."""
+    matches = [(re.fullmatch(pattern, name), value) for name, value in logs.items()]
+    return [(match[1], value) for match, value in matches if match]
 
 
 def _number(value: float | None) -> str:

@@ -27,7 +27,10 @@ FILE_NAME = "training_curves.png"
 
 _SHARE_OF_TIME = 0.02  # maximum share of the training time for drawing
 _LONGEST_UNSMOOTHED = 60  # points of the longest curve that isn't smoothed
-_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # panels per row, inches, inches, pixels per inch
+_COLUMNS = 2  # panels per row
+_WIDTH = 8.0  # inches
+_ROW_HEIGHT = 2.4  # inches
+_DPI = 150  # pixels per inch
 _SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
 _COLOURS = {"training": 0, "held out": 1}  # indices of matplotlib's colours, for labels that several panels have
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
@@ -101,9 +104,11 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
         `ImportError`: If matplotlib is missing.
         `ValueError`: If the log has no metric to draw.
     """
-    figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
+    figure_module = require_module("matplotlib.figure", "plots")
+    ticker = require_module("matplotlib.ticker", "plots")
     metrics = _metrics_of(log_history)
-    panels = {panel.title: (panel, curves) for panel in _PANELS if (curves := _curve_names(panel, metrics))}
+    curves_of_panels = [(panel, _curve_names(panel, metrics)) for panel in _PANELS]
+    panels = {panel.title: (panel, curves) for panel, curves in curves_of_panels if curves}
     if not panels:
         raise ValueError("The log has no reward or other metric to draw; train for at least `logging_steps`.")
     names = [*panels]
@@ -147,7 +152,8 @@ def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, st
     names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():
-            if (match := re.fullmatch(pattern, name)) and values.notna().any():
+            match = re.fullmatch(pattern, name)
+            if match and values.notna().any():
                 names.setdefault(label or (match[1].replace("_", " ") if name.startswith("eval_") else match[1]), name)
     if {"accuracy", "pass@1"} <= names.keys():
         del names["pass@1"]  # the same number as the accuracy
@@ -158,9 +164,11 @@ def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Se
     """Returns the edges of a curve's band, if any: mean ± std, confidence interval, or minimum and maximum."""
     if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
         return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
-    low, high = f"{name}_low", f"{name}_high"
+    low = f"{name}_low"
+    high = f"{name}_high"
     if "length" in name:
-        low, high = name.replace("mean", "min"), name.replace("mean", "max")
+        low = name.replace("mean", "min")
+        high = name.replace("mean", "max")
     if low not in metrics or high not in metrics:
         return None
     steps = metrics[low].index.intersection(metrics[high].index)
@@ -172,11 +180,15 @@ def _draw(
 ) -> None:
     """Draws metrics, by the labels of their curves, with bands and last values."""
     for i, (label, name) in enumerate(curves.items(), start=first_colour):
-        values, band, colour = metrics[name], _band(name, metrics), f"C{_COLOURS.get(label, i) % 10}"
-        last, is_long = number_format.format(values.dropna().iloc[-1]), len(values) > _LONGEST_UNSMOOTHED
+        values = metrics[name]
+        band = _band(name, metrics)
+        colour = f"C{_COLOURS.get(label, i) % 10}"
+        last = number_format.format(values.dropna().iloc[-1])
+        is_long = len(values) > _LONGEST_UNSMOOTHED
         if is_long:
             axes.plot(values.index, values, color=colour, linewidth=0.6, alpha=0.4)
-            values, band = smoothed(values), band and tuple(map(smoothed, band))
+            values = smoothed(values)
+            band = band and tuple(map(smoothed, band))
         if band:
             axes.fill_between(band[0].index, *band, color=colour, alpha=0.18, linewidth=0)
         style = {"color": colour, "label": f"{label} {last}", "marker": None if is_long else "o", "markersize": 2.5}
@@ -217,10 +229,12 @@ class TrainingCurvesCallback(TrainerCallback):
 
     def __init__(self):
         require_module("matplotlib", "plots")
-        self._next_draw_time, self._has_ended = -math.inf, False
+        self._next_draw_time = -math.inf
+        self._has_ended = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
-        self._next_draw_time, self._has_ended = -math.inf, False
+        self._next_draw_time = -math.inf
+        self._has_ended = False
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # Other callbacks may evaluate and log after the end of training
@@ -236,7 +250,8 @@ class TrainingCurvesCallback(TrainerCallback):
         metrics = _metrics_of(state.log_history)
         if not state.is_world_process_zero or not any(_curve_names(panel, metrics) for panel in _PANELS):
             return
-        start, folder = time.perf_counter(), Path(str(args.output_dir))
+        start = time.perf_counter()
+        folder = Path(str(args.output_dir))
         # A run can resume from a checkpoint with more steps than `max_steps`, and then takes no further step
         steps = max(state.global_step, state.max_steps)
         title = f"{folder.absolute().name}: update {state.global_step} of {steps}"

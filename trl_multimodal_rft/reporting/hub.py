@@ -32,7 +32,9 @@ def repository_name(folder: str) -> str:
 
 def upload_command(repo: str, folder: str, private: bool) -> str:
     """Returns a command that publishes a folder without the files that a trainer leaves out."""
-    excluded = [word for pattern in _EXCLUDED_PATTERNS for word in ("--exclude", pattern)]
+    excluded: list[str] = []
+    for pattern in _EXCLUDED_PATTERNS:
+        excluded += ["--exclude", pattern]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
 

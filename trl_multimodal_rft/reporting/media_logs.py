@@ -70,7 +70,8 @@ class MediaLog:
         self.max_rows = max_rows  # number of rows that TRL's logs keep
         self.max_prompts = MAX_PROMPTS if with_media else 0
         self.max_bytes = MAX_BYTES
-        self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
+        self.process_index = accelerator.process_index
+        self.num_processes = accelerator.num_processes
         self.n_total = 0  # rows of all processes since the start of the run
         self._refs: dict[int, Any] = {}  # this process's lists of `MediaRef` by row; `None` beyond `max_prompts`
         self._groups: deque[int] = deque(maxlen=max_rows)  # for each row, the first row of its prompt
@@ -81,7 +82,8 @@ class MediaLog:
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
         """Adds the media of this process's rows in a batch. A group of `group_size` rows has one prompt."""
-        start, total = self.n_total, len(prompts) * self.num_processes
+        start = self.n_total
+        total = len(prompts) * self.num_processes
         self.n_total += total
         first_kept_row = self.n_total - self.max_rows
         self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept_row}
@@ -124,7 +126,8 @@ class MediaLog:
 
     def _encode_media(self, row: int) -> PromptMedia | str:
         """Returns the media of a prompt, or the reason why they can't be logged."""
-        media, bytes_left = PromptMedia(), self.max_bytes
+        media = PromptMedia()
+        bytes_left = self.max_bytes
         try:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
@@ -307,8 +310,12 @@ class MediaLogCallback(TrainerCallback):
         columns: Collection[str],
         has_tools: bool,
     ):
-        self.log, self.args, self.handler = log, args, handler
-        self.tables, self.columns, self.has_tools = tables, columns, has_tools  # TRL's tables, the dataset's columns
+        self.log = log
+        self.args = args
+        self.handler = handler
+        self.tables = tables  # TRL's
+        self.columns = columns  # the dataset's
+        self.has_tools = has_tools
         self.folder = Path(str(args.output_dir), PRIVATE)
         self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
         self._last_table: tuple[int, int] | None = None  # step and `n_total` of the last table
@@ -345,7 +352,8 @@ class MediaLogCallback(TrainerCallback):
 
     def _log_table(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
-        log, tables = self.log, self.tables
+        log = self.log
+        tables = self.tables
         is_repeated = self._last_table == (step, log.n_total)  # the final log of training repeats the last table
         if log.process_index != 0 or not tables["prompt"] or is_repeated:
             return
@@ -367,7 +375,8 @@ class MediaLogCallback(TrainerCallback):
         }
         if "rewards" in tables:
             table |= {**tables["rewards"], **tables["extra"], "advantage": tables["advantages"]}
-        frame, media = pd.DataFrame(table), log.rows()
+        frame = pd.DataFrame(table)
+        media = log.rows()
         columns = [*self.columns, *(_TOOL_COLUMNS if self.has_tools else ())]
         path = self.folder / TABLES / f"completions_{step:05d}.parquet"
         write_parquet(frame, media, path, columns if self.args.log_multimodal else ())

@@ -137,7 +137,8 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     evaluations = [logs for logs in history if "eval_accuracy" in logs]
     if not evaluations:
         return []
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     interval = f" ({_INTERVAL})".format(**last) if "eval_accuracy_low" in last else ""
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
     return [("Held-out accuracy", f"{last['eval_accuracy']:.1%}{interval}{before}")]
@@ -217,8 +218,12 @@ class CardRun:
 
 def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -> None:
     """Replaces the model card that TRL wrote to the output folder, and keeps TRL's metadata except wrong entries."""
-    folder, modalities, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
-    path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
+    folder = Path(str(run.args.output_dir))
+    modalities = run.notes.modalities
+    history = run.state.log_history
+    path = folder / "README.md"
+    name = model_name or folder.name
+    base = unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
     hub_dataset = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
@@ -227,7 +232,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     # Replaces TRL's names of base model and dataset, since the Hub can't resolve local ones
     for key, value in {"base_model": None, "datasets": hub_dataset, **base_metadata(loaded_from)}.items():
         data[key] = value
-    model_class, is_reward = type(base).__name__, is_reward_model([type(base).__name__])
+    model_class = type(base).__name__
+    is_reward = is_reward_model([model_class])
     task = _TASKS.get(frozenset(modalities), "any-to-any") if modalities else None  # no task for text alone
     data.pipeline_tag = "text-classification" if is_reward else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, hub_dataset)
@@ -319,19 +325,22 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the lines on cards of all trainers: frozen parts, learning rates of parts, and budgets of media."""
-    frozen, rates = options.get("freeze") or (), options.get("learning_rates") or {}
+    frozen = options.get("freeze") or ()
+    rates = options.get("learning_rates") or {}
     budgets = {name: options[name] for name in BUDGET_NAMES if options.get(name)}
     lines = {
         "Frozen": map(in_code, frozen),
         "Learning rates of parts": (f"{in_code(key)} {rate:g}" for key, rate in rates.items()),
         "Budgets of media": (f"`{name}={value}`" for name, value in budgets.items()),
     }
-    return [(title, text) for title, words in lines.items() if (text := ", ".join(words))]
+    texts = [(title, ", ".join(words)) for title, words in lines.items()]
+    return [(title, text) for title, text in texts if text]
 
 
 def _divergence(options: dict[str, Any]) -> str:
     """Returns the text of the line on the KL divergence: its coefficient, its estimator, and where it is applied."""
-    beta, estimator = options["beta"], options.get("kl_estimator")
+    beta = options["beta"]
+    estimator = options.get("kl_estimator")
     if beta == 0:
         return "none"
     parts = [f"`beta={beta}`"]

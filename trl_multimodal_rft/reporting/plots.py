@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 3, 9.0, 2.2, 150  # panels per row, inches, inches, pixels per inch
+_COLUMNS = 3  # panels per row
+_WIDTH = 9.0  # inches
+_ROW_HEIGHT = 2.2  # inches
+_DPI = 150  # pixels per inch
 _BINS = 40
 _BAR_HEIGHT = 0.28  # inches
 
@@ -56,7 +59,9 @@ def histograms(values: Mapping[str, Sequence[float]], y_label: str, bins: Sequen
     figure = _figure(_WIDTH * n_columns / _COLUMNS, _ROW_HEIGHT * n_rows)
     for i, (name, sample) in enumerate(samples.items()):
         axes = figure.add_subplot(n_rows, n_columns, i + 1)
-        low, high, median = sample.min(), sample.max(), float(np.median(sample))
+        low = sample.min()
+        high = sample.max()
+        median = float(np.median(sample))
         is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(sample % 1 == 0))
         axes.hist(sample, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
         axes.axvline(median, color="C1", linewidth=1.2)

@@ -94,9 +94,11 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
         return cls()
     name, settings = split_settings(value, option)
     option_fields = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
-    view, option_settings = as_view(name), {}
+    view = as_view(name)
+    option_settings = {}
     view_parameters = setting_names(view.type.function)
-    if ambiguous := sorted(option_fields.keys() & {*view_parameters}):
+    ambiguous = sorted(option_fields.keys() & {*view_parameters})
+    if ambiguous:
         raise ValueError(
             f"The view {name!r} has a setting {ambiguous[0]!r}, as `{option}` does; rename the view's setting."
         )

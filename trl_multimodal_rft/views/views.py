@@ -25,7 +25,8 @@ from ..spelling import check_settings, check_unused, join_settings, load_dotted,
 _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
 
-Share, Count = Annotated[float, "(0, 1]"], Annotated[int, "[1, inf)"]
+Share = Annotated[float, "(0, 1]"]
+Count = Annotated[int, "[1, inf)"]
 M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # decoded media: a sound or frames, frames, an image
 
 
@@ -118,7 +119,8 @@ class View:
         Returns the replacement of a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`, in the same
         form. Raises `ValueError` if its shape differs.
         """
-        original, rng = _as_array(media), np.random.default_rng([*self.seed, index])
+        original = _as_array(media)
+        rng = np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
         replacement = np.asarray(self.type.function(original, rng, **settings))
         if replacement.shape != original.shape:
