@@ -104,7 +104,7 @@ def test_tools_by_name(tmp_path, monkeypatch):
     assert found["environment_factory"] is Zoom and [each.__name__ for each in found["tools"]] == ["search"]
     assert load_tools(["zoom(scale=1000)"])["environment_factory"]().scale == 1000
     for names, problem in [
-        (["zoomed"], "no tool 'zoomed'; .*Did you mean `zoom`"),
+        (["zoomed"], "no tool 'zoomed'.*Did you mean `zoom`"),
         (["zoom(size=3)"], "no setting 'size'"),
         (["zoom", "my_tools.Room"], "several classes"),
         (["my_tools.search(word='a')"], "has no settings; leave them out"),

@@ -144,7 +144,7 @@ NOT_DRAWN = {
     "dynamic_sampling_reward",  # see test_difficulty.py
     "rejected_view",  # see test_dpo.py
     *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs"),
-    *("log_multimodal", "teacher_model_server_url"),
+    *("log_multimodal", "num_completions_to_print", "teacher_model_server_url"),
     *("max_staleness", "vllm_server_base_url"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),

@@ -27,6 +27,7 @@ from ..data.reading.decoding import load_image, read_audio, require_module
 from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.columns import MEDIA_COLUMNS, TOOL_PREFIX, as_text
+from ..models.modes import kept_random_state
 from .events import EventPart
 from .hub import PRIVATE
 
@@ -359,15 +360,16 @@ class MediaLogCallback(TrainerCallback):
             return
         self._last_table = step, log.n_total
         if is_rich_available():
-            print_prompt_completions_sample(
-                tables["prompt"],
-                tables["completion"],
-                tables.get("rewards", {}),
-                tables.get("advantages"),
-                step,
-                self.args.num_completions_to_print,  # pyrefly: ignore[bad-argument-type]
-                extra=dict(tables.get("extra", {})),
-            )
+            with kept_random_state():  # TRL draws the completions to print
+                print_prompt_completions_sample(
+                    tables["prompt"],
+                    tables["completion"],
+                    tables.get("rewards", {}),
+                    tables.get("advantages"),
+                    step,
+                    self.args.num_completions_to_print,  # pyrefly: ignore[bad-argument-type]
+                    extra=dict(tables.get("extra", {})),
+                )
         table = {
             "step": [step] * len(tables["prompt"]),
             "prompt": tables["prompt"],

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Arguments of `apply_chat_template` that trainers set
 _TEMPLATE_ARGUMENTS = {"conversation", "messages", "tools", "tokenize", "return_dict", "return_tensors"}
-_TEMPLATE_ARGUMENTS |= {"add_generation_prompt", "continue_final_message"}
+_TEMPLATE_ARGUMENTS |= {"add_generation_prompt"}
 
 # For type checkers, the class that a config with these arguments extends
 if TYPE_CHECKING:
