@@ -11,13 +11,9 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .rows.benchmarks import load_audiomcq, load_avqa, load_mmau
     from .rows.folders import write_folder
     from .rows.layouts import (
-        load_charades_sta,
         load_conversations,
-        load_deepeyes,
         load_easyr1,
-        load_generations,
         load_geo3k,
-        load_omni_preference,
         load_preferences,
         load_verl,
         load_video_r1,
@@ -31,13 +27,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".rows.benchmarks": ["load_audiomcq", "load_avqa", "load_mmau"],
         ".rows.folders": ["write_folder"],
         ".rows.layouts": [
-            "load_charades_sta",
             "load_conversations",
-            "load_deepeyes",
             "load_easyr1",
-            "load_generations",
             "load_geo3k",
-            "load_omni_preference",
             "load_preferences",
             "load_verl",
             "load_video_r1",
