@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one entry per family, with reasons. Other families have no entry."""
+"""What is particular to families of models: special cases, with reasons, and how features of prompts are joined."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
