@@ -34,7 +34,6 @@ HOW += ["--steps_per_generation", "1", "--gradient_accumulation_steps", "1"]
 RECIPES = {
     "audio": ["--config", "qwen2_audio_7b/avqa_grpo"],
     "image": ["--config", "qwen2_5_vl_3b/geometry3k_grpo", "--use_vllm", "False"],
-    "video": ["--config", "qwen2_5_vl_7b/video_r1_grpo"],
 }
 # Checks of the other extras
 OPTIONS = {

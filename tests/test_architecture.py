@@ -2,7 +2,10 @@
 """`docs/architecture.md` matches the code: its layers, the direction of imports, and the overrides of TRL."""
 
 import ast
+import compileall
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import house
@@ -59,6 +62,44 @@ def test_core_runs_without_extras():
     for path in map(PACKAGE.joinpath, FACES):
         at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
         assert not any((node.module or "").split(".")[0] in EXTRAS for node in at_import)
+
+
+LAZY = sorted(path for path in PACKAGE.rglob("__init__.py") if "lazy_names(" in path.read_text())
+
+
+@pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
+def test_lazy_names_are_those_that_type_checkers_read(path):
+    body = ast.parse(path.read_text()).body
+    (block,) = [node for node in body if isinstance(node, ast.If)]
+    read = {
+        ("." * node.level + node.module, alias.name, alias.asname or alias.name)
+        for node in block.body
+        for alias in node.names
+    }
+    (call,) = [node.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    lazy = []
+    for module, entries in ast.literal_eval(call.args[1]).items():
+        for entry in entries:
+            name, _, alias = entry.partition(" as ")
+            lazy.append((module, name, alias or name))
+    assert sorted(lazy) == sorted(read)
+
+
+def test_lazy_names_need_no_sources(tmp_path):
+    copy = tmp_path / PACKAGE.name
+    for path in (PACKAGE / "__init__.py", PACKAGE / "lazy.py", PACKAGE / "versions.py", *LAZY):
+        target = copy / path.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    assert compileall.compile_dir(copy, quiet=1, legacy=True)
+    for path in copy.rglob("*.py"):
+        path.unlink()
+    names = (
+        "import trl_multimodal_rft as p, trl_multimodal_rft.lightrft.trainer as t; print(p.__file__, dir(p), dir(t))"
+    )
+    printed = subprocess.run([sys.executable, "-c", names], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert str(copy / "__init__.pyc") in printed.stdout
+    assert "'MultimodalGRPOTrainer'" in printed.stdout and "'FastExperienceMaker'" in printed.stdout
 
 
 def test_extras_use_public_names_of_the_core():

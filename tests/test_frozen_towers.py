@@ -13,6 +13,7 @@ from helpers.encoding import build_encoded
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND
 from helpers.grpo_runs import FAMILY, TWO
 from helpers.marks import by_turns
+from helpers.synthetic import build, of
 from helpers.trainer_utils import (
     TRAINERS,
     Injected,
@@ -33,7 +34,7 @@ from torch import nn
 from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.families import Family, family_of
 from trl_multimodal_rft.forward import features, logprobs
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
@@ -84,8 +85,8 @@ def of_media(model, prompts):
 
 # Codes of images, and features within the language model
 _WITHOUT_MODULES = ("chameleon", "phi4_multimodal")
-# Their joint features aren't joined from those of each prompt, of lfm2_vl since transformers 5.24
-_NOT_JOINED = ("ovis2", "minicpmv4_6", "llama4", "lfm2_vl")
+# A part of theirs has no entry in `feature_dims`, so it runs in each forward
+_NOT_JOINED = ("ovis2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "llama4", "lfm2_vl")
 
 
 TOWERS = ["vision_tower", "audio_tower"]
@@ -105,6 +106,33 @@ FROZEN_PARTS = [[*TOWERS, "projector"], TOWERS]
 )
 def test_features_that_were_kept_change_nothing(name, frozen, monkeypatch):
     model, _, prompts = build_encoded(name)
+    assert_kept_features_change_nothing(model, prompts, frozen, monkeypatch, has_modules=name not in _WITHOUT_MODULES)
+
+
+# Families without processors in the tests, by a modality of theirs
+_SYNTHETIC = dict.fromkeys(("moss_transcribe_diarize", "qwen3_asr", "fun_asr_nano"), "audio")
+_SYNTHETIC |= dict.fromkeys(
+    (
+        *("aria", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "dots3_note", "fast_vlm"),
+        *("glm5_next", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "inkling2"),
+        *("hyperclovax_vision_v2", "janus", "lfm3_vl", "lighton_ocr", "llava_next_video", "minicpm_ocr"),
+        *("minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "molmo2", "muse_glimmer", "muse_spark"),
+        *("paddleocr_vl", "qianfan_ocr", "qwen4_exp", "step3p7", "unlimited_ocr", "video_llama_3", "video_llava"),
+        "vipllava",
+    ),
+    "image",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SYNTHETIC)
+def test_features_of_more_families_that_were_kept_change_nothing(name, monkeypatch):
+    model, prompts = build(name, of(_SYNTHETIC[name])[:2])
+    assert_kept_features_change_nothing(model, prompts, FROZEN_PARTS[0], monkeypatch)
+
+
+def assert_kept_features_change_nothing(model, prompts, frozen, monkeypatch, *, has_modules=True):
+    name = model.config.model_type
     fix_encoders(model)
     for _, part, parameter in named_parts(model):
         parameter.requires_grad_(part not in frozen)
@@ -114,7 +142,9 @@ def test_features_that_were_kept_change_nothing(name, frozen, monkeypatch):
     modules, counts = features.frozen_modules(model), Counter()
     for module in modules:
         count_forwards(module, lambda given, has_graph: counts.update(n=1, graphs=has_graph))
-    prompts = [prompt for prompt in prompts for _ in range(2)]
+    # Two media of each kind, so that a forward joins features of each kind
+    others = [with_other_media(prompt, kind, None) for prompt in prompts for kind in prompt.modalities]
+    prompts = [*prompts, *others]
     with monkeypatch.context() as patch:
         switch_off(patch)
         plain, expected = of_media(model, prompts)
@@ -126,9 +156,38 @@ def test_features_that_were_kept_change_nothing(name, frozen, monkeypatch):
         largest = max(gradient.abs().max() for gradient in expected.values())
         assert max((gradients[each] - expected[each]).abs().max() for each in expected) <= 1e-5 * largest
         assert counts["graphs"] == 0 or forward == 0  # where the first shows what is read
-    assert bool(modules) == (name not in _WITHOUT_MODULES)
+    assert bool(modules) == has_modules
     if name not in (*_NOT_JOINED, "gemma3n"):  # which embeds tokens with its projectors
         assert counts["n"] == 0
+
+
+def test_a_family_without_dimensions_encodes_anew(monkeypatch):
+    model, prompts = frozen_model()
+    prompts = [prompt for prompt in prompts if {*prompt.modalities} == {"image"}]
+    seen = Counter()
+    count_forwards(model.model.visual, lambda given, has_graph: seen.update(forwards=1, graphs=has_graph))
+    model.enable_input_require_grads()
+    logps, gradients = of_media(model, prompts)
+    assert seen.pop("forwards") == len(prompts) > 1
+    for prompt in prompts:
+        prompt.on_device.clear()
+    monkeypatch.setattr(features, "family_of", lambda model: Family())
+    for n_forwards in (1, 2):
+        again, same_gradients = of_media(model, prompts)
+        assert again.allclose(logps, atol=1e-5) and gradients.keys() == same_gradients.keys()
+        assert seen == {"forwards": n_forwards, "graphs": 0}
+    assert not any(key[0] is model for prompt in prompts for key in prompt.on_device)
+
+
+def test_a_module_runs_on_other_inputs_than_those_of_the_prompts():
+    model, prompts = frozen_model()
+    prompts = [prompt for prompt in prompts if {*prompt.modalities} == {"image"}]
+    of_media(model, prompts)
+    inputs = features.media_inputs(prompts[:1], model, torch.device("cpu"))
+    expected = model.model.get_image_features(**inputs).pooler_output
+    with features.frozen_features(model, prompts):
+        found = model.model.get_image_features(**inputs).pooler_output
+    assert len(prompts) > 1 and torch.cat([*found]).equal(torch.cat([*expected]))
 
 
 # Updates
@@ -280,11 +339,9 @@ def test_an_encoder_sees_each_medium_once_per_generation_batch(adapter, monkeypa
         width * sum(prompt.media["pixel_values"].size(0) for prompt in {id(p): p for p in rollout.prompts}.values())
         for rollout in after.rollouts
     ]
-    (learning, *counts) = after.batches
-    assert len(counts) == 1 and [each["policy"] for each in counts] == once[1:]
-    assert learning["policy"] == 2 * once[0]  # a joint forward shows how features are joined
+    assert len(once) == 2 and [each["policy"] for each in after.batches] == once
     if not adapter:
-        assert [each["reference"] for each in counts] == once[1:]
+        assert [each["reference"] for each in after.batches] == once
     # Sampling and each iteration, and the reference that shares the encoder
     assert [each["policy"] for each in before.batches] == [(4 if adapter else 3) * each for each in once]
 
@@ -298,7 +355,7 @@ def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
     (rollout,) = {id(each): each for each in ours.trainer.rollouts[1:]}.values()
     clips = {id(prompt.on_device): prompt.media["pixel_values_videos"].size(0) for prompt in rollout.prompts}
     assert len(clips) == 1 and len(set(map(id, rollout.prompts))) == 4
-    assert ours.trainer.batches[1]["policy"] == width * sum(clips.values())
+    assert ours.trainer.batches[0]["policy"] == ours.trainer.batches[1]["policy"] == width * sum(clips.values())
 
 
 # What is kept, and for how long
@@ -379,7 +436,7 @@ def test_forwards_without_kept_features_follow_those_with(monkeypatch):
     """As of a trainer on a frozen model that was evaluated before."""
     model, prompts = frozen_model()
     logps, _ = of_media(model, prompts)
-    assert features.learned_ways(model)[0][1] and len(prompts) > 1
+    assert len(prompts) > 1
     monkeypatch.setattr("trl_multimodal_rft.forward.features.encode_frozen", lambda *args: None)
     for prompt in prompts:
         prompt.on_device.clear()

@@ -5,24 +5,19 @@ import base64
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
-from helpers.chats import RATE, audio, image, mosaic
+from helpers.chats import RATE, audio, image
 from helpers.chats import assistant as answered
-from helpers.files import image_file, video_file, write_lines
+from helpers.files import image_file, write_lines
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, make_trainer, saved
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import (
-    load_charades_sta,
     load_conversations,
-    load_deepeyes,
     load_easyr1,
-    load_generations,
-    load_omni_preference,
     load_preferences,
     load_verl,
     load_video_r1,
@@ -281,56 +276,6 @@ def test_intent_train(files, tmp_path):
         load_video_r1(files(others))
 
 
-def test_deepeyes(tmp_path):
-    """Covers files of a folder whose columns differ, as those for questions with and without tools do."""
-    prompt = [
-        {"role": "system", "content": "<tools>{}</tools>"},
-        {"role": "user", "content": "<image>\nWhat color is it?\nCall **image_zoom_in_tool** if needed."},
-    ]
-    tools = {"prompt": prompt, "env_name": "visual_toolbox_v2", "data_source": "vstar"}
-    rows = [verl(i, images=[in_png(i)], **tools) for i in range(2)]
-    rows[0]["extra_info"]["question"] = "What color is it?"
-    plain = {**verl(2, images=[in_png(2)], data_source="thinklite_eureka"), "env_name": None}
-    (tmp_path / "deepeyes").mkdir()
-    Dataset.from_list(rows).to_parquet(tmp_path / "deepeyes" / "a.parquet")
-    Dataset.from_list([{**plain, "extra_info": {"id": 3}}]).to_parquet(tmp_path / "deepeyes" / "b.parquet")
-    dataset = load_deepeyes(tmp_path / "deepeyes", template="{problem} Look closely.")
-    assert dataset.column_names == ["prompt", "images", "solution", "question", "data_source", "env_name"]
-    assert [blocks(message) for message in dataset[0]["prompt"]] == [["image", "What color is it? Look closely."]]
-    assert blocks(dataset[2]["prompt"][-1]) == ["image", "Find x2. Look closely."]
-    assert dataset["env_name"][:] == ["visual_toolbox_v2", "visual_toolbox_v2", None]
-    assert dataset["solution"][:] == ["0", "1", "2"] and [each.width for (each,) in dataset["images"][:]] == [
-        56,
-        84,
-        112,
-    ]
-
-
-def test_charades_sta(files, tmp_path, capsys, caplog):
-    folder = tmp_path / "data" / "media"
-    for name in ("3MSZA", "AO8RW"):
-        (folder / f"{name}.mp4").write_bytes(b"a clip")
-    spans = {"3MSZA": [[24.3, 30.4]], "AO8RW": [[0.0, 6.9], [5, 12.0], [8.0, 7.5]]}
-    sentences = {
-        "3MSZA": ["Person turns a light on."],
-        "AO8RW": ["a person sits.", "A person reads", "the person eats"],
-    }
-    lines = [f"{v} {s} {e}##{said}" for v in spans for (s, e), said in zip(spans[v], sentences[v], strict=True)]
-    path = tmp_path / "data" / "charades_sta_train.txt"
-    path.write_text("\n".join(lines) + "\n")
-    dataset = load_charades_sta(path, media_dir=folder, total_pixels=2809856)
-    assert dataset["solution"][:] == [[24.3, 30.4], [0.0, 6.9], [5.0, 12.0]]
-    assert caplog.messages == ["1 of 4 rows are skipped, as their spans don't end after their start."]
-    asked = 'When does "person turns a light on" happen in the video? Output'
-    assert blocks(dataset[0]["prompt"][0])[0] == "video" and blocks(dataset[0]["prompt"][0])[1].startswith(asked)
-    (video,) = iter_refs(rows_to_messages([{"prompt": dataset[1]["prompt"], "videos": dataset[1]["videos"]}]))
-    assert video.options == {"total_pixels": 2809856} and dataset["video_id"][:] == ["3MSZA", "AO8RW", "AO8RW"]
-    path.write_text(f"{lines[0]}\nAO8RW 0.0##no end")
-    with pytest.raises(SystemExit):
-        main(["prepare", "charades-sta", str(path), "--output_dir", "out"])
-    assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
-
-
 def trains(dataset, family, folder, kind="dpo"):
     """One update on all pairs by DPO or of a reward model, or on all labelled completions by KTO."""
     trainer = make_trainer(TRAINERS[kind], family, dataset, folder, reward=None, max_steps=1, self_check=False)
@@ -387,54 +332,6 @@ def test_mmpr(files, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["prepare", *words[:-1], str(tmp_path / "other"), "--task", "rl"])
     assert "the layout 'mmpr' supports `--task dpo` or `judge`" in capsys.readouterr().err
-
-
-def omni_preference(folder, changes=()):
-    """Files as they were released: the prompt of a judge, paths of the authors, and names with other spaces."""
-    sources = {
-        "image": ("/data/rlaif-v-dataset/gqa/0.png", "rlaif-v-dataset/gqa/0.png"),
-        "video": ("/data/academic_source/Charades/0.mp4", "video-dataset/academic_source/Charades/0.mp4"),
-        "audio": ("/data/audio/Rain_&amp;_wind_.wav_", "audio_files/audio_files/Rain & wind .wav"),
-    }
-    (folder / "data" / "media" / "0.mp4").write_bytes(video_file(mosaic(6, 56, 56, seed=0), codec="mpeg4", rate=2))
-    for modality, (path, file) in sources.items():
-        (folder / "omni" / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "data" / "media" / f"0{Path(file).suffix}", folder / "omni" / file)
-        rows = []
-        for better in ("A", "B", "equal"):
-            asked = "You are a helpful AI assistant.\n### Output\nQuestion: none\n### Context\n"
-            asked += (
-                f"{modality.title()} file: {path}  \nQuestion: What is in it?\n  Candidate A: Rain.\nAnd wind.  \n"
-            )
-            solution = {"score_A": 8, "score_B": 6, "better": better, "reasoning": "<think>Candidate B: no</think>"}
-            row = {
-                f"{modality}s": [path],
-                "messages": [{"role": "user", "content": f"{asked}Candidate B: A dog: it barks.\n"}],
-            }
-            rows.append({**row, "solution": json.dumps(solution), **dict(changes)})
-        write_lines(folder / "omni" / "dataset_jsonl" / modality / "final_rl_data.jsonl", rows)
-    return folder / "omni"
-
-
-def test_omni_preference(files, tmp_path, caplog):
-    folder = omni_preference(tmp_path)
-    dataset = load_omni_preference(folder)
-    assert caplog.messages == ["3 of 9 pairs are skipped, as both answers are equally good."]
-    assert sorted(dataset.column_names) == sorted(
-        ["prompt", "audios", "images", "videos", "chosen", "rejected", "score_chosen", "score_rejected"]
-    )
-    for i, row in enumerate(dataset):
-        modality = ["audio", "image", "video"][i // 2]
-        assert [*map(blocks, row["prompt"])] == [[modality, "What is in it?"]] and len(row[f"{modality}s"]) == 1
-        order = ["Rain.\nAnd wind.", "A dog: it barks."][:: 1 - 2 * (i % 2)]
-        assert [row["chosen"], row["rejected"]] == [answered(text) for text in order]
-        assert (row["score_chosen"], row["score_rejected"]) == ((8.0, 6.0) if i % 2 == 0 else (6.0, 8.0))
-    assert trains(dataset.select([0, 2, 4]), "qwen2_5_omni", tmp_path / "out")
-    file = folder / "dataset_jsonl" / "audio" / "final_rl_data.jsonl"
-    judged = load_omni_preference(file, task="judge", media_dir=folder)
-    assert judged["solution"][:] == ["A", "B", "A", "B", "tie", "tie"]
-    with pytest.raises(ValueError, match=r"row 0, column 'audios': the file .*Rain_&amp;_wind_.wav' doesn't exist"):
-        load_omni_preference(file)
 
 
 ASKED = {"from": "human", "value": "<image>What is it?"}
@@ -640,15 +537,6 @@ def test_files_that_are_no_media_are_named(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"solution": '{"better": "A"}'}, {"solution": None}, {"messages": []}, {"solution": '{"better": "UNKNOWN"}'}],
-)
-def test_omni_preferences_of_another_form(changes, files, tmp_path):
-    with pytest.raises(ValueError, match="row 0: its 'messages' have no '### Context' .* choose another layout"):
-        load_omni_preference(omni_preference(tmp_path, changes))
-
-
-@pytest.mark.parametrize(
     ("layout", "row", "message"),
     [
         (
@@ -705,65 +593,6 @@ def test_options_and_rules(files, tmp_path, capsys):
     command = shown.strip().splitlines()[-1].split()[1:]
     main([*command[:-1], str(saved("qwen2_5_vl")), "--num_workers", "0"])
     assert "All 3 rows would train." in capsys.readouterr().out
-
-
-GENERATED = {  # rows of a layout, and the widths of the chosen and of the rejected images
-    "hpsv3": (
-        [
-            {
-                "prompt": "A cat",
-                "path1": "media/1.png",
-                "path2": "media/2.png",
-                "confidence": 0.9,
-                "choice_dist": [9, 1],
-            }
-        ],
-        [[84, 112]],
-    ),
-    "unifiedreward": (
-        [
-            {"caption": "A cat", "jpg_0": "media/1.png", "jpg_1": "media/2.png", "label_0": each}
-            for each in (1, 0, 0.5)
-        ],
-        [[84, 112], [112, 84], [84, 112]],
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", GENERATED)
-def test_pairs_of_generated_images(layout, files, tmp_path, capsys):
-    rows, widths = GENERATED[layout]
-    path, out = files(rows), str(tmp_path / "out")
-    main(["prepare", layout, str(path), "--output_dir", out])
-    dataset = load_dataset(out, split="train", cache_dir=str(tmp_path / "cache"))
-    shown = [[blocks(row[name][0]) for name in ("prompt", "chosen", "rejected")] for row in dataset]
-    assert shown == [[["A cat"], ["image"], ["image"]]] * len(rows)
-    assert [[each.width for each in row["images"]] for row in dataset] == widths
-    assert dataset["tie"][:] == [row.get("label_0") == 0.5 for row in rows]
-    assert layout != "hpsv3" or dataset["confidence"][:] == [0.9]
-    assert trains(dataset, "qwen2_5_vl", tmp_path / "trained", "reward")
-    broken = files([{**rows[0], "path1": None, "label_0": 2}], "broken.json")
-    with pytest.raises(ValueError, match="row 0.* needs prompt, path1, path2 or|row 0, column 'label_0': is 2"):
-        load_generations(broken)
-    unlabelled = [{"label_0": None, "path2": None}, {"has_label": False, "path2": None}, {"caption": 5, "prompt": 5}]
-    for changes in unlabelled:
-        with pytest.raises(ValueError, match="row 0.*(says nothing of this pair|needs prompt, path1|5 stands in)"):
-            load_generations(files([{**rows[0], **changes}], "broken.json"))
-    with pytest.raises(ValueError, match=f"prepare {layout}`"):
-        trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "raw", "reward")
-    saved_in = ["--dataset_name", out, "--model_name_or_path", str(saved("qwen2_5_vl"))]
-    main(["check", *saved_in])
-    assert f"| image | {len(rows)} | 2 | 2 | 2 |" in capsys.readouterr().out
-
-
-def test_pairs_of_generated_videos(files, tmp_path):
-    for i in range(2):
-        clip = video_file(mosaic(6, 56, 56 + 28 * i, seed=i), codec="mpeg4", rate=2)
-        (tmp_path / "data" / "media" / f"{i}.mp4").write_bytes(clip)
-    rows = [{"id": "a", "caption": "A cat", "chosen": "media/1.mp4", "rejected": "media/0.mp4"}]
-    dataset = load_generations(files(rows))
-    assert blocks(dataset[0]["chosen"][0]) == blocks(dataset[0]["rejected"][0]) == ["video"]
-    assert trains(dataset, "qwen3_vl", tmp_path / "trained", "reward")
 
 
 def test_marks_in_answers_are_images_of_the_answers(files, tmp_path):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -55,10 +54,8 @@ FAMILIES = {
     "llava-1.5": "llava",
 }
 # Kinds of media of prepared datasets, images if it isn't here
-KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}, "intent-train": {"video"}}
-KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
+KINDS = {"avqa-r1": {"image", "audio"}, "intent-train": {"video"}, "mixed": {"image", "video"}}
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
-KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # Options that depend on the size of the model and of its machine
 SMALL = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 1, "per_device_train_batch_size": 4}
@@ -101,12 +98,8 @@ def sources(folder):
     write_lines(folder / "AudioMCQ-StrongAC-GeminiCoT" / "data.jsonl", lines)
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
-    kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
-    rows = [{**video, **kinds[i % 2], "problem_id": i, "path": kinds[i % 2]["path"].format(i)} for i in range(4)]
     clips = [{**video, "answer": "B", "video": f"{i}.mp4"} for i in range(4)]
     (folder / "social_iq_v2_rewrite.json").write_text(json.dumps(clips))
-    for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
-        (folder / name).write_text(json.dumps(rows))
     asked = {"reasoning": "2", "grounding": "[0, 0, 28, 28]", "counting": "3", "video": "0.5 to 1.5"}
     media = {task: {"videos": ["media/0.mp4"]} if task == "video" else {"images": ["media/0.png"]} for task in asked}
     rows = [{"problem": f"Which {task}?", "answer": answer, "task": task} for task, answer in asked.items()]
@@ -132,7 +125,7 @@ def sources(folder):
 
 
 def save_grounding(folder, pictures):
-    """Handmade files of the datasets whose answers are boxes, points and spans, and of the ones beside them."""
+    """Handmade files of the datasets whose answers are boxes and points, and of the ones beside them."""
     problem = "Detect all objects belonging to the category 'cat' in the image."
     columns = {
         "MMK12": {"question": "<image>Find x.", "answer": "2", "subject": "math"},
@@ -150,19 +143,6 @@ def save_grounding(folder, pictures):
     clicks = [[221, 343], [476, 173]]
     rows = [{"problem": "cats", "clicks": clicks[: 1 + i % 2], "image": f"{i}.png"} for i in range(4)]
     (folder / "pr1_counting_10k.json").write_text(json.dumps(rows))
-    lines = [f"{i} {i / 2} {i / 2 + 1.5}##a cat appears." for i in range(4)]
-    (folder / "charades_sta_train.txt").write_text("\n".join(lines))
-    texts = {"system": "<tools></tools>", "user": "<image>\nColor?"}
-    asked = {
-        "prompt": [{"role": role, "content": content} for role, content in texts.items()],
-        "reward_model": {"style": "model", "ground_truth": "It is red."},
-        "extra_info": {"question": "What color is the cat?"},
-        "data_source": "vstar",
-        "env_name": "visual_toolbox_v2",
-    }
-    rows = [{**asked, "images": [{"bytes": Path(path).read_bytes(), "path": None}]} for path in pictures]
-    for name, part in (("data_0.1.2_visual_toolbox_v2", rows[:2]), ("data_v0.8_visual_toolbox_v2", rows[2:])):
-        Dataset.from_list(part).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
 
 
 def save_preferences(folder, pictures):
@@ -174,17 +154,6 @@ def save_preferences(folder, pictures):
     write_lines(folder / "MMPR-v1.2" / "a.jsonl", [{**pair, "image": f"{i}.png"} for i in range(4)])
     part = {"root": "media", "annotation": "MMPR-v1.2/a.jsonl", "repeat_time": 1}
     (folder / "MMPR-v1.2" / "meta.json").write_text(json.dumps({"a": part}))
-    omni = folder / "Omni-Preference"
-    places = {"image": "gqa/0.png", "video": "video-dataset/Charades/0.mp4", "audio": "audio_files/0.wav"}
-    for modality, place in places.items():
-        (omni / place).parent.mkdir(parents=True)
-        shutil.copy(folder / "media" / Path(place).name, omni / place)
-        path = f"/data/{place.removeprefix('video-dataset/')}"
-        asked = f"### Context\n{modality.title()} file: {path}\nQuestion: What?\nCandidate A: A bird.\n"
-        asked += "Candidate B: A cat."
-        solution = json.dumps({"better": "A", "score_A": 8, "score_B": 6})
-        row = {f"{modality}s": [path], "messages": [{"role": "user", "content": asked}], "solution": solution}
-        write_lines(omni / "dataset_jsonl" / modality / "final_rl_data.jsonl", [row] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +307,8 @@ def test_chat_template_of_another_model(tmp_path):
     changes |= {"output_dir": tmp_path / "out", "use_cpu": True, "bf16": False}
 
     def template(path):
-        _, (script, config, model) = arguments("qwen2_5_vl_7b/deepeyes_grpo", **changes, chat_template_path=path)
+        given = {**changes, "tools": "zoom", "chat_template_path": path}
+        _, (script, config, model) = arguments("qwen2_5_vl_7b/geometry3k_grpo", **given)
         inputs = trainer_inputs(script, config, model)
         assert inputs["environment_factory"] is TOOLS["zoom"]
         return inputs["processing_class"].chat_template

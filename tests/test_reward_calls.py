@@ -24,6 +24,7 @@ from trl_multimodal_rft.encoding.processors import completion_texts
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer, evaluation
 from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe, format_reward, length_reward
 from trl_multimodal_rft.rewards.answers import completion_text, extract_answer
+from trl_multimodal_rft.rewards.calls import checked_reward
 from trl_multimodal_rft.rewards.failures import RewardError, user_frames
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
 from trl_multimodal_rft.rollout.turns import parse_assistant_turn
@@ -245,6 +246,10 @@ def test_a_parameter_that_is_no_column_is_named(tmp_path):
 # Failures
 
 
+# Where an error came from, in a batch of several rows
+WHERE = r"one of the rows \[\d(, \d)*\]"
+
+
 def of_texts(completions, **kwargs):
     return [float("x" in completion.lower()) for completion in completions]
 
@@ -276,7 +281,7 @@ def test_an_error_about_messages_says_what_completions_are(reward, conversationa
     line = reward.__code__.co_firstlineno + 1
     cause = type(raised.value.__cause__).__name__
     expected = (
-        rf"The reward function '{reward.__name__}' raised {cause} for row \d, at \S*{Path(__file__).name}:{line}"
+        rf"The reward function '{reward.__name__}' raised {cause} for {WHERE}, at \S*{Path(__file__).name}:{line}"
     )
     assert re.match(f"{expected}: ", str(raised.value)) and cause in ("AttributeError", "TypeError", "ValueError")
     assert note is not None or "Completions are" not in str(raised.value)
@@ -296,17 +301,10 @@ async def digits_later(completions, **columns):
 
 
 @pytest.mark.parametrize(
-    ("reward", "where"),
-    [
-        (digits, "row 5"),
-        (functools.partial(digits), "row 5"),
-        (digits_later, r"one of the rows \[\d(, \d)*\]"),
-        (lambda completions, **columns: {}[5], r"row \d"),  # for all
-        (lambda completions, **columns: {1: [1.0]}[len(completions)], r"one of the rows \[\d(, \d)*\]"),  # for none
-    ],
+    "reward", [digits, functools.partial(digits), digits_later, lambda completions, **columns: {}[5]]
 )
 @pytest.mark.parametrize("run", [MultimodalGRPOTrainer, evaluate])
-def test_an_error_names_its_function_and_row(run, reward, where, tmp_path):
+def test_an_error_names_its_function_and_the_rows_of_the_batch(run, reward, tmp_path):
     dataset = Dataset.from_list([{"prompt": "What?", "solution": "five" if i == 5 else str(i)} for i in range(8)])
     with pytest.raises(RewardError) as raised:
         if run is evaluate:
@@ -314,7 +312,7 @@ def test_an_error_names_its_function_and_row(run, reward, where, tmp_path):
         else:
             trainer_of(reward, tmp_path, dataset, max_steps=4).train()
     name = getattr(reward, "__name__", "digits")
-    assert re.match(rf"The reward function '{name}' raised \w+ for {where}, at \S+\.py:\d+: ", str(raised.value))
+    assert re.match(rf"The reward function '{name}' raised \w+ for {WHERE}, at \S+\.py:\d+: ", str(raised.value))
     assert isinstance(raised.value.__cause__, (ValueError, KeyError))
     assert {frame.filename for frame in user_frames(raised.value.__cause__)} == {__file__}
 
@@ -324,7 +322,27 @@ def test_an_error_of_a_ready_reward_is_its_own(tmp_path):
     with pytest.raises(TypeError) as raised:
         right = partial(length_reward, correctness=lambda completions, **_: [1.0] * len(completions), min_length="x")
         trainer_of(right, tmp_path).train()
-    assert re.fullmatch(r"The reward function 'length_reward' raised this for row \d\.", raised.value.__notes__[0])
+    assert re.fullmatch(rf"The reward function 'length_reward' raised this for {WHERE}\.", raised.value.__notes__[0])
+
+
+def test_a_function_that_raised_is_not_called_again(tmp_path):
+    calls = []
+
+    def fails(completions, **columns):
+        calls.append(len(completions))
+        raise KeyError("score")
+
+    with pytest.raises(RewardError, match=f"'fails' raised KeyError for {WHERE}, at "):
+        trainer_of(fails, tmp_path).train()
+    assert len(calls) == 1 and calls[0] > 1
+
+
+def test_the_row_of_a_batch_of_one_row_is_named():
+    def fails(completions, **columns):
+        raise KeyError("score")
+
+    with pytest.raises(RewardError, match=r"'fails' raised KeyError for row 7, at "):
+        checked_reward(fails, rows=[7, 7])(["What?"] * 2, ["a", "b"])
 
 
 def test_rows_without_any_reward_are_named_without_their_media(tmp_path, caplog):
@@ -344,25 +362,6 @@ def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):
     with pytest.raises(ValueError, match="^row 5, "):
         rule = apply_recipe({"a": accuracy_reward}, {"use": [("rule", "a", 1.0)], "skip": []})[0]
         rule(["?"] * 6, ["x"] * 6, label=["skip"] * 5 + ["use"], solution=[{}] * 6)
-
-
-COMPARISONS = [
-    lambda completions, solution, **kwargs: [float(completions[0] == each) for each in solution],
-    lambda completions, **kwargs: [float("a bird" != each) for each in completions],
-    lambda completions, **kwargs: [
-        float(any("a bird" in each for each in [completion])) for completion in completions
-    ],
-]
-
-
-@pytest.mark.parametrize("conversational", [True, False])
-@pytest.mark.parametrize("reward", [*COMPARISONS, of_messages, accuracy_reward])
-def test_messages_that_are_compared_with_texts_are_named(reward, conversational, tmp_path, caplog):
-    """With the first batch, without another call."""
-    if conversational or reward is not of_messages:
-        trainer_of(reward, tmp_path, rows(conversational=conversational), max_steps=2).train()
-        told = [each for each in caplog.messages if "never equals or contains a text" in each]
-        assert len(told) == (conversational and reward in COMPARISONS)
 
 
 # Requests in prompts

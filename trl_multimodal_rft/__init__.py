@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from .lazy import lazy_names
 
 
-if TYPE_CHECKING:  # names that `lazy_names` imports when they are first used
+if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .evaluation import GenerationEvalCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.console import CompactLogCallback
@@ -30,4 +30,28 @@ if TYPE_CHECKING:  # names that `lazy_names` imports when they are first used
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".evaluation": ["GenerationEvalCallback"],
+        ".lightrft": ["ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"],
+        ".reporting.console": ["CompactLogCallback"],
+        ".reporting.curves": ["TrainingCurvesCallback"],
+        ".trainers.distillation_config": ["MultimodalDistillationConfig"],
+        ".trainers.distillation_trainer": ["MultimodalDistillationTrainer"],
+        ".trainers.dpo_config": ["MultimodalDPOConfig"],
+        ".trainers.dpo_trainer": ["MultimodalDPOTrainer"],
+        ".trainers.grpo_config": ["MultimodalGRPOConfig"],
+        ".trainers.grpo_trainer": ["MultimodalGRPOTrainer"],
+        ".trainers.kto_config": ["MultimodalKTOConfig"],
+        ".trainers.kto_trainer": ["MultimodalKTOTrainer"],
+        ".trainers.ppo_config": ["MultimodalPPOConfig"],
+        ".trainers.ppo_trainer": ["MultimodalPPOTrainer"],
+        ".trainers.reward_config": ["MultimodalRewardConfig"],
+        ".trainers.reward_trainer": ["MultimodalRewardTrainer"],
+        ".trainers.rloo_config": ["MultimodalRLOOConfig"],
+        ".trainers.rloo_trainer": ["MultimodalRLOOTrainer"],
+        ".trainers.sft_config": ["MultimodalSFTConfig"],
+        ".trainers.sft_trainer": ["MultimodalSFTTrainer"],
+    },
+)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one entry per family, with reasons. Other families have no entry."""
+"""What is particular to families of models: special cases, with reasons, and how features of prompts are joined."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +57,13 @@ def _llama4_query_scale(attention: "Llama4TextAttention", positions: "torch.Tens
 def _whisper_window(processor: "ProcessorMixin") -> float:
     """Returns the seconds of audio that fit into Whisper's window, see `Family.audio_limit`."""
     return processor.feature_extractor.n_samples / processor.feature_extractor.sampling_rate
+
+
+# Names of parts that many families have, see `Family.feature_dims`
+_AUDIO_PARTS = {"audio_tower": 0, "multi_modal_projector": 0}
+_VISION_PARTS = {"vision_tower": 0, "multi_modal_projector": 0}
+_VISUAL = {"visual": 0}
+_OMNI_PARTS = {"audio_tower": 0, "visual": 0}
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,11 @@ class Family:
             Modalities whose placeholders vLLM expands to other tokens than the processor does.
         trained_part (`Mapping[str, str]`, *optional*):
             The class in transformers that loads the trained part of a release, by the `model_type` of the release.
+        feature_dims (`Mapping[str, int]`, *optional*):
+            The dimension on which outputs for single prompts are joined into the output for several prompts, by the
+            name of a frozen encoder or projector. Such a module runs once per prompt and rollout, and others run in
+            each forward. For two prompts with 4 and 6 patches, outputs of shapes `(4, H)` and `(6, H)` are joined on
+            dimension 0.
     """
 
     model_types: tuple[str, ...] = ()
@@ -155,6 +167,7 @@ class Family:
     unlisted_media: tuple[str, ...] = ()
     not_in_vllm: tuple[str, ...] = ()
     trained_part: Mapping[str, str] = field(default_factory=dict)
+    feature_dims: Mapping[str, int] = field(default_factory=dict)
 
 
 FAMILIES = (
@@ -163,14 +176,37 @@ FAMILIES = (
         model_types=("audioflamingo3", "musicflamingo"),
         processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
         audio_limit=lambda processor: processor.max_audio_len,
+        feature_dims=_AUDIO_PARTS,
     ),
+    Family(
+        model_types=(
+            *("aria", "aya_vision", "cohere2_vision", "deepseek_ocr2", "fast_vlm", "gemma3", "got_ocr2", "lfm3_vl"),
+            *("llava", "llava_next", "llava_next_video", "qianfan_ocr", "unlimited_ocr", "vipllava"),
+        ),
+        feature_dims=_VISION_PARTS,
+    ),
+    Family(model_types=("cohere_compass", "cosmos3_omni", "glm5_next", "qwen4_exp"), feature_dims=_VISUAL),
+    Family(model_types=("cosmos3_edge", "paddleocr_vl"), feature_dims={"visual": 0, "projector": 0}),
+    Family(
+        model_types=("deepseek_vl", "deepseek_vl_hybrid"),
+        feature_dims={
+            "vision_model": 0,
+            "aligner": 0,
+            "high_res_vision_model": 0,
+            "high_res_vision_neck": 0,
+            "high_res_vision_proj": 0,
+        },
+    ),
+    Family(model_types=("dots3_note", "inkling2", "inkling2_loop"), feature_dims={"vision_tower": 0}),
     Family(
         model_types=("emu3",),
         isolate="media",  # padding of an image affects its codes
     ),
+    Family(model_types=("ernie4_5_vl_moe",), feature_dims={"vision_tower": 0, "resampler_model": 0}),
     Family(
         model_types=("fun_asr_nano",),
         isolate="media",  # its projector attends to the padding of a clip
+        feature_dims=_AUDIO_PARTS,
     ),
     Family(
         model_types=("gemma3n",),
@@ -178,12 +214,14 @@ FAMILIES = (
         isolate="media",  # its audio encoder has no padding mask, so a clip depends on its neighbours
         pads_with_first_token=True,  # the gradient of the embeddings' magnitude isn't finite at the zeros of padding
         audio_limit=lambda processor: 30,  # a default of the extractor's call
+        feature_dims={"vision_tower": 0, "audio_tower": 0, "embed_vision": 0, "embed_audio": 0},
     ),
     Family(
         model_types=("gemma4",),
         processors=("Gemma4Processor",),
         media_padding={"image_position_ids": -1},  # marks padding patches
         audio_limit=lambda processor: 30,  # a default of the extractor's call
+        feature_dims={"vision_tower": 0, "audio_tower": 0, "embed_vision": 0, "embed_audio": 0},
     ),
     Family(
         model_types=("gemma4_unified",), sharing_obstacle="its masks for generation differ from those of its forward"
@@ -191,26 +229,38 @@ FAMILIES = (
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         isolate="media",  # uses one token for images and videos, and takes one modality per call
+        feature_dims=_VISUAL,
     ),
     Family(
         model_types=("glmasr",),
         processors=("GlmAsrProcessor",),
         isolate="media",  # the encoder has no mask for padding
         audio_limit=lambda processor: processor.max_audio_len,
+        feature_dims=_AUDIO_PARTS,
     ),
+    Family(
+        model_types=("granite4_vision",),
+        feature_dims={"vision_tower": 0, "layerwise_projectors": 0, "spatial_projectors": 0},
+    ),
+    Family(model_types=("granite_docling",), feature_dims={"vision_model": 0}),
     Family(
         model_types=("granite_speech", "granite_speech_plus"),
         isolate="media",  # the encoder has no mask for padding
         audio_tokens=lambda model, tokens: tokens,  # its mask has one value per token
         has_frame_mask=False,
         towers={"audio": "model.encoder"},
+        feature_dims={"encoder": 0, "projector": 0},
     ),
+    Family(model_types=("hunyuan_vl", "hy_v4_vl"), feature_dims={"vision_tower": 1}),  # packs patches into one row
+    Family(model_types=("hyperclovax_vision_v2", "video_llama_3"), feature_dims={"vision_model": 0, "projector": 0}),
     Family(
         model_types=("idefics",),
         isolate="media",  # all rows of a batch must have the same number of images
         token_masks=("image_attention_mask",),
         adds_blank_media=True,
     ),
+    Family(model_types=("idefics2", "idefics3"), feature_dims={"vision_model": 0, "connector": 0}),
+    Family(model_types=("inkling_mm_model",), feature_dims={"audio_tower": 0, "vision_tower": 0}),
     Family(
         model_types=("instructblipvideo",),
         training_obstacle="its forward passes positions of text tokens to the Q-Former, which has other tokens",
@@ -219,39 +269,69 @@ FAMILIES = (
         model_types=("internvl",),
         processors=("InternVLProcessor",),
         not_in_vllm=("video",),  # vLLM uses another token for videos
+        feature_dims=_VISION_PARTS,
     ),
+    Family(model_types=("janus",), feature_dims={"vision_model": 0, "aligner": 0}),
+    Family(model_types=("kimi_k25",), feature_dims={"vision_tower": 0, "mm_projector": 0}),
     Family(
         model_types=("kyutai_speech_to_text", "voxtral_realtime"),
         training_obstacle="it consumes one audio frame per generated token, so there is no prompt/completion split",
     ),
-    Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
+    Family(
+        model_types=("lfm2_vl",),
+        feature_dims={"vision_tower": 0},  # its projector reads all images of a batch in one row
+    ),
+    Family(
+        model_types=("lighton_ocr",),
+        feature_dims={"vision_encoder": 1, "vision_projection": 0},  # the encoder packs patches into one row
+    ),
+    Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale, feature_dims={"vision_model": 0}),
     Family(
         model_types=("llava_onevision", "perception_lm"),
         isolate="media",  # padding frames or tiles would be encoded, too
+        feature_dims=_VISION_PARTS,
+    ),
+    Family(
+        model_types=("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+        feature_dims={"vision_tower": 1},  # packs patches into one row; the merger returns a list of images
     ),
     Family(
         model_types=("minimax_m3_vl",),
         isolate="prompt",  # its sparse layers count blocks of tokens from the left edge, padding included
+        feature_dims=_VISION_PARTS,
+    ),
+    Family(
+        model_types=("mistral3", "mistral_large4"),
+        feature_dims={"vision_tower": 1, "multi_modal_projector": 0},  # the tower packs patches into one row
     ),
     Family(
         model_types=("molmo2",),
         isolate="media",  # uses one token for images and videos, and takes one modality per call
         media_padding={"image_token_pooling": -1, "video_token_pooling": -1},  # marks no patch
         indexed_media={"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"},
+        feature_dims=_VISION_PARTS,
     ),
     Family(
         model_types=("mllama",),
         isolate="media",  # tokens that attend to no image attend to all, including padding
         token_masks=("cross_attention_mask",),
+        feature_dims={"vision_model": 0, "multi_modal_projector": 0},
     ),
     Family(
         model_types=("muse_glimmer", "muse_glimmer_vision", "muse_spark", "muse_spark_vision"),
         precomputes_exactly=False,  # its encoder interpolates positions of the transposed image
+        feature_dims={"vision_tower": 0, "vision_adapter": 0, "vision_projection": 0},
+    ),
+    Family(model_types=("moss_transcribe_diarize", "omniasr", "qwen3_asr"), feature_dims=_AUDIO_PARTS),
+    Family(
+        model_types=("ovis2",),
+        feature_dims={"vision_tower": 0},  # its table of embeddings also gets tokens that belong to no image
     ),
     Family(
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text, such as the completion
         token_fields_mark_media=False,  # token fields distinguish prompt and completion
+        feature_dims=_VISION_PARTS,
     ),
     Family(
         model_types=("phi4_multimodal",),
@@ -259,17 +339,24 @@ FAMILIES = (
         has_frame_mask=False,
         towers={"image": "model.embed_tokens_extend.image_embed", "audio": "model.embed_tokens_extend.audio_embed"},
     ),
-    Family(model_types=("qwen2_audio",), processors=("Qwen2AudioProcessor",), audio_limit=_whisper_window),
+    Family(
+        model_types=("qwen2_audio",),
+        processors=("Qwen2AudioProcessor",),
+        audio_limit=_whisper_window,
+        feature_dims=_AUDIO_PARTS,
+    ),
     Family(
         model_types=("qwen2_vl", "qwen2_5_vl"),
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor"),
         has_qwen_vl_utils=True,
+        feature_dims=_VISUAL,
     ),
     Family(
         model_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         processors=("Qwen3VLProcessor",),
         has_qwen_vl_utils=True,
         bounds_whole_videos=True,
+        feature_dims=_VISUAL,
     ),
     # Omni models are released as a thinker, which reads media and generates text, with parts for speech. Only the
     # thinker is sampled and trained; its class finds its weights and config in the release.
@@ -280,6 +367,7 @@ FAMILIES = (
         has_qwen_vl_utils=True,
         hears_videos=True,
         trained_part={"qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration"},
+        feature_dims=_OMNI_PARTS,
     ),
     Family(
         model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
@@ -289,18 +377,25 @@ FAMILIES = (
         has_qwen_vl_utils=True,
         hears_videos=True,
         trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},
+        feature_dims=_OMNI_PARTS,
     ),
     Family(
         model_types=("smolvlm",),
         processors=("SmolVLMProcessor",),
         samples_frames=True,  # in its `apply_chat_template`
         unlisted_media=("video",),
+        feature_dims={"vision_model": 0, "connector": 0},
+    ),
+    Family(model_types=("step3p7",), feature_dims={"vision_model": 0, "multi_modal_projector": 0}),
+    Family(
+        model_types=("video_llava",), feature_dims={"image_tower": 0, "video_tower": 0, "multi_modal_projector": 0}
     ),
     Family(
         model_types=("voxtral",),
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
         answer_obstacle="mistral-common renders prompts alone, without answers after them",
+        feature_dims=_AUDIO_PARTS,
     ),
 )
 

@@ -1,36 +1,35 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Lazy imports of the names that a package offers, and imports without garbage collection."""
 
-import ast
 import gc
 import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .versions import PACKAGE, check_versions, unfit_packages
 
 
-def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports its `TYPE_CHECKING` block lazily."""
-    # The only `if` of the package's `__init__.py`
-    (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    # The module of a lazy import and the name in it, by the name that the package offers
-    origins = {
-        alias.asname or alias.name: ("." * node.level + str(node.module), alias.name)
-        for node in imports
-        for alias in node.names
-    }
+def lazy_names(
+    package: str, names_by_module: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """
+    Returns `__getattr__`, `__dir__` and `__all__` of a package that imports names when they are first used. Paths of
+    modules are relative to the package. `"A as B"` is the name `A` of a module, which the package offers as `B`.
+    """
+    origins: dict[str, tuple[str, str]] = {}  # module and name in it, by the name that the package offers
+    for module, entries in names_by_module.items():
+        for entry in entries:
+            name, _, alias = entry.partition(" as ")
+            origins[alias or name] = module, name
 
-    def load(name: str):
+    def load(name: str) -> Any:
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         check_versions()
         try:
-            module, name = origins[name]
-            return getattr(importlib.import_module(module, package), name)
+            module, name_in_module = origins[name]
+            return getattr(importlib.import_module(module, package), name_in_module)
         except Exception as error:
             if (version_hint := unfit_packages(error)) is None:
                 raise

@@ -21,11 +21,7 @@ LAYOUTS = {
     "video-r1": "load_video_r1",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
-    "deepeyes": "load_deepeyes",
-    "charades-sta": "load_charades_sta",
     **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
-    "omni-preference": "load_omni_preference",
-    **dict.fromkeys(("hpsv3", "unifiedreward"), "load_generations"),
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
 # For each strategy, whether it shards weights, whether it shards gradients, and whether it shards the optimizer state
@@ -197,5 +193,4 @@ def prepare(parser: Parser) -> None:
     add("--contribution", choices=("weak", "strong"), help=contribution_help)
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
-    add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
     add("--media_rules", type=parse_json, help=_RULES_HELP)

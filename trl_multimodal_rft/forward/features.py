@@ -3,9 +3,8 @@
 Encoders of media: inputs on the device, attention without host syncs, and cached outputs of frozen encoders.
 
 [`encode_frozen`] runs the frozen modules once per prompt, and caches their outputs on the prompt. In a forward of
-several prompts, [`frozen_features`] joins cached outputs instead of running frozen modules. Some models call a module
-once for all prompts, and others once per prompt. The first forward of several prompts runs the modules, and shows by
-comparison with the cached outputs how to join them.
+several prompts, [`frozen_features`] concatenates cached outputs instead of running frozen modules, on the dimension
+that `feature_dims` of the [`~families.Family`] names. Other frozen modules run in each forward, without a graph.
 """
 
 import copy
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -215,19 +213,6 @@ Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool
 
 Forward = Callable[..., Output]
 
-# Ways to join a module's outputs for single prompts into its output for several prompts: concatenation on dimension 0
-# or 1, or none, if the module is called once per prompt. Example: for two prompts with 4 and 6 patches, an encoder has
-# outputs `(4, H)` and `(6, H)`. If a forward of both prompts calls the encoder once, with 10 patches, the way is 0. If
-# it calls the encoder twice, the way is `_ONE_BY_ONE`.
-_ONE_BY_ONE = -1
-_WAYS = (0, 1, _ONE_BY_ONE)
-
-# Largest rounding error at which outputs count as equal, in machine epsilons, relative to the norm of an output
-_TOLERANCE = 32
-
-# Ways that matched in the first forward of several prompts, by model, tuple of frozen modules, modality and module
-_ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
-
 
 @dataclass
 class _Call:
@@ -285,80 +270,50 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     Keeps frozen modules out of the autograd graph within the context, and replaces their calls by the outputs that
     [`encode_frozen`] computed. The forward in the context must get the media of `prompts`, in order.
 
-    With one prompt, cached outputs are used as they are. With several prompts, the first forward runs the modules, and
-    compares their outputs with the cached outputs, joined in each of the `_WAYS`. Later forwards join in the way that
-    matched. If no way matches for some module, all frozen modules of its modality always run.
+    Frozen modules that the family's `feature_dims` don't name run in each forward, and so do modules whose input has
+    another shape than the joined inputs of single prompts.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
+    dims = _feature_dims(model, modules)
     key = _cache_key(model, modules)
     # By prompt, the calls by modality and module that `encode_frozen` recorded
     cached_calls = [prompt.on_device.get(key, {}) for prompt in prompts]
     all_cached = all(key in prompt.on_device for prompt in prompts)
-    scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
-    new_ways: dict[str, dict[nn.Module, int | None]] = {}
+    scope = _scope(model)
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        """Returns cached outputs if there are some and a way to join them, else runs the module."""
-        modality, index = scope.modality, scope.n_calls[scope.modality, module]
+        """Returns the joined cached outputs if there are some, else runs the module."""
+        modality = scope.modality
+        index = scope.n_calls[modality, module]
         scope.n_calls[modality, module] += 1
-        # `prompt_calls`: for each prompt with media of the modality, the recorded calls of the module
-        features, prompt_calls = _first_input(args, kwargs), []
-        if features is not None and all_cached:
+        features = _first_input(args, kwargs)
+        if module in dims and features is not None and all_cached:
+            # For each prompt with media of the modality, the recorded calls of the module
             prompt_calls = [calls[modality, module] for calls in cached_calls if (modality, module) in calls]
             autocasts = {record.autocast for records in prompt_calls for record in records}
-            prompt_calls = prompt_calls if autocasts == {_autocast_dtype(features)} else []  # of this precision
-        way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(modality, {}).get(module)
-        if way is not None and (calls := _calls_of(prompt_calls, way, index, features)):
-            return _join_outputs(calls, way)
+            calls = _calls_of(prompt_calls, index, features) if autocasts == {_autocast_dtype(features)} else []
+            if calls:
+                return _join_outputs(calls, dims[module])
         with nullcontext() if _depends_on_weights(args, kwargs) else _without_graph(module):
-            output = forward(*args, **kwargs)
-        if len(prompt_calls) > 1 and modality not in ways:
-            matching_ways = (
-                way for way in _WAYS if _equals_joined(output, _calls_of(prompt_calls, way, index, features), way)
-            )
-            way, ways_of_modality = next(matching_ways, None), new_ways.setdefault(modality, {})
-            # All calls of a module must agree on the way
-            ways_of_modality[module] = way if ways_of_modality.get(module, way) == way else None
-        return output
+            return forward(*args, **kwargs)
 
     with _intercept(model, modules, scope, call):
         yield
-    for modality, ways_of_modality in new_ways.items():
-        ways_of_modules = {module: way for module, way in ways_of_modality.items() if way is not None}
-        # A module without a way must run, maybe on outputs of earlier modules that the cache has dropped. So if a
-        # modality has such a module, all modules of the modality run.
-        ways[modality] = ways_of_modules if len(ways_of_modules) == len(ways_of_modality) else {}
 
 
-def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """
-    Returns the ways to join outputs that have matched, for a checkpoint. An item has the names of the frozen modules,
-    and the ways by modality and name of a module.
-    """
+def _feature_dims(model: PreTrainedModel, frozen: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Returns the dimensions on which outputs of frozen modules are joined, for modules within parts that have one."""
+    dims_by_part = family_of(model).feature_dims
+    if not frozen or not dims_by_part:
+        return {}
     names = {module: name for name, module in model.named_modules()}
-    return [
-        (
-            [names[module] for module in modules],
-            {
-                modality: {names[module]: way for module, way in ways.items()}
-                for modality, ways in ways_by_modality.items()
-            },
-        )
-        for modules, ways_by_modality in _ways.get(model, {}).items()
-    ]
-
-
-def restore_ways(model: PreTrainedModel, state: Iterable[tuple[list[str], dict[str, dict[str, int]]]]) -> None:
-    """Restores the result of [`learned_ways`], for modules that the model still has."""
-    modules = dict(model.named_modules())
-    for names, ways_by_modality in state:
-        if modules.keys() >= {*names}:
-            ways_of_modules_by_modality = {
-                modality: {modules[name]: way for name, way in ways.items()}
-                for modality, ways in ways_by_modality.items()
-            }
-            _ways.setdefault(model, {})[tuple(modules[name] for name in names)] = ways_of_modules_by_modality
+    dims: dict[nn.Module, int] = {}
+    for module in frozen:
+        parts = [part for part in names[module].split(".") if part in dims_by_part]
+        if parts:
+            dims[module] = dims_by_part[parts[0]]
+    return dims
 
 
 def encode_frozen(
@@ -370,22 +325,24 @@ def encode_frozen(
     Computes the outputs of frozen modules for the media of prompts, and caches them on the prompts. The model's own
     forward runs up to its decoder, once per prompt. `inputs_of` returns the inputs of one prompt.
 
-    Nothing is cached if a module draws random numbers or updates statistics of batches. Nothing is cached for sharded
-    models, either: all ranks must run their modules equally often, and ranks have different numbers of new prompts.
+    Only outputs of modules that the family's `feature_dims` name are cached. Nothing is cached if such a module draws
+    random numbers or updates statistics of batches. Nothing is cached for sharded models, either: all ranks must run
+    their modules equally often, and ranks have different numbers of new prompts.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     if not prompts or is_sharded(model):
         return
     modules = frozen_modules(model)
+    dims = _feature_dims(model, modules)
     key = _cache_key(model, modules)
     # Prompts with the same media share `on_device`, so that media are encoded once
     missing = {id(prompt.on_device): prompt for prompt in prompts if key not in prompt.on_device}
-    if not missing or not all(map(_is_deterministic, modules)):
+    if not missing or not all(map(_is_deterministic, dims)):
         return
-    modalities = _frozen_modalities(model, modules)
+    modalities = _frozen_modalities(model, [*dims])
     for prompt in missing.values():
         if not modalities.isdisjoint(prompt.modalities):
-            prompt.on_device[key] = _record_calls(model, modules, inputs_of(prompt))
+            prompt.on_device[key] = _record_calls(model, [*dims], inputs_of(prompt))
 
 
 def _cache_key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
@@ -458,16 +415,13 @@ def _drop_unread(leaf: torch.Tensor, read_tensors: set[torch.Tensor | None] | No
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
-def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
+def _calls_of(prompt_calls: list[list[_Call]], index: int, features: torch.Tensor) -> list[_Call]:
     """
     Returns the recorded calls that make up a module's call `index` with the input `features`, or an empty list if the
     shapes of their inputs don't match. `prompt_calls` holds the recorded calls of each prompt.
     """
-    if way == _ONE_BY_ONE:  # if call 0 has the media of all prompts, its shape doesn't match
-        calls = [call for records in prompt_calls for call in records][index : index + 1]
-        return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [records[index] for records in prompt_calls if index < len(records)]
-    if features is None or not calls or len(calls) < len(prompt_calls):
+    if not calls or len(calls) < len(prompt_calls):
         return []
     shapes = [call.shape for call in calls]
     if any(len(shape) != features.dim() for shape in shapes):
@@ -479,37 +433,14 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
     return calls if list(features.shape) in joined_shapes else []
 
 
-def _join_outputs(calls: list[_Call], way: int) -> Output:
+def _join_outputs(calls: list[_Call], dim: int) -> Output:
     """Returns the output for all prompts from the outputs of their calls."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
         # A copy of the cached tensor, as some models change outputs of encoders in place
-        return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
+        return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, dim)
 
     return _map_tensors(join, [call.output for call in calls])
-
-
-def _equals_joined(output: Output, calls: list[_Call], way: int) -> bool:
-    """Returns whether an output equals the outputs of calls, joined in a way, up to rounding and padding."""
-    comparisons = [bool(calls)]
-
-    def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
-        dim = 0 if way == _ONE_BY_ONE else way
-        if whole.dim() <= dim or whole.size(dim) != sum(part.size(dim) for part in parts):
-            comparisons.append(False)
-            return
-        for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
-            piece = piece[tuple(map(slice, part.shape))]  # without padding
-            # NaN stands for values that `_drop_unread` dropped
-            error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
-            limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
-            comparisons.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
-
-    try:
-        _map_tensors(compare, [output, *(call.output for call in calls)])
-    except (ValueError, RuntimeError):  # outputs of other structures or shapes
-        return False
-    return all(comparisons)
 
 
 def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:

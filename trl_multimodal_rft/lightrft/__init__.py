@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
@@ -28,7 +28,13 @@ ALIASES = {
     "trainer.spmd_ppo_trainer": ["SPMDPPOTrainerVL"],
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".models": ["Actor", "ActorAL", "ActorOmni", "ActorVL", "Critic"],
+        ".trainer": ["PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"],
+    },
+)
 
 
 def _load_name(package: str, names: list[str], name: str) -> type:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from ..extras.judge import JudgeReward
     from ..extras.remote import RemoteReward
     from .answers import accuracy_reward, boxed_format_reward, format_reward
@@ -26,4 +26,26 @@ if TYPE_CHECKING:
     from .recipe import apply_recipe
     from .transcripts import cer_reward, ocr_reward, wer_reward
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "..extras.judge": ["JudgeReward"],
+        "..extras.remote": ["RemoteReward"],
+        ".answers": ["accuracy_reward", "boxed_format_reward", "format_reward"],
+        ".bonuses": ["length_reward", "tool_curiosity_reward"],
+        ".choices": ["choice_reward"],
+        ".grounding": [
+            "box_iou_reward",
+            "counting_reward",
+            "detection_reward",
+            "point_in_box_reward",
+            "regression_reward",
+            "temporal_iou_reward",
+        ],
+        ".majority": ["majority_reward"],
+        ".model": ["RewardModel"],
+        ".preference": ["preference_reward"],
+        ".recipe": ["apply_recipe"],
+        ".transcripts": ["cer_reward", "ocr_reward", "wer_reward"],
+    },
+)

@@ -2,8 +2,6 @@
 """Calls of reward functions, sync and async, with checks of their parameters, errors and return values."""
 
 import asyncio
-import builtins
-import dis
 import inspect
 import math
 import re
@@ -114,22 +112,21 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
 
 
 @contextmanager
-def _explain_errors(
-    columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
-) -> Iterator[None]:
+def _explain_errors(completions: Sequence[Completion], rows: Sequence[int] | None, name: str) -> Iterator[None]:
     """
-    Adds the name of the reward function, the row of the dataset and a hint about the format of completions to errors.
+    Adds the name of the reward function, the rows of the batch and a hint about the format of completions to errors.
     Raises a [`~rewards.failures.RewardError`] if the traceback has code of the user.
     """
-    indices = range(len(columns["completions"])) if rows is None else rows
+    indices = range(len(completions)) if rows is None else rows
     try:
         yield
     except RowError as error:
         raise RowError(indices[error.position], error.problem) from None
     except Exception as error:
-        position = _failing_position(reward_func, columns, type(error))
-        location = f"row {indices[position]}" if position is not None else f"one of the rows {sorted(set(indices))}"
-        hint, frames = _hint_about_format(error, columns["completions"]), user_frames(error)
+        distinct_rows = sorted(set(indices))
+        location = f"row {distinct_rows[0]}" if len(distinct_rows) == 1 else f"one of the rows {distinct_rows}"
+        hint = _hint_about_format(error, completions)
+        frames = user_frames(error)
         if not frames:
             for note in [f"The reward function '{name}' raised this for {location}.", *hint]:
                 error.add_note(note)
@@ -155,38 +152,6 @@ def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> l
             "messages: `[{'role': 'user', 'content': ...}]`."
         ]
     return []
-
-
-def _failing_position(reward_func: Callable, columns: dict[str, Any], error_type: type[Exception]) -> int | None:
-    """
-    Calls a function again with one completion at a time, and returns the position of the first that raises the error,
-    if any. Async functions and callable objects aren't called again, because they may wait for servers. In a
-    distributed run, no function is called again.
-    """
-    is_sync = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
-    for position in range(len(columns["completions"])) if is_sync and not torch.distributed.is_initialized() else ():
-        row_columns = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
-        try:
-            reward_func(**row_columns | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
-        except error_type:
-            return position
-        except Exception:
-            continue
-    return None
-
-
-def compares_completions(reward_func: Callable) -> bool:
-    """
-    Returns whether a function seems to compare whole completions with texts: its code compares values, calls no
-    helpers and reads no `content` of messages.
-    """
-    codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
-    for code in codes:  # the loop also reaches code that it appends, such as comprehensions
-        codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
-    instructions = [(item.opname, item.argval) for code in filter(None, codes) for item in dis.get_instructions(code)]
-    helpers = [name for op, name in instructions if op == "LOAD_GLOBAL" and not hasattr(builtins, name)]
-    compares = any(op == "CONTAINS_OP" or (op == "COMPARE_OP" and value in ("==", "!=")) for op, value in instructions)
-    return compares and not helpers and not any(value == "content" for _, value in instructions)
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
@@ -236,7 +201,7 @@ def checked_reward(
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         check_signature(reward_func, name, {**columns, **extra})
         finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows, turns=turns)
-        return {**columns, **extra}, _explain_errors({**columns, **extra}, rows, name, reward_func), finish
+        return {**columns, **extra}, _explain_errors(columns["completions"], rows, name), finish
 
     return wrap_reward(reward_func, name, prepare)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .distillation_config import MultimodalDistillationConfig
     from .distillation_trainer import MultimodalDistillationTrainer
     from .dpo_config import MultimodalDPOConfig
@@ -24,4 +24,24 @@ if TYPE_CHECKING:
     from .sft_config import MultimodalSFTConfig
     from .sft_trainer import MultimodalSFTTrainer
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".distillation_config": ["MultimodalDistillationConfig"],
+        ".distillation_trainer": ["MultimodalDistillationTrainer"],
+        ".dpo_config": ["MultimodalDPOConfig"],
+        ".dpo_trainer": ["MultimodalDPOTrainer"],
+        ".grpo_config": ["MultimodalGRPOConfig"],
+        ".grpo_trainer": ["MultimodalGRPOTrainer"],
+        ".kto_config": ["MultimodalKTOConfig"],
+        ".kto_trainer": ["MultimodalKTOTrainer"],
+        ".ppo_config": ["MultimodalPPOConfig"],
+        ".ppo_trainer": ["MultimodalPPOTrainer"],
+        ".reward_config": ["MultimodalRewardConfig"],
+        ".reward_trainer": ["MultimodalRewardTrainer"],
+        ".rloo_config": ["MultimodalRLOOConfig"],
+        ".rloo_trainer": ["MultimodalRLOOTrainer"],
+        ".sft_config": ["MultimodalSFTConfig"],
+        ".sft_trainer": ["MultimodalSFTTrainer"],
+    },
+)

@@ -27,7 +27,7 @@ from ..forward.scores import Scores
 from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
-from ..rewards.calls import compares_completions, dropped_tags, missing_instructions
+from ..rewards.calls import dropped_tags, missing_instructions
 from ..rollout.environments import Environments
 from ..rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
 from ..rollout.reward import (
@@ -254,15 +254,6 @@ class Run:
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.live.state, **arguments}
         by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
-        # A function that expects a text finds no answer in a list of messages, and rewards all completions alike
-        is_conversational = is_first_batch and isinstance(rollout.source.completions[0], list)
-        for name, function in zip(*functions[:2], strict=True):
-            if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
-                logger.warning(
-                    f"The reward function '{name}' gave all completions of the first batch the same reward, and reads "
-                    "no messages. Completions are lists of messages here, as prompts are, and a list never equals or "
-                    "contains a text. Use the text `completion[-1]['content']`."
-                )
         rewards_by_completion = [[*row] for row in zip(*by_function.values(), strict=True)]
         warn_of_unscorable(rewards_by_completion, by_function, rollout.source)
         return rewards_by_completion

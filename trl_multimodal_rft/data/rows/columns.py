@@ -67,8 +67,6 @@ _LAYOUTS = (
     ("mmau", {"audio_id", "choices"}),
     ("easyr1", {"problem", "answer"}),
     ("rlaif-v", {"question", "chosen", "rejected"}),
-    ("hpsv3", {"prompt", "path1", "path2"}),
-    *(("unifiedreward", {"caption", *files}) for files in (("jpg_0", "jpg_1"), ("chosen", "rejected"))),
     *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
     *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
     ("ms-swift", {"query", "response"}),

@@ -1,9 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loaders that convert datasets in the layouts of other tools to rows for the trainers."""
 
-import html
 import json
-import logging
 import os
 import random
 import re
@@ -26,19 +24,12 @@ from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_m
 from .conversations import conversation, preference_pair, source_of
 from .features import is_media_feature, with_class_names
 from .letters import without_letters
-from .load import json_file, load_rows, read_json, read_video_questions, required, text_lines
-from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, TIE, judge_rows
+from .load import json_file, load_rows, read_json, read_video_questions, required
+from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 
-
-logger = logging.getLogger(__name__)
 
 # The prompt of [`load_video_r1`]
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
-# The prompt of [`load_charades_sta`]
-SPAN_TEMPLATE = (
-    'When does "{problem}" happen in the video? Output the start and the end in seconds in <answer> </answer>, as in '
-    "<answer>12.54 to 17.83</answer>."
-)
 
 # Columns of ms-swift and of LLaMA-Factory that tell whether an answer is desirable
 LABELS = ("label", "kto_tag")
@@ -49,13 +40,6 @@ _TEXT_COLUMNS = {
 }
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
-
-# End of Omni-Preference's prompts: the question and two candidates
-_JUDGE_CONTEXT = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
-_STEPS = {"A": 1, "B": -1, "equal": 1}  # step of the slice that puts the better candidate first
-
-# Columns of pairs of generated media: the text, the preferred file, and the other file
-_GENERATION_COLUMNS = (("prompt", "path1", "path2"), ("caption", "jpg_0", "jpg_1"), ("caption", "chosen", "rejected"))
 
 # Function of a row and its index that returns columns. The first column has messages, in which `<image>` marks media.
 _RowConverter = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -187,75 +171,6 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
         return {"prompt": chat, "solution": _ground_truth(row, index)}
 
     return _load_converted(path, split, media_dir, convert, {"prompt", "reward_model"})
-
-
-def load_deepeyes(
-    path: str | Path, split: str = "train", *, template: str = PROBLEM_TEMPLATE, media_dir: str | Path | None = None
-) -> Dataset:
-    """
-    Reads questions about details of images in the layout of [DeepEyes](https://huggingface.co/papers/2505.14362).
-
-    The layout of https://huggingface.co/datasets/ChenShawn/DeepEyes-Datasets-47k is verl's, see [`load_verl`], with
-    the `question` in `extra_info`. The dataset's prompts describe DeepEyes' own tool, so the loader replaces the
-    prompts. The chat template describes the tools of a run. The Parquet files of a folder may differ in columns.
-
-    See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for `template`.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `images`, `solution`, `question`,
-        `data_source` and `env_name` (the source's name for the tools of the row, `None` without tools).
-    """
-
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        chat, _ = conversation(row, index, ("prompt",))
-        question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
-        prompt = [{"role": "user", "content": template.format(problem=question)}]
-        extras = {name: row.get(name) for name in ("data_source", "env_name")}
-        return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **extras}
-
-    files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
-    return concatenate_datasets([_load_converted(file, split, media_dir, convert, None) for file in files])
-
-
-def load_charades_sta(
-    path: str | Path,
-    split: str = "train",
-    *,
-    template: str = SPAN_TEMPLATE,
-    total_pixels: int | None = None,
-    media_dir: str | Path | None = None,
-) -> Dataset:
-    """
-    Reads [Charades-STA](https://huggingface.co/papers/1705.02101), sentences and the spans of videos that show them.
-
-    The layout is that of https://github.com/jiyanggao/TALL, lines `<video> <start> <end>##<sentence>`. A video is
-    `<video>.mp4`.
-
-    See [`load_conversations`] for the other arguments and the errors.
-
-    Args:
-        template (`str`, *optional*):
-            Prompt, in which `{problem}` is the sentence in lower case without its full stop.
-        total_pixels (`int`, *optional*):
-            Maximum number of pixels of a video, in all frames together, by default the processor's limit.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the video), `videos`, `solution` (start and
-        end in seconds) and `video_id`.
-
-    Example:
-    ```python
-    dataset = load_charades_sta("charades_sta_train.txt", media_dir="Charades_v1_480")
-    ```
-    """
-
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        prompt = [{"role": "user", "content": template.format(problem=row["sentence"])}]
-        return {"prompt": prompt, "solution": row["span"], "video_id": row["video_id"]}
-
-    return _load_converted(
-        path, split, media_dir, convert, None, read=partial(_read_charades_sta, total_pixels=total_pixels)
-    )
 
 
 def load_easyr1(
@@ -439,139 +354,6 @@ def load_preferences(
     return _convert_for_task(dataset, task, template)
 
 
-def load_omni_preference(
-    path: str | Path,
-    split: str = "train",
-    *,
-    task: Literal["dpo", "judge"] = "dpo",
-    template: str | None = None,
-    media_dir: str | Path | None = None,
-) -> Dataset:
-    """
-    Reads Omni-Preference, pairs of answers about images, sounds and videos, of
-    [Omni-RRM](https://huggingface.co/papers/2602.00846).
-
-    The layout is that of https://huggingface.co/datasets/Omni-RRM/Omni-Preference, whose rows for reinforcement
-    learning (`dataset_jsonl/<modality>/final_rl_data.jsonl`) have `messages`, the prompt of a judge that ends with a
-    question and two candidates; `solution`, a JSON text with `better`, `score_A` and `score_B`; and `images`, `videos`
-    or `audios`, paths below the authors' `/data`. Rows and files may spell the names of sounds with different
-    spaces.
-
-    See [`load_conversations`] for other arguments and errors, and see [`load_preferences`] for `task` and `template`.
-
-    Args:
-        path (`str` or `Path`):
-            A file `final_rl_data.jsonl`, or the dataset's folder for the files of all modalities.
-        media_dir (`str` or `Path`, *optional*):
-            The dataset's folder, by default `path`.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `score_chosen`, `score_rejected`,
-        and `images`, `videos` or `audios`, without pairs of equally good answers; for a judge, `prompt` and
-        `solution` in place of the pair, and pairs of equally good answers are kept.
-    """
-    source = Path(path).expanduser()
-    root = Path(media_dir or (source if source.is_dir() else source.parent))
-    files_by_name = {_plain_name(file.name): file for file in (root / "audio_files").rglob("*.*")}
-
-    def locate_file(path: str) -> str:
-        # Some paths of sounds end with "_" after the extension
-        relative_path = path.removeprefix("/data/").rstrip("_")
-        candidates = (
-            root / relative_path,
-            root / "video-dataset" / relative_path,
-            files_by_name.get(_plain_name(Path(relative_path).name), root / relative_path),
-        )
-        return str(next((file for file in candidates if file.is_file()), relative_path))
-
-    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        columns = [f"{modality}s" for modality in MODALITIES]
-        return {
-            **row,
-            **{name: [locate_file(media_path) for media_path in row[name]] for name in columns if row.get(name)},
-        }
-
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            match = _JUDGE_CONTEXT.search(row["messages"][0]["content"].partition("### Context")[2])
-            question, *answers = match.groups() if match else ()  # unpacking `()` raises a `ValueError`
-            verdict = json.loads(row["solution"])
-            step, scores = _STEPS[verdict["better"]], [float(verdict[name]) for name in ("score_A", "score_B")]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"row {index}: its 'messages' have no '### Context' with a question and two candidates, or its "
-                "'solution' isn't JSON with 'better', 'score_A' and 'score_B'; correct the row, or choose another "
-                "layout."
-            ) from error
-        ranked_scores = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
-        return {**_pair(index, question, *answers[::step]), **ranked_scores, TIE: verdict["better"] == "equal"}
-
-    files = sorted(source.glob("dataset_jsonl/*/final_rl_data.jsonl")) or [path]
-    datasets = [_load_converted(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
-    dataset = concatenate_datasets(datasets)
-    if task == "dpo":
-        row_indices = [index for index, tie in enumerate(dataset[TIE]) if not tie]
-        logger.warning(
-            f"{len(dataset) - len(row_indices)} of {len(dataset)} pairs are skipped, as both answers are equally good."
-        )
-        dataset = dataset.select(row_indices).remove_columns(TIE)
-    return _convert_for_task(dataset, task, template)
-
-
-def load_generations(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
-    """
-    Reads pairs of images or videos that were generated from a text, for a reward model, in the layouts of
-    [HPSv3](https://huggingface.co/papers/2508.03789) and [UnifiedReward](https://huggingface.co/papers/2503.05236).
-
-    A row of https://huggingface.co/datasets/MizzenAI/HPDv3 has `prompt`, and the paths `path1` of the preferred image
-    and `path2` of the other. A row of UnifiedReward (https://github.com/CodeGoat24/UnifiedReward) has `caption`, and
-    the paths `jpg_0` and `jpg_1`, of which `label_0` prefers the first (1), the second (0) or none (0.5), as in
-    Pick-a-Pic; or the paths `chosen` and `rejected` of videos.
-
-    See [`load_conversations`] for the arguments and the errors.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages; an answer is a placeholder),
-        `images` or `videos` (of the chosen, then of the rejected answer), `tie`, and the other columns.
-
-    Example:
-    ```python
-    dataset = load_generations("HPDv3/train.json", media_dir="HPDv3")
-    trainer = MultimodalRewardTrainer(model, args, dataset)
-    ```
-    """
-
-    def pair_columns(row: dict[str, Any], index: int) -> tuple[str, ...]:
-        names = next((names for names in _GENERATION_COLUMNS if all(row.get(name) for name in names)), None)
-        if names is None:
-            layouts_text = " or ".join(", ".join(names) for names in _GENERATION_COLUMNS)
-            raise ValueError(
-                f"row {index} has {sorted(row)}, but needs {layouts_text}; correct the row, or choose another layout."
-            )
-        return names
-
-    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        _, *names = pair_columns(row, index)  # columns of the first and the second file
-        label = row.get("label_0")
-        # Without a label, only a column's name such as `chosen` says which file is preferred
-        is_named = label is None and "jpg_0" not in names
-        if row.get("has_label") is False or not (is_named or label in (0, 0.5, 1)):
-            raise ValueError(
-                f"row {index}, column 'label_0': is {label!r}, which says nothing of this pair; write 1, 0 or 0.5 "
-                "(a tie), or remove the row."
-            )
-        files = [row[name] for name in (names[::-1] if label == 0 else names)]
-        is_video = isinstance(files[0], str) and file_modality(files[0]) == "video"
-        return {**row, "videos" if is_video else "images": files}
-
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        answer = "<video>" if row.get("videos") else "<image>"
-        return {**_pair(index, row[pair_columns(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
-
-    converted_columns = {"label_0", *(name for names in _GENERATION_COLUMNS for name in names)}
-    return _load_converted(path, split, media_dir, convert, converted_columns, with_media, allow_answer_media=True)
-
-
 def _pair(index: int, question: str, chosen: str, rejected: str) -> dict[str, Any]:
     """Returns the columns of a row's pair of answers, as messages."""
     for value in (question, chosen, rejected):
@@ -604,31 +386,6 @@ def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
             images = row.get("image") or []
             images = [os.path.join(part["root"], image) for image in ([images] if isinstance(images, str) else images)]
             rows.append({**row, "image": images})
-    return rows
-
-
-def _plain_name(name: str) -> str:
-    """Normalizes a file's name, because Omni-Preference's rows and files spell it differently."""
-    return html.unescape(name).replace("_", " ").strip().lower()
-
-
-def _read_charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
-    """Reads a file of Charades-STA as rows. Skips spans that don't end after their start, with a warning."""
-    rows, lines = [], text_lines(file)
-    for index, line in enumerate(lines):
-        video_and_span, separator, sentence = line.partition("##")
-        words = video_and_span.split()
-        if not separator or len(words) != 3:
-            raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
-        video, start, end = words[0], float(words[1]), float(words[2])
-        if start < end:
-            media = [{"video": f"{video}.mp4", "total_pixels": total_pixels}]
-            query = sentence.strip().lower().removesuffix(".")
-            rows.append({"video_id": video, "span": [start, end], "sentence": query, "videos": media})
-    if len(rows) < len(lines):
-        logger.warning(
-            f"{len(lines) - len(rows)} of {len(lines)} rows are skipped, as their spans don't end after their start."
-        )
     return rows
 
 

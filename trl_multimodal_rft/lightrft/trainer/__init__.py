@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_names
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from ...algorithms.kl import AdaptiveKLController, FixedKLController
     from .experience import Experience, ExperienceVL
     from .experience import Samples as SamplesVL
@@ -20,4 +20,19 @@ if TYPE_CHECKING:
     from .replay_buffer import NaiveReplayBuffer as NaiveReplayBufferVL
     from .rollout_advantages import normalize_advantages_cross_batch
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "...algorithms.kl": ["AdaptiveKLController", "FixedKLController"],
+        ".experience": ["Experience", "ExperienceVL", "Samples as SamplesVL"],
+        ".experience_config": ["ExperienceConfig"],
+        ".experience_maker": [
+            "NaiveExperienceMaker",
+            "NaiveExperienceMaker as FastExperienceMaker",
+            "NaiveExperienceMaker as NaiveExperienceMakerVL",
+        ],
+        ".ppo_trainer_vl": ["PPOTrainerAL", "PPOTrainerVL", "PPOTrainerVL as SPMDPPOTrainerVL"],
+        ".replay_buffer": ["NaiveReplayBuffer", "ReplayBuffer", "NaiveReplayBuffer as NaiveReplayBufferVL"],
+        ".rollout_advantages": ["normalize_advantages_cross_batch"],
+    },
+)

@@ -22,7 +22,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 
 from ...checks.run_checks import Checks
 from ...data.rows.fingerprint import fingerprint
-from ...forward.features import learned_ways, restore_ways
 from ...forward.scores import DeferredParts
 from ...forward.token_budget import backward_by_parts
 from ...launchers import end_with_launcher
@@ -368,9 +367,6 @@ class CheckpointMixin(Trainer):
             "checked": self._checked_settings(),  # settings of the self-check's measurements
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
-            # For each model, how outputs of frozen modules, cached per prompt, are joined to a batch. The first
-            # forward of several prompts tries each way, and keeps one with the result of encoding them together
-            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
@@ -379,13 +375,6 @@ class CheckpointMixin(Trainer):
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
         self._stream.load_state_dict(state["rows"])
-        for name, model in self._forwarded_models().items():
-            restore_ways(model, state.get("ways", {}).get(name, ()))
-
-    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
-        """Returns the policy, its reference or teacher, and the model of a separate critic, by attribute name."""
-        models = {"model": self.model, "ref_model": self.ref_model, "critic": getattr(self.critic, "model", None)}
-        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     def _checked_settings(self) -> dict[str, Any]:
         """Returns the settings under which the measurements of the self-check are valid."""
