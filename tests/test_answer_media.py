@@ -153,7 +153,7 @@ def test_updates_of_a_reward_model_are_those_of_plain_forwards(family, options, 
     args = MultimodalRewardConfig(
         str(tmp_path), **{**PLAIN, **IN_ORDER, "max_steps": 1, "learning_rate": 0.1, "self_check": False, **options}
     )
-    trainer = MultimodalRewardTrainer(model, args, lazily(rows), processing_class=processor)
+    trainer = MultimodalRewardTrainer(model, args, train_dataset=lazily(rows), processing_class=processor)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     chosen, rejected = own_scores(plain, processor, rows)
@@ -179,7 +179,7 @@ def test_sounds_of_two_answers_that_would_change_each_other_are_forwarded_apart(
     torch.manual_seed(1)
     model = as_reward_model(model).double().eval()
     args = MultimodalRewardConfig(str(tmp_path), **PLAIN, self_check=False)
-    trainer = MultimodalRewardTrainer(model, args, lazily([row]), processing_class=processor)
+    trainer = MultimodalRewardTrainer(model, args, train_dataset=lazily([row]), processing_class=processor)
     with torch.no_grad():
         batch = trainer.data_collator([lazily([row])[0]])
         scores = trainer._loss(model, batch, None)[1].values[:, 0]

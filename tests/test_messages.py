@@ -263,13 +263,12 @@ def test_unknown_keyword_arguments(kind, refused):
         "tokenizer": "It was removed: use `processing_class`.",
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
-        "data_collator": "The trainer encodes and joins the rows itself.",
     }
-    extra = (
-        {"reward_function": "mean `reward_funcs`?", "compute_metrics": "GenerationEvalCallback(trainer))`."}
-        if kind in SAMPLED
-        else {}
-    )
+    extra = {}
+    if kind in SAMPLED:
+        extra["data_collator"] = "The trainer encodes and joins the rows itself."
+        extra["reward_function"] = "mean `reward_funcs`?"
+        extra["compute_metrics"] = "GenerationEvalCallback(trainer))`."
     for name, hint in {**hints, **extra}.items():
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")

@@ -140,8 +140,8 @@ def test_hints_of_options_that_are_settings_now():
     for removed, hint in {
         "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
         "value_lr_scheduler_type": "use `value_learning_rate` with a setting",
-        "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=1000)'",
-        "keep_groups_together": "use `packing` with a setting, such as 'prefix(shuffle=True)'",
+        "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=50)'",
+        "keep_groups_together": "use `packing` with a setting: 'prefix(shuffle=True)'",
         "cliprange_value": "use `vf_coef` with a setting",
         "vllm_sync_adapter": "use `vllm_engine_kwargs`",
     }.items():

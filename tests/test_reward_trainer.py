@@ -133,7 +133,7 @@ def test_loss_and_gradient_are_those_of_plain_forwards(family, packing, tmp_path
         "center_rewards_coefficient": 0.1,
     }
     args = MultimodalRewardConfig(str(tmp_path), **options)
-    trainer = MultimodalRewardTrainer(model, args, text_pairs(), processing_class=processor)
+    trainer = MultimodalRewardTrainer(model, args, train_dataset=text_pairs(), processing_class=processor)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     loss.backward()
     chosen, rejected = own_scores(plain, processor, prompts, answers)

@@ -371,7 +371,7 @@ def test_by_name_into_grpo_and_ppo(tmp_path):
     """Uses a folder's name without a processor, and runs a step of each trainer on the trained model."""
     rows = picture_rows(4, form="prompt")
     args = MultimodalSFTConfig(str(tmp_path / "sft"), **PAIRS, packing=True)
-    trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, rows)
+    trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, train_dataset=rows)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card("model")

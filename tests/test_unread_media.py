@@ -215,7 +215,7 @@ def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
         with pytest.raises(MediaError, match=f"^`{name}`: no prompt gets .* the model would get text alone: {remedy}"):
             if trainer_class is MultimodalSFTTrainer:
                 config = CONFIGS["sft"](str(tmp_path), use_cpu=True, bf16=False)
-                MultimodalSFTTrainer(str(saved("qwen2_audio")), config, train, test)  # by name
+                MultimodalSFTTrainer(str(saved("qwen2_audio")), config, None, train, test)  # by name
             else:
                 made(tmp_path, train, trainer_class=trainer_class, objects={"eval_dataset": test})
 

@@ -44,7 +44,7 @@ FIRST_OPTIONS += ("temperature", "use_vllm", "vllm_mode", "vllm_gpu_memory_utili
 FIRST_OPTIONS += ("max_tool_calling_iterations", "packing", "max_tokens_per_microbatch", "gradient_checkpointing")
 FIRST_OPTIONS += ("learning_rate", "value_learning_rate", "max_context_media", "freezing_actor_steps")
 FIRST_OPTIONS += ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta", "entropy_coef")
-FIRST_OPTIONS += ("epsilon", "epsilon_high", "delta", "loss_type")
+FIRST_OPTIONS += ("epsilon", "epsilon_high", "delta", "loss_type", "dynamic_sampling", "vllm_enable_sleep_mode")
 # Options that name a model or a dataset, and options that name another folder or file
 NAME_OPTIONS = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAME_OPTIONS += ("dataset_name", "ptx_dataset_name")

@@ -90,7 +90,7 @@ def check(parser: Parser) -> None:
     length_default = "context length minus `--max_completion_length`"
     add("--max_prompt_length", type=int, help=f"maximum tokens of a prompt (default: {length_default})")
     parser.add_options("grpo", *_CHECK_OPTIONS, max_completion_length=256, model_revision=None)
-    parser.add_options("dpo", "max_length", "rejected_view")
+    parser.add_options("dpo", "rejected_view", max_length=None)
     add("--media_rules", type=parse_json, help=_RULES_HELP)
     add("--chat_template_kwargs", type=parse_json, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

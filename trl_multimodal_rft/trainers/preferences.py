@@ -26,7 +26,7 @@ from ..models.parts import check_base_is_kept
 from ..models.wrapped import is_unsharded, replaced
 from .loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
 from .preference_data import completions_to_score
-from .reading import Batch, CompletionTrainer, each_split
+from .reading import Batch, CompletionTrainer, map_splits
 from .rollout_logs import is_due
 from .signatures import Processor, Rows
 
@@ -101,7 +101,7 @@ class PreferenceTrainer(CompletionTrainer):
         with replaced(self.args, per_device_eval_batch_size=batch_size):
             self.train_dataset = self._with_reference_columns(self.train_dataset)
         with replaced(self.args, per_device_eval_batch_size=eval_batch_size or self.args.per_device_eval_batch_size):
-            self.eval_dataset = each_split(self.eval_dataset, self._with_reference_columns)
+            self.eval_dataset = map_splits(self.eval_dataset, self._with_reference_columns)
         self.ref_model = None
 
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:

@@ -105,7 +105,7 @@ class CompletionTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         self.train_dataset = self._without_overlong(self.train_dataset, "train")
-        self.eval_dataset = each_split(self.eval_dataset, partial(self._without_overlong, split="eval"))
+        self.eval_dataset = map_splits(self.eval_dataset, partial(self._without_overlong, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -134,7 +134,7 @@ class CompletionTrainer(CheckpointMixin):
     def _show_tokens(self) -> None:
         """Lets the rows of the trainer's datasets have TRL's columns of tokens. Runs at the end of a constructor."""
         self.train_dataset = self._token_columns.shown(self.train_dataset)
-        self.eval_dataset = each_split(self.eval_dataset, self._token_columns.shown)
+        self.eval_dataset = map_splits(self.eval_dataset, self._token_columns.shown)
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
@@ -328,7 +328,7 @@ def longest_of(sequence: SupervisedSequence | PreferencePair) -> int:
     return len(sequence) + max(map(len, completions))
 
 
-def each_split(dataset: EvalRows, function: Callable[[Rows], Rows]) -> EvalRows:
+def map_splits(dataset: EvalRows, function: Callable[[Rows], Rows]) -> EvalRows:
     """Applies a function to a dataset or to each of a dictionary of datasets. Returns `None` for `None`."""
     if isinstance(dataset, dict):
         return {name: function(split) for name, split in dataset.items()}

@@ -21,7 +21,7 @@ from ..forward.scores import ScoreRequest, Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .loading import CONSTRUCTOR_OPTIONS, loading_in_trl
-from .reading import Batch, CompletionTrainer, NumItems, each_split, load_for_scoring
+from .reading import Batch, CompletionTrainer, NumItems, load_for_scoring, map_splits
 from .setup import resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
@@ -162,7 +162,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         )
         if args.shuffle_dataset:
             self.train_dataset = self.train_dataset.shuffle(seed=args.seed)
-            self.eval_dataset = each_split(self.eval_dataset, lambda dataset: dataset.shuffle(seed=args.seed))
+            self.eval_dataset = map_splits(self.eval_dataset, lambda dataset: dataset.shuffle(seed=args.seed))
         self._show_tokens()
         self._finish_setup()
 
