@@ -177,7 +177,7 @@ def test_nothing_whole_is_an_error(output, tmp_path):
         (output / f"checkpoint-{step}" / "rng_state.pth").unlink()
     with pytest.raises(ValueError, match=r"no whole checkpoint in .*checkpoint-3 isn't whole: .*checkpoint-1 isn't"):
         make(output).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="There is no whole checkpoint in"):
+    with pytest.raises(ValueError, match="There is no checkpoint in .*new' to resume from"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match=r"no such folder\. Resume from another checkpoint \([^()]*\)\.$"):
         make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "gone"))

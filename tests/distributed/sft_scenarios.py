@@ -47,7 +47,11 @@ def sft_rows(folder, peft_config=None, **options):
         **options,
     )
     trainer = MultimodalSFTTrainer(
-        str(folder / "model"), args, Dataset.from_list(rows), processing_class=processor, peft_config=peft_config
+        str(folder / "model"),
+        args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=processor,
+        peft_config=peft_config,
     )
     return observed(trainer)
 

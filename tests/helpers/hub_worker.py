@@ -86,6 +86,7 @@ def warnings():
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
+    handler.addFilter(lambda record: "no prompt has media" not in record.getMessage())  # the rows are text
     logger = logging.getLogger("trl_multimodal_rft")
     logger.addHandler(handler)
     try:
