@@ -395,7 +395,6 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     """Returns the main metrics of a log as the console shows them."""
     values = {}
     rewards = dict(_matching(r"rewards/(.+)/mean", logs))
-    accuracies = [name for name in _ACCURACIES if name in rewards]
     if "reward" in logs:
         values["reward"] = f"{_number(logs['reward'])} ± {_number(logs.get('reward_std'))}"
     elif "loss" in logs:
