@@ -178,8 +178,9 @@ def _value_clip(value: float, options: Options) -> dict[str, Any]:
 
 
 def _betas(values: Sequence[float], options: Options) -> dict[str, Any]:
-    first, second = values
-    return {"adam_beta1": first, "adam_beta2": second}
+    if len(values) != 2:
+        raise ValueError(f"`adam_betas={values!r}` must be two numbers.")
+    return {"adam_beta1": values[0], "adam_beta2": values[1]}
 
 
 def _freeze(value: bool | str | list[str], options: Options) -> dict[str, Any]:
@@ -465,6 +466,9 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
             own_fields = rule.fields(name, options)
         except ValueError as error:
             errors.append(str(error))
+            continue
+        except TypeError as error:  # of a text in place of a number, for example
+            errors.append(f"`{name}={options[name]!r}` can't be converted ({error}); correct its type.")
             continue
         fields |= own_fields
         options_by_field |= dict.fromkeys(own_fields, name)
