@@ -666,6 +666,16 @@ def test_response_masks(golden):
     assert all(torch.equal(a, b) for a, b in zip(processed, (after, attention, actions), strict=True))
 
 
+def test_lengths_tell_padding_from_an_end():
+    """An engine that returns lengths may stop a completion early, where the padding token ends text."""
+    sequences = torch.tensor([[7, 5, 6, 2, 2], [7, 5, 2, 2, 2], [7, 5, 6, 8, 9]])
+    _, attention, actions, truncated = mask_completions(sequences, 1, 2, 2, None, [2, 2, 4])
+    assert actions.int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+    assert attention[:, 1:].tolist() == actions.int().tolist()
+    # Only the longest completion reached the limit
+    assert truncated.tolist() == [False, False, True]
+
+
 # Construction
 
 

@@ -437,6 +437,16 @@ def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends(caplo
     assert "temperature" in caplog.text and "top_k" in caplog.text
 
 
+def test_engines_completions_end_where_the_engine_ended_them():
+    """A completion that an engine stopped early has no action on padding, where that is the end of text."""
+    maker = make()
+    end = maker.tokenizer.eos_token_id
+    maker.sample_with_engine = lambda prompts, config: [[5], [5, end], [5, 6, 7]]
+    [samples] = maker.generate_samples(["How many?"], max_new_tokens=3, pad_token_id=end)
+    assert samples.action_mask.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert samples.truncated.tolist() == [False, False, True]
+
+
 def test_group_shares_one_encoded_prompt():
     samples = make(Injected).generate_samples(IMAGE_ROWS, max_new_tokens=3)
     prompts = [prompt for each in samples for prompt in each.encoded_prompts]

@@ -14,6 +14,7 @@ def mask_completions(
     eos_token_id: int | Sequence[int] | None,
     pad_token_id: int,
     prompt_attention_mask: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Returns masks of sampled sequences. A completion ends with its first end-of-sequence token.
@@ -33,6 +34,9 @@ def mask_completions(
             complete, for example because of a stop string.
         prompt_attention_mask (`torch.Tensor`, *optional*):
             1 on the tokens of the prompts, shape `(B, input_len)`. By default, only leading padding is masked.
+        lengths (`Sequence[int]`, *optional*):
+            Number of sampled tokens per completion. By default, padding is told by its token, and the first padding
+            token ends the completion if it is an end-of-sequence token.
 
     Returns:
         `tuple`: A copy of the sequences with padding after the completions, their attention mask `(B, S)` (`int64`),
@@ -44,10 +48,15 @@ def mask_completions(
     truncated = ~torch.isin(
         completions, torch.tensor(eos_ids, dtype=completions.dtype, device=completions.device)
     ).any(1)
-    if pad_token_id not in eos_ids:  # else padding ends a completion, as above
+    if lengths is not None:
+        columns = torch.arange(completions.size(1), device=completions.device)
+        trailing_padding = columns >= torch.tensor(lengths, device=completions.device)[:, None]
+    elif pad_token_id not in eos_ids:
         trailing_padding = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
-        is_action = is_action & ~trailing_padding
-        truncated = truncated & ~trailing_padding.any(1)
+    else:  # padding ends a completion, as above
+        trailing_padding = torch.zeros_like(is_action)
+    is_action = is_action & ~trailing_padding
+    truncated = truncated & ~trailing_padding.any(1)
     if prompt_attention_mask is None:
         prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
     sequences = torch.cat([prompts, completions.masked_fill(~is_action, pad_token_id)], dim=1)

@@ -2,7 +2,7 @@
 """The experience maker, which samples, scores and rewards completions, and computes their advantages."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -332,25 +332,25 @@ class NaiveExperienceMaker(RolloutAdvantages):
     def _sample(self, micro_batch: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
         """Samples a completion per pair of a row and its prompt. Repeated pairs are the completions of a group."""
         rows, prompts = zip(*micro_batch, strict=True)
-        model = self.actor.base_model
-        options = {"do_sample": True, "max_new_tokens": model.generation_config.max_new_tokens, **options}
-        if options["do_sample"]:
-            options |= sampling_options(self.actor.temperature, options)
-        eos_ids = options.get("eos_token_id", model.generation_config.eos_token_id)
-        eos_ids = self.tokenizer.eos_token_id if eos_ids is None else eos_ids
-        pad_id = options.get("pad_token_id", self.tokenizer.pad_token_id)
-        suppressed = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
-        options |= {"suppress_tokens": sorted({*self._placeholder_ids, *suppressed}) or None, "disable_compile": True}
-        config = GenerationConfig(**{**options, "eos_token_id": eos_ids, "pad_token_id": pad_id})
+        config = _sampling_config(self.actor, self.tokenizer, self._placeholder_ids, options)
+        pad_id = config.pad_token_id
+        lengths = None
         if self.sample_with_engine is None:
             with evaluation_mode(self.actor):
                 completions = sample_completions(self.actor.policy_forward, self.actor.model, prompts, config, pad_id)
         else:
-            completions = right_pad(self.sample_with_engine(prompts, config), pad_id).to(self.device)
+            ids = self.sample_with_engine(prompts, config)
+            lengths = list(map(len, ids))
+            completions = right_pad(ids, pad_id).to(self.device)
         padded_prompts = left_pad(prompts, pad_id)
         prompt_ids, prompt_mask = (padded_prompts[name].to(self.device) for name in ("input_ids", "attention_mask"))
         sequences, attention_mask, action_mask, truncated = mask_completions(
-            torch.cat([prompt_ids, completions], dim=1), prompt_ids.size(1), eos_ids, pad_id, prompt_mask
+            torch.cat([prompt_ids, completions], dim=1),
+            prompt_ids.size(1),
+            config.eos_token_id,
+            pad_id,
+            prompt_mask,
+            lengths,
         )
         labels = [row.get(self.strategy.label_column) for row in rows]
         return Samples(
@@ -519,3 +519,18 @@ def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
         experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
     images = [next((decoded.media.get("image") for _, decoded in prompt.decoded), None) for prompt in prompts]
     experience.raw_images = images if any(images) else None
+
+
+def _sampling_config(
+    actor: Actor, tokenizer: PreTrainedTokenizerBase, placeholder_ids: Collection[int], options: dict[str, Any]
+) -> GenerationConfig:
+    model = actor.base_model
+    options = {"do_sample": True, "max_new_tokens": model.generation_config.max_new_tokens, **options}
+    if options["do_sample"]:
+        options |= sampling_options(actor.temperature, options)
+    eos_ids = options.get("eos_token_id", model.generation_config.eos_token_id)
+    eos_ids = tokenizer.eos_token_id if eos_ids is None else eos_ids
+    pad_id = options.get("pad_token_id", tokenizer.pad_token_id)
+    suppressed = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
+    options |= {"suppress_tokens": sorted({*placeholder_ids, *suppressed}) or None, "disable_compile": True}
+    return GenerationConfig(**{**options, "eos_token_id": eos_ids, "pad_token_id": pad_id})
