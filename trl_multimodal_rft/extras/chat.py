@@ -31,8 +31,8 @@ from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES, input_modalities
 from ..models.parts import check_base_is_kept
 from ..models.pretrained import load_trained
+from ..reporting.card_notes import conversation_of
 from ..reporting.model_card import CURVES, in_text
-from ..rollout.stream import conversation_of
 
 
 if TYPE_CHECKING:
