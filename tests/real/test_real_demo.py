@@ -2,7 +2,7 @@
 """The demo of a pretrained model that learns to hear, for a step of each of its parts."""
 
 from helpers.real_models import REAL
-from test_examples import launch
+from scripts.test_examples import launch
 
 
 pytestmark = REAL
