@@ -36,6 +36,7 @@ from ..data.rows.unread import check_columns, check_ignored
 from ..encoding.media import decode_media
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import load_processor, tokenizer_of
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import placeholder_token_ids, placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder
 from ..families import MODALITIES, input_modalities
@@ -45,7 +46,6 @@ from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
-from ..rollout.stream import PromptEncoder
 from .options import config_path
 from .options import read_config as read_run_config
 from .prompts import with_system_message, with_texts

@@ -24,6 +24,7 @@ from ..data.rows.features import restore_rows
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
@@ -32,11 +33,11 @@ from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import dropped_tags, reward_loop
 from ..rewards.choices import extracted_answer
+from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.stages import collect
-from ..rollout.stream import EncodedRow, PromptEncoder
+from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig

@@ -18,6 +18,7 @@ from trl.trainer.utils import get_callable_name
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt
 from ..engines.transformers import Branches, sample_completions, trim_after_eos
 from ..families import family_of
@@ -30,7 +31,6 @@ from ..policy import Fallbacks, PolicyForward, check_one_run
 from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
-from ..rollout.stream import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
 from ..trainers.setup import prepare_for_tools

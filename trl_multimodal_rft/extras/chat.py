@@ -31,9 +31,9 @@ from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES, input_modalities
 from ..models.parts import check_base_is_kept
 from ..models.pretrained import load_trained
+from ..reporting.card_notes import conversation_of
 from ..reporting.curves import FILE_NAME
 from ..reporting.model_card import in_text
-from ..rollout.stream import conversation_of
 
 
 if TYPE_CHECKING:

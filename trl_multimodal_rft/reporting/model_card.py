@@ -34,9 +34,9 @@ from ..encoding.processors import audio_rate
 from ..families import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
-from ..rollout.stream import CardNotes
 from ..spelling import split_settings
 from ..views.options import sigmoid
+from .card_notes import CardNotes
 from .curves import FILE_NAME as CURVES
 
 

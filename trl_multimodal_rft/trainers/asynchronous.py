@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..data.rows.batches import Row
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards, InFlight, Key, request_keys
 from ..engines.samplers import Samples
@@ -18,10 +19,9 @@ from ..engines.vllm import MultimodalVLLMGeneration
 from ..engines.vllm_prompts import EnginePrompts
 from ..engines.vllm_requests import ServerSample
 from ..engines.vllm_server import on_all_ranks, server_features
+from ..rollout.completions import add_completions
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import Flight, Rollout
-from ..rollout.stages import add_completions
-from ..rollout.stream import PromptEncoder
 from ..rollout.turns import completions_without_tools
 from .rollout_views import prompts_under_views, record_views
 from .run import Run

@@ -24,6 +24,7 @@ from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import Rows, restore_media
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import all_placeholder_ids
 from ..engines.samplers import Sampler
 from ..engines.transformers import Branches
@@ -31,21 +32,18 @@ from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.modes import has_dropout
 from ..policy import Live, PolicyForward
+from ..reporting.card_notes import CardNotes
 from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
+from ..rollout.completions import take_custom_rollout
+from ..rollout.engine_ratios import engine_metrics, rollout_ratios
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.reward import Estimates, set_estimates, weighted_sum
 from ..rollout.rollout import Rollout, TRLInputs, require
-from ..rollout.stages import (
-    engine_metrics,
-    n_on_policy,
-    rollout_ratios,
-    score_with_view,
-    take_custom_rollout,
-    without_gradient,
-)
-from ..rollout.stream import CardNotes, PromptEncoder, RowStream
+from ..rollout.score import score_with_view
+from ..rollout.skipped_forwards import n_on_policy, without_gradient
+from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, completions_without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder

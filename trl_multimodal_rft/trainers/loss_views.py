@@ -16,7 +16,8 @@ from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
 from ..rollout.ranks import local_rows
 from ..rollout.rollout import Rollout, require
-from ..rollout.stages import score_dependency, view_prompts
+from ..rollout.score import score_dependency
+from ..rollout.view_prompts import view_prompts
 from .run import Run
 
 

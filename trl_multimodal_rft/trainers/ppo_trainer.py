@@ -39,7 +39,7 @@ from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout, require
-from ..rollout.stages import score_values
+from ..rollout.score import score_values
 from .arguments import check_arguments
 from .checkpoints.files import whole_state_dict
 from .ema import MovingAverage

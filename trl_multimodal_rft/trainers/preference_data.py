@@ -22,7 +22,7 @@ from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import with_answer
 from ..policy import Completions, PolicyForward
-from ..rollout.stages import view_of_row
+from ..rollout.view_prompts import view_of_row
 from ..views.views import View
 from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, missing_columns_error

@@ -34,8 +34,9 @@ from ..models.parts import check_adapter
 from ..models.pretrained import load_model
 from ..models.wrapped import replaced
 from ..policy import Fallbacks, PolicyForward
+from ..reporting.card_notes import CardNotes
 from ..reporting.console import console_of
-from ..rollout.stream import NONE_LEFT, CardNotes, EncodedRow, RowStream, warn_of_positions
+from ..rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
 from .loading import LoadedParts, compile_models, load_parts

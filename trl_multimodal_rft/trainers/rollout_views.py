@@ -13,8 +13,8 @@ from ..engines.transformers import Branches
 from ..rollout.ranks import any_rank
 from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
-from ..rollout.stages import view_prompts
 from ..rollout.turns import completions_without_tools
+from ..rollout.view_prompts import view_prompts
 from ..views.options import as_schedule, last_of_groups
 from ..views.views import View
 from .run import Run

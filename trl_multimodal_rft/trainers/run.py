@@ -21,13 +21,17 @@ from ..data.rows.batches import Row
 from ..data.rows.columns import check_has_prompt, check_reward_columns
 from ..data.rows.unread import without_media
 from ..encoding.processors import ends_with, tokenizer_of
+from ..encoding.prompt_encoder import PromptEncoder
 from ..engines.samplers import Sampler
 from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.parts import kept_requires_grad
 from ..models.wrapped import is_unsharded
 from ..policy import Live, PolicyForward
+from ..reporting.card_notes import CardNotes
 from ..rewards.calls import dropped_tags, missing_instructions
+from ..rollout.collect import collect
+from ..rollout.completions import add_completions
 from ..rollout.environments import Environments
 from ..rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
 from ..rollout.reward import (
@@ -39,8 +43,9 @@ from ..rollout.reward import (
     warn_of_unscorable,
 )
 from ..rollout.rollout import Rollout
-from ..rollout.stages import add_completions, collect, packing_metrics, score_in_batches
-from ..rollout.stream import CardNotes, EncodedRow, PromptEncoder, RowStream, warn_of_positions
+from ..rollout.score import score_in_batches
+from ..rollout.skipped_forwards import packing_metrics
+from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
 from .setup import check_held_out, unchecked_datasets, warn_of_unread_media
 
@@ -196,7 +201,7 @@ class Run:
         **options: Any,
     ) -> None:
         """
-        Adds completions to a rollout by [`~rollout.stages.add_completions`], which takes the `options`. Logs lengths,
+        Adds completions to a rollout by `add_completions`, which takes the `options`. Logs lengths,
         and decides on packing.
         """
         state = self.live.state

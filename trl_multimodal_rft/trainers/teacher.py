@@ -15,6 +15,7 @@ from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor, tokenizer_of
+from ..encoding.prompt_encoder import has_teacher_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..engines.vllm_server import EngineRequest, on_all_ranks
 from ..engines.vllm_teacher import ServerTeacher
@@ -26,8 +27,8 @@ from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import kept_requires_grad
 from ..rollout.rollout import Rollout, require
-from ..rollout.stages import view_prompts, with_new_start
-from ..rollout.stream import EncodedRow, has_teacher_prompt
+from ..rollout.stream import EncodedRow
+from ..rollout.view_prompts import view_prompts, with_new_start
 from ..views.views import as_view
 from .configs import mapping
 from .ema import MovingAverage

@@ -19,15 +19,16 @@ from ...data.rows.features import restore_media
 from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
+from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import input_modalities
 from ...forward.layout import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
+from ...rollout.completions import right_pad
 from ...rollout.rollout import Rollout
-from ...rollout.stages import right_pad, score_in_batches, score_values
-from ...rollout.stream import PromptEncoder
+from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
 from ..models.completions import mask_completions

@@ -30,13 +30,14 @@ from ...models.parts import freeze, rates_of_parts
 from ...models.quantization import keep_differentiable
 from ...models.wrapped import is_unsharded, unwrapped
 from ...policy import PolicyForward
+from ...reporting.card_notes import CardNotes
 from ...reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
 from ...reporting.curves import TrainingCurvesCallback
 from ...reporting.events import EventPart
 from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.ranks import any_rank
-from ...rollout.stream import CardNotes, RowStream, named_dataset
+from ...rollout.stream import RowStream, named_dataset
 from ..arguments import check_keywords
 from ..finite import check_weights, skip_broken_update
 from ..optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
