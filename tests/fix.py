@@ -2,7 +2,10 @@
 """`tests/tools/fix.py` under its former name."""
 
 import runpy
+import sys
 from pathlib import Path
 
 
-runpy.run_path(str(Path(__file__).parent / "tools" / "fix.py"), run_name="__main__")
+TOOLS = Path(__file__).parent / "tools"
+sys.path.insert(0, str(TOOLS))
+runpy.run_path(str(TOOLS / "fix.py"), run_name="__main__")

@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import house  # noqa: E402
 import idioms  # noqa: E402

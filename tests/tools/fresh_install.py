@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from helpers import first_run_page  # noqa: E402
 

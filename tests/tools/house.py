@@ -433,7 +433,7 @@ def overridden_in_tests() -> list[str]:
 
 def ties() -> dict:
     """Returns what has bounds in `house.json`."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests"))
     from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
 
     every = {name: overrides(trainer) for name, trainer in trainers().items()}
