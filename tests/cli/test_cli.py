@@ -417,7 +417,9 @@ hide_lines()
 from tqdm import tqdm
 
 for _ in tqdm(range(2)):
-    logging.getLogger("DeepSpeed").warning("Setting accelerator to CPU. If you have another, we were unable to detect it.")
+    logging.getLogger("DeepSpeed").warning(
+        "Setting accelerator to CPU. If you have another, we were unable to detect it."
+    )
     logging.getLogger("DeepSpeed").warning("A line that counts.")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

