@@ -74,6 +74,11 @@ def test_core_imports_nothing_outside():
                 assert module not in known or not is_outside(known[module])
 
 
+def test_no_modules_import_each_other():
+    """Also indirectly, and in functions."""
+    assert not house.import_circles()
+
+
 LAZY = sorted(path for path in PACKAGE.rglob("__init__.py") if "lazy_names(" in path.read_text())
 
 

@@ -15,8 +15,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
@@ -202,9 +200,7 @@ def derived() -> dict[Path, str]:
 
 def bounds() -> str:
     """Returns the text of `house.json`, with bounds that have fallen."""
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # a step is run, which prints
-        found = house.ties()
-    return json.dumps(house.lowered(found, json.loads(house.BOUNDS.read_text())), indent=2) + "\n"
+    return json.dumps(house.lowered(house.ties(), json.loads(house.BOUNDS.read_text())), indent=2) + "\n"
 
 
 def stale(texts: dict[Path, str]) -> list[str]:
