@@ -115,7 +115,7 @@ def remembered(monkeypatch) -> list:
         seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr("trl_multimodal_rft.rollout.stream.encode_prompt", remember)
+    monkeypatch.setattr("trl_multimodal_rft.encoding.prompt_encoder.encode_prompt", remember)
     return seen
 
 

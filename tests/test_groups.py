@@ -18,7 +18,7 @@ from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.ranks import balanced_assignment, forwarded_length, pickled_group
 from trl_multimodal_rft.rollout.rollout import PARTS, Rewards, Rollout, join_rollouts
-from trl_multimodal_rft.rollout.stages import without_gradient
+from trl_multimodal_rft.rollout.skipped_forwards import without_gradient
 
 
 def group(number: int, step: int = 0, size: int = 2, live: bool = True) -> Rollout:

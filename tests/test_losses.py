@@ -22,7 +22,7 @@ from trl_multimodal_rft.algorithms.losses import (
     as_loss,
     policy_drift,
 )
-from trl_multimodal_rft.rollout.stages import engine_ratios
+from trl_multimodal_rft.rollout.engine_ratios import engine_ratios
 
 
 NAN, INF = math.nan, math.inf

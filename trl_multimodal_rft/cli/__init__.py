@@ -14,9 +14,10 @@ from ..spelling import did_you_mean
 from ..versions import check_versions
 from . import parsers
 from .errors import input_error
+from .foreign import hide_lines
 from .options import Parser, launched_command_parser, options_of
 from .preflight import check_names
-from .registry import COMMANDS, EXTRAS, LAUNCHED
+from .registry import COMMANDS, LAUNCHED, command_module
 
 
 _PROG = "trl-multimodal-rft"
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _exit_without_command(argv)
     try:
+        hide_lines()
         check_versions()
         from ..progress import announce
 
@@ -48,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            module = "suggest" if getattr(args, "suggest", False) else name  # `--suggest` is an option of `estimate`
-            folder = "..extras" if name in EXTRAS else ""
             with imports:
-                command = importlib.import_module(f"{folder}.{module}", __name__)
+                command = command_module("suggest" if getattr(args, "suggest", False) else str(name))
             try:
                 command.run(args)
             finally:

@@ -34,12 +34,12 @@ from ..encoding.processors import audio_rate
 from ..families import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
-from ..rollout.stream import CardNotes
 from ..spelling import split_settings
 from ..views.options import sigmoid
-from .curves import FILE_NAME as CURVES
+from .card_notes import CardNotes
 
 
+CURVES = "training_curves.png"  # file of the picture of a run's curves, in its folder
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, islice
 from pathlib import Path
@@ -23,17 +23,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
 from ..data.reading.refs import MediaError, OverlongRow, iter_refs
-from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
-from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, check_has_prompt, rows_to_messages
+from ..data.rows.columns import rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import Rows, restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
-from ..encoding.media import check_hears_videos
-from ..encoding.processors import checked_prompt, checked_texts
-from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
+from ..encoding.prompts import EncodedPrompt
 from ..spelling import read_settings
-from ..views.views import View
 
 
 logger = get_logger(__name__)
@@ -47,107 +43,6 @@ NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 # Length assumed for a training stream if `max_rows` of `on_media_error` is a share.
 # Also the maximum number of rows that are searched for a stream's first readable row.
 _STREAM_LENGTH = 1000
-
-
-@dataclass
-class PromptEncoder:
-    """Encodes the prompts of rows for a model."""
-
-    model: Any  # unwrapped
-    processor: Any
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of `apply_chat_template`
-    audio_overlong: Literal["raise", "truncate"] = "raise"
-    keep_decoded: bool = field(default=False, kw_only=True)  # whether prompts keep their decoded media
-    media_rules: MediaRules = DEFAULT_RULES
-    ignored_media_columns: Sequence[str] = ()
-    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
-    for_engine: bool = False  # whether prompts are for vLLM, which takes decoded media and computes positions itself
-    # Function that returns the dtype for the features of new prompts, or `None` to keep the processor's dtype
-    feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
-
-    def __post_init__(self):
-        self._placeholders = placeholder_tokens(self.model, self.processor)
-        if self.media_rules.use_audio_in_video:
-            check_hears_videos(self.processor)
-            if self.for_engine:
-                raise ValueError(
-                    "`use_audio_in_video=True` needs `use_vllm=False`: vLLM interleaves the sound of a video with its "
-                    "frames by a rule of its own, so that completions would be scored against a different prompt."
-                )
-
-    def messages(self, rows: Sequence[Row], prefix: str = "") -> list[Any]:
-        """
-        Returns the prompts of a batch's rows with their media, or a list of `None` if environments make the prompts.
-        With the prefix `teacher_`, the column `teacher_image` takes the place of `image`, for example.
-        """
-        if "prompt" not in rows[0]:
-            return [None] * len(rows)
-        message_rows = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules, prefix)
-        return [row["prompt"] for row in message_rows]
-
-    def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
-        """
-        Returns the encoded prompt of a row, or `None` without media, as its format then depends on the batch's other
-        rows. `prompt` is the row's prompt as text or messages, by default read from the row.
-        """
-        check_has_prompt(row)
-        if prompt is None:
-            (prompt,) = self.messages([row])
-        if next(iter_refs(prompt), None) is None:
-            self.checked_prompt(prompt, row.row_index)
-            return None
-        return self.encode(prompt, row.row_index)
-
-    def encode_teacher_prompt(self, row: Row) -> EncodedPrompt | None:
-        """Returns the encoded prompt of a row's teacher, or `None` if it has no media or is the student's prompt."""
-        if not has_teacher_prompt(row):
-            return None
-        (prompt,) = self.messages([row], TEACHER)
-        return self.encode_row(row, prompt)
-
-    def encode(
-        self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
-    ) -> EncodedPrompt:
-        """Encodes a prompt of the row index `row`, under `view`. `sampled` says that the policy wrote a part of it."""
-        encoded = encode_prompt(
-            self.checked_prompt(prompt, row),
-            self.processor,
-            self.model,
-            template_kwargs={**self.template_kwargs, **template_kwargs},
-            audio_overlong=self.audio_overlong,
-            keep_decoded=self.keep_decoded or self.for_engine,
-            use_engine_positions=self.for_engine,
-            view=view,
-            row=row,
-            sampled=sampled,
-        )
-        if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
-            encoded.media = cast_features(encoded.media, dtype)
-        return encoded
-
-    def checked_observation(self, content: str | list, label: str) -> str | list:
-        """Applies `special_tokens_in_text`, by default `"raise"`, to an environment's text or blocks."""
-        return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
-
-    def checked_prompt(self, prompt: Any, row: int) -> Any:
-        """
-        Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn that the
-        model doesn't continue.
-        """
-        ends_with_answer = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-        if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
-            raise ValueError(
-                f"row {row}, column 'prompt': ends with the assistant's message, so a completion would follow the "
-                "answer; move the answer to a column such as 'solution', as `trl-multimodal-rft prepare ms-swift "
-                "--task rl` does, or let the model continue the answer with "
-                "`chat_template_kwargs={'continue_final_message': True}`"
-            )
-        return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
-
-
-def has_teacher_prompt(row: Row) -> bool:
-    """Returns whether a teacher and the student read different prompts of a row."""
-    return any(row.get(name) is not None for name in TEACHER_COLUMNS)
 
 
 @dataclass(eq=False)
@@ -673,30 +568,3 @@ def other_row(row_index: int, skipped: Mapping[int, str], n_rows: int, seed: int
         raise MediaError(NONE_LEFT + [*skipped.values()][-1])
     candidates = (random.Random(f"{seed} {row_index} {attempt}").randrange(n_rows) for attempt in count())
     return next(index for index in candidates if index not in skipped)
-
-
-@dataclass
-class CardNotes:
-    """The modalities, columns and conversations that a run has read so far, for its model card."""
-
-    modalities: set[str] = field(default_factory=set)
-    columns: set[str] = field(default_factory=set)
-    # Roles and texts of prompts; once two prompts differ, no more are added
-    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
-
-    def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
-        """Adds the columns, prompts and modalities of rows."""
-        self.columns.update(columns)
-        if len(self.conversations) < 2:
-            self.conversations.update(map(conversation_of, prompts))
-        self.modalities.update(*modalities)
-
-
-def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Returns the role and text of each message of a prompt, without media."""
-    if isinstance(prompt, str):
-        return (("user", prompt),)
-    return tuple(
-        (role, content if isinstance(content, str) else "".join(block.get("text") or "" for block in content))
-        for role, content in [(message["role"], message.get("content") or "") for message in prompt]
-    )

@@ -31,13 +31,13 @@ from ..data.rows.thoughts import without_thoughts
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_results, stand_in_turn
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, checked_texts, completion_texts, tokenizer_of
+from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_content, as_error
 from .rollout import Rollout, Turn
-from .stream import PromptEncoder
 
 
 logger = get_logger(__name__)

@@ -1,0 +1,82 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Importance ratios of the policy to the engine that sampled a rollout.
+
+In shapes, `N` is the number of completions, and `C` the number of columns for tokens of completions.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trl.trainer.utils import nanmax, nanmin
+
+from ..algorithms.metrics import Metric
+from .rollout import Rollout, require
+
+
+def engine_ratios(
+    logps: torch.Tensor,
+    sampling_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str = "sequence_mask",
+    smallest: float | None = None,
+    largest: float | None = None,
+) -> torch.Tensor:
+    """
+    Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says: modes
+    with `truncate` set ratios out of bounds to the bound, and modes with `mask` set them to 0.
+
+    Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
+    `(N, 1)` for sequence-level modes.
+    """
+    differences = ((logps - sampling_logps) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        differences = differences.sum(dim=1, keepdim=True)
+    ratios = differences.exp()
+    if mode.endswith("truncate"):
+        return ratios.clamp(min=smallest, max=largest)
+    low, high = -math.inf if smallest is None else smallest, math.inf if largest is None else largest
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
+
+
+def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
+    """Returns importance ratios of the policy to the engine that sampled a rollout, `(N, C)` or `(N, 1)`."""
+    return engine_ratios(
+        require(rollout.old_per_token_logps),
+        require(rollout.sampling_per_token_logps),
+        rollout.scored_mask,
+        args.vllm_importance_sampling_mode,
+        args.vllm_importance_sampling_clip_min,
+        args.vllm_importance_sampling_clip_max,
+    )
+
+
+def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
+    """Returns TRL's metrics of differences between policy and engine, and of their ratios, over parts of a rollout."""
+    scored_parts = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
+    logps = torch.cat([require(part.old_per_token_logps) for part in scored_parts])
+    engine_logps = torch.cat([require(part.sampling_per_token_logps) for part in scored_parts])
+    mask = torch.cat([part.loss_mask for part in scored_parts])
+    ratios = torch.cat([rollout_ratios(part, args) for part in scored_parts])
+    difference = (logps - engine_logps).abs()[mask.bool() & ~engine_logps.isnan()]
+    # Sequence-level modes have one ratio per completion
+    loss_ratios = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
+    difference, loss_ratios = (  # 0 on a rank without values
+        tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (difference, loss_ratios)
+    )
+    prefix = "sampling/importance_sampling_ratio"
+    low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
+    values = {  # by metric: this rank's value, and the function that combines the ranks' values
+        "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
+        "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
+        f"{prefix}/min": (loss_ratios.min(), nanmin),
+        f"{prefix}/mean": (loss_ratios.mean(), torch.nanmean),
+        f"{prefix}/max": (loss_ratios.max(), nanmax),
+    }
+    if args.max_staleness > 0:
+        # Ratios out of bounds were set to the bound or to 0, so ratios strictly between the bounds were kept
+        kept_share = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
+        values |= {"sampling/importance_sampling_ratio/kept_frac": (kept_share, torch.mean)}
+    return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}

@@ -1,0 +1,123 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Scores of a rollout by the policy, by its values and by its dependency on media.
+
+In shapes, `N` is the number of completions, and `C` the number of columns for tokens of completions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..forward.divergence import Target, head_of
+from ..forward.head import HeadRule
+from ..forward.scores import ScoreRequest, Scores
+from ..models.critic import Critic, ValueHead
+from ..policy import PolicyForward
+from .rollout import Rollout, require
+
+
+def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
+    """Returns the scores of a rollout, or of a part of it, in forwards of `size` completions."""
+    (prompts, ids, mask), ranges = rollout.completions, rollout.parts(size)
+    slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
+    requests = [ScoreRequest(prompts[rows], ids[rows], mask[rows], rollout.packed) for rows in slices]
+    parts = [policy.score(model, request) for request in requests]
+    return parts[0] if len(parts) == 1 else Scores.join(parts, ranges)
+
+
+def score_with_view(
+    policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
+) -> Scores:
+    """
+    Returns the scores of a micro-batch. If its prompts have views, the field `view` holds the scores of the same
+    completions given the prompts under the view.
+
+    One forward computes the scores without and under the view, as wrappers such as DDP require. For 4 completions, its
+    rows 0 to 3 have the plain prompts, and its rows 4 to 7 the prompts under the view. If the view replaces only media
+    of completions 1 and 3, only the rows 0 to 3, 5 and 7 are forwarded, and the view's scores of completions 0 and 2
+    are the plain ones. `rows` are the batch indices of the completions to forward, by default all. `options` are
+    further fields of the [`~forward.scores.ScoreRequest`].
+    """
+    (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
+    if views:
+        replaces = require(rollout.view.replaces)
+        scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
+        scored_rows = None if len(scored_rows) == 2 * n else scored_rows  # `None` forwards all rows
+        doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
+        scores = policy.score(model, ScoreRequest(*doubled_completions, packed, rows=scored_rows, **options))
+        plain, view_scores = scores.rows(slice(n)), scores.rows(slice(n, None))
+        is_replaced = replaces[:, None]
+        plain.view = Scores(
+            logps=torch.where(is_replaced, view_scores.logps, plain.logps),
+            entropies=torch.where(is_replaced, view_scores.entropies, plain.entropies),
+        )
+        plain.deferred = scores.deferred
+    else:
+        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
+    if rows is not None and rollout.old_per_token_logps is not None:
+        # The old log-probabilities, so that rows that aren't forwarded get a ratio of policy to old policy of 1
+        plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
+    return plain
+
+
+def score_dependency(
+    policy: PolicyForward, model: nn.Module, rule: HeadRule, rollout: Rollout, size: int
+) -> tuple[Scores, torch.Tensor]:
+    """
+    Returns the scores of a rollout, and the dependency of its tokens on the media that the view replaces, `(N, C)`.
+
+    The dependency is the KL divergence between a token's distributions without and under the view. It is 0 where the
+    view replaces nothing. Forwards have `size` completions.
+    """
+    ranges = rollout.parts(size)
+    part_scores, dependencies = [], []
+    for part in map(rollout.select, ranges):
+        prompts, ids, mask = part.completions
+        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
+        head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
+        target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
+        scores = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
+        dependencies.append(scores.divergences)
+        plain.hidden = None  # frees its memory before the next part
+        part_scores.append(plain)
+    return Scores.join(part_scores, ranges), torch.cat(dependencies)
+
+
+def score_values(
+    policy: PolicyForward,
+    model: nn.Module,
+    critic: Critic | ValueHead,
+    rollout: Rollout,
+    size: int,
+    is_cut: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the value of the state before each completion token, and the value of the state after each completion
+    that was cut off (`is_cut`), or 0 for other completions. Forwards have `size` completions.
+
+    For a completion of 2 tokens that was cut off, the critic scores 3 states: before each token, and after the last.
+
+    Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
+    """
+    prompts, ids, mask = rollout.completions
+    lengths, extended_mask = mask.sum(1, keepdim=True), mask
+    if is_cut is not None:
+        # The state after the last token is the state before a further token, whose id doesn't matter
+        ids, extended_mask = (
+            F.pad(ids, (0, 1)),
+            F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype)),
+        )
+    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
+    options = {"packed": rollout.packed, "critic": critic, "logps": False}
+    scores = [
+        policy.score(model, ScoreRequest(prompts[part], ids[part], extended_mask[part], **options)) for part in parts
+    ]
+    values = torch.cat([part_scores.values for part_scores in scores])
+    bootstrap = torch.zeros(len(ids), device=ids.device)
+    if is_cut is not None:
+        bootstrap = torch.where(is_cut, values.gather(1, lengths)[:, 0], 0)
+    return torch.where(mask.bool(), values[:, : mask.size(1)], 0), bootstrap
