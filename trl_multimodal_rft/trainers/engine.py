@@ -25,6 +25,8 @@ from ..engines.samplers import Sampler, Samples, TransformersSampler, VLLMSample
 from ..engines.transformers import Branches, sample_completions
 from ..engines.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..engines.vllm_adapters import EngineAdapter
+from ..engines.vllm_in_process import InProcess
+from ..engines.vllm_servers import Servers
 from ..forward.scores import split_lengths
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
@@ -49,7 +51,7 @@ _ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utiliz
 _ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
 # Arguments of the engine whose options have no prefix
 _SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
-_SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
+_SAMPLING_OPTIONS += ("trust_remote_code",)
 
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
@@ -65,7 +67,7 @@ def make_engine(
     revision: str | None,
     max_media: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
-) -> MultimodalVLLMGeneration:
+) -> InProcess | Servers:
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
@@ -104,19 +106,25 @@ def make_engine(
         memory = host_memory()
         return nullcontext() if memory is None else memory.offloading(storages(weights(model)))
 
-    return MultimodalVLLMGeneration(
-        model=model,
-        accelerator=accelerator,
-        processing_class=run.prompts.processor,
-        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+    arguments = {
+        "model": model,
+        "accelerator": accelerator,
+        "processing_class": run.prompts.processor,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
         **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
         **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
-        generation_kwargs=generation_kwargs,
-        engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
-        adapter=adapter,
+        "generation_kwargs": generation_kwargs,
+        "engine_kwargs": {**engine_kwargs, **(args.vllm_engine_kwargs or {})},
+        "adapter": adapter,
+        "while_sampling": without_weights,
+    }
+    if args.vllm_mode != "server":
+        return InProcess(**arguments)
+    return Servers(
+        **arguments,
         placeholders=bias.keys() - {int(i) for i in options.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # pushes to the Hub leave out `_*`
-        while_sampling=without_weights,
+        max_staleness=args.max_staleness,
     )
 
 
@@ -365,6 +373,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
     """Returns the store of the engine's requests for later batches, or `None` without `max_staleness`."""
     if args.max_staleness == 0:
         return None
+    assert isinstance(engine, Servers)  # the config checks `vllm_mode`
     return InFlight(
         engine.ask,
         args.max_staleness,
