@@ -32,8 +32,8 @@ from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
 from ..rollout.ranks import any_rank, sum_over_ranks
-from ..rollout.rollout import Rollout, require
-from ..rollout.turns import LIMITS, ToolLoop, prompts_with_results, run_turns
+from ..rollout.rollout import Rollout
+from ..rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, run_turns
 from .asynchronous import probe_engine
 from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -283,54 +283,42 @@ def continue_after_tools(
     samples: Samples,
     branches: Branches,
     make_loop: Callable[..., ToolLoop],
-) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]]]:
-    """
-    Calls tools and samples further turns, until no completion ends with a call. All ranks must call this.
-
-    Returns ids, log-probabilities, and masks that are 0 on results of tools.
-    """
+) -> ToolOutcome:
+    """Calls tools and samples further turns, until no completion ends with a call. All ranks must call this."""
 
     def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
         return sampler(run.live.model_wrapped, prompts, step=run.step, room=max_lengths, branches=branches)
 
     loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
-    for part in (
-        part
-        for trajectory in trajectories
-        for prompt in (trajectory.prompt, *trajectory.closed_contexts)
-        for part in prompt.parts
-    ):
-        part.decoded = ()  # no later turn needs decoded media
-    rollout.prompts = prompts_with_results(loop.encoder.model, trajectories)
-    rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-    rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
-    # The first context is the prompt
-    rollout.source.contexts = [[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories]
-    ids, mask = [trajectory.ids for trajectory in trajectories], [trajectory.mask for trajectory in trajectories]
-    logps = None if samples[1] is None else [trajectory.logps or [] for trajectory in trajectories]
-    if sampler.samples_policy and any(len(trajectory.sampled_turns) > 1 for trajectory in trajectories):
+    for trajectory in trajectories:
+        for prompt in (trajectory.prompt, *trajectory.closed_contexts):
+            for part in prompt.parts:
+                part.decoded = ()  # no later turn needs decoded media
+    outcome = ToolOutcome.of(loop.encoder.model, trajectories)
+    if sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.notices.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
             run.notices.mode_after_tools = mode
-    # The newest weights, whose version is the batch index, sampled the last token after results
-    if (flight := rollout.source.flight) is not None:
-        has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
-        flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
         # Each context with the tokens that were sampled after it
-        contexts, lengths = split_lengths(rollout.prompts, list(map(len, ids)))
-        tokens = chain.from_iterable(ids)
+        contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
+        tokens = chain.from_iterable(outcome.ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    # Metrics over all ranks
+    _log_calls(run, trajectories)
+    return outcome
+
+
+def _log_calls(run: Run, trajectories: Sequence[Trajectory]) -> None:
+    """Logs how often tools were called over all ranks. Raises `RuntimeError` if all calls of the first batch fail."""
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(ids)]
+    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
     *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
     if run.is_training and calls and not run.notices.checked_calls:
         run.notices.checked_calls = True
-        faults = [fault for trajectory in trajectories for fault in trajectory.faults]
+        faults = list(chain.from_iterable(trajectory.faults for trajectory in trajectories))
         [n_faults] = sum_over_ranks(run.accelerator, [len(faults)])
         if n_faults == calls:
             first_fault = faults[0] if faults else "it is on another rank"
@@ -342,7 +330,6 @@ def continue_after_tools(
     failure_rate = failures / calls if calls else 0.0
     run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
     run.metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
-    return ids, logps, mask
 
 
 def vllm_sampler(
