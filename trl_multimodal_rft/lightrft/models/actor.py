@@ -38,8 +38,8 @@ from .completions import mask_completions
 
 
 if TYPE_CHECKING:
-    from ...trainers.grpo_config import MultimodalGRPOConfig
-    from ...trainers.rloo_config import MultimodalRLOOConfig
+    from ...trainers.grpo.config import MultimodalGRPOConfig
+    from ...trainers.rloo.config import MultimodalRLOOConfig
 
 logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
 

@@ -28,8 +28,8 @@ from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
-from ...trainers.ppo_trainer import MultimodalPPOTrainer
+from ...trainers.ppo.config import MultimodalPPOConfig
+from ...trainers.ppo.trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
 from .experience import Experience, info_of

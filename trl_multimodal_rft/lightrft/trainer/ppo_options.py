@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import Actor
 from .experience_config import check_discounts, check_generation_options
 from .experience_trainer import WHOLE_WEIGHTS

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ...models.modes import kept_random_state
 from ...models.parts import check_base_is_kept
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
 from ..strategy import OPTIONS
