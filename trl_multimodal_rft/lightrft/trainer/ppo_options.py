@@ -165,7 +165,8 @@ def rollout_sizes(
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")
-    prompts_per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
+    prompts_per_rollout = dataloader.batch_size * n_processes
+    n_prompts = len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
     if n_prompts < prompts_per_rollout or (n_prompts % prompts_per_rollout != 0 and not dataloader.drop_last):
         raise ValueError(
             f"{n_prompts} prompts don't fill whole batches of {dataloader.batch_size} on {n_processes} processes; set "
