@@ -27,7 +27,8 @@ TEXT = LEFT + 2 * BOX[0] + 2 * GAP  # where the words of a row begin
 GREY = "#7d8590"
 BLUE = "#35507a"
 LIGHT = "#5b7fb5"
-START = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" \
+START = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" \
 font-size="13" role="img" aria-label="The folders of the package, each above those that it imports">
 <defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">\
 <path d="M0 0 L8 4 L0 8 z" fill="#7d8590"/></marker></defs>
