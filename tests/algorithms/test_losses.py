@@ -94,14 +94,19 @@ OWN = [name for name in LOSSES if name not in TRL_LOSSES]
 
 @pytest.mark.parametrize("name", OWN)
 def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
-    """A masked token has no gradient except that of CPGD's drift."""
+    """A masked token has no gradient except that of CPGD's drift and of the penalties of IPO and KL-Cov."""
     weights, ratio = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
 
     def loss(mask=MASK, **options):
         inputs = LossInputs(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, mask, **options)
         return LOSSES[name](inputs, LossOptions(0.2, 0.2)).loss
 
-    drift = 0.01 * policy_drift(LOG_RATIO, torch.zeros_like(LOG_RATIO), 2.0) if name == "cpgd" else 0
+    terms = {
+        "cpgd": 0.01 * policy_drift(LOG_RATIO, torch.zeros_like(LOG_RATIO), 2.0),
+        "ipo": 1e-3 * LOG_RATIO.square(),
+        "kl_cov": tensor([[0, 0, 0], [0, -1, 0]]) * LOG_RATIO,  # of the token with the largest covariance
+    }
+    drift = terms.get(name, 0)
     if LOSSES[name].per_completion:
         assert_close(loss(sampling_ratio=ratio), loss() * ratio[:, 0])
         assert_close(loss(weights=weights), loss(MASK * weights))
@@ -123,7 +128,7 @@ def test_engine_ratios_golden():
 
 def test_losses_are_listed_with_their_papers():
     assert all(loss.name == name for name, loss in LOSSES.items())
-    assert [name for name, loss in LOSSES.items() if loss.paper is None] == ["bnpo"]
+    assert [name for name, loss in LOSSES.items() if loss.paper is None] == ["bnpo", "ipo"]
 
 
 # Averages of losses

@@ -10,7 +10,7 @@ from launcher import Run
 
 
 ALGORITHMS = "reinforce reinforce_baseline cpgd gmpo dual_clip adaptive_kl entropies_of_rollout".split()
-ALGORITHMS += ["current_entropies", "own_estimator"]
+ALGORITHMS += ["current_entropies", "own_estimator", "token_baseline", "best_of_two"]
 LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
@@ -45,6 +45,8 @@ ONE_MICRO_BATCH += [
     "greedy_isolated",
     "reinforce",
     "reinforce_baseline",
+    "token_baseline",
+    "best_of_two",
     "cpgd",
     "gmpo",
     "dual_clip",

@@ -53,6 +53,12 @@ KL_IN_REWARD = {"beta": 0.5, "kl_estimator": "k1"}
         ("cpgd", {}, {}),
         ("cpgd(weight='std')", {}, {}),
         ("dr_grpo", {}, {}),
+        ("max_rl", {}, {}),
+        ("pass_at_k(k=2)", KL_IN_REWARD, {}),
+        ("pkpo(k=2)", {}, {}),
+        ("opo", {}, {}),
+        ("optimal_token_baseline", {}, {}),
+        ("optimal_token_baseline", KL_IN_REWARD, {}),
     ],
 )
 def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
@@ -63,7 +69,7 @@ def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
     beta = options.get("beta", 0.0)
     rewards = check_advantages(trainer.micro_batches, trainer.draws[0], estimator, beta=beta, **arguments)
     assert None in rewards and sum(reward is not None and abs(reward - 0.1) < 1e-6 for reward in rewards) >= 4
-    by_token = estimator.startswith("reinforce") and "baseline" not in estimator
+    by_token = estimator in ("reinforce", "reinforce++", "optimal_token_baseline")
     assert {moment.batch["advantages"].dim() for moment in trainer.micro_batches} == {2 if by_token else 1}
 
 
