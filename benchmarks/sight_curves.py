@@ -35,6 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.models.modes import fix_batch_norms
+from trl_multimodal_rft.rewards import accuracy_reward
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +62,7 @@ UPDATES = {TRL: 40, TRL_AS_IS: 15, OURS: 40}
 OPTIONS = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
-    "max_completion_length": 4,
+    "max_completion_length": 10,
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
     "beta": 0.01,
@@ -130,9 +131,9 @@ def cold_started() -> str:
         release = vision_model()
         model = AutoModelForImageTextToText.from_pretrained(release)
         processor = AutoProcessor.from_pretrained(release)
-        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "solution"])
+        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "described"])
         args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)
-        cold_start(model, processor, rows.rename_column("solution", "completion"), args, **COLD_START)
+        cold_start(model, processor, rows.rename_column("described", "completion"), args, **COLD_START)
         save_release(folder, processor, model)
     return str(folder)
 
@@ -144,8 +145,7 @@ def train(args: argparse.Namespace, run: str) -> None:
     def is_right(completions, completion_ids, solution, **_) -> list[float]:
         tokens = [[*map(int, each)] for each in completion_ids]
         checksums.append([hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in tokens])
-        texts = [completion[-1]["content"].strip().lower() for completion in completions]
-        return [float(text == answer) for text, answer in zip(texts, solution, strict=True)]
+        return accuracy_reward(completions, solution)
 
     trainer_class, config_class, own = GRPOTrainer, GRPOConfig, {}
     if run == OURS:

@@ -3,9 +3,10 @@
 A pretrained language model learns to see, by SFT and GRPO.
 
 The model is EfficientNet-Lite0 and SmolLM2-135M-Instruct with a new projector between them, see `vision_model.py`. It
-learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT trains the projector alone. GRPO
-then trains the projector and a LoRA on the language model, with accuracy as its only reward. The tower stays frozen,
-and its features of a picture are computed once for all updates. On a CPU with two cores:
+learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT trains the projector alone. Its
+answers say first what is in the picture, such as "red circle. Answer: no". GRPO then trains the projector and a LoRA
+on the language model, with accuracy as its only reward. The tower stays frozen, and its features of a picture are
+computed once for all updates. On a CPU with two cores:
 
 ```bash
 pip install -e ".[examples-real]"
@@ -42,7 +43,7 @@ DEMO = {
     "output_dir": "outputs/grpo_sight",
     "per_device_train_batch_size": 64,
     "num_generations": 8,
-    "max_completion_length": 4,
+    "max_completion_length": 10,
     "max_steps": 120,
     "learning_rate": 4e-4,
     "lr_scheduler_type": "constant_with_warmup",
@@ -96,7 +97,7 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
         sys.exit(str(error))
     model = AutoModelForImageTextToText.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
-    task = Task(splits, "image", "solution", COLD_START)
+    task = Task(splits, "image", "described", COLD_START)
     measured = functools.partial(measure, processor, splits["test"], training_args.max_completion_length)
     trainer, metrics = learn(task, model, processor, measured, script_args, training_args, model_args)
     metrics["effect of another image"] = trainer.checks.self_check.media["image"]
