@@ -17,7 +17,7 @@ and the last command compares them:
 ```bash
 python benchmarks/real_curves.py --sight --runs trl trl_as_is ours --threads 1
 python benchmarks/real_curves.py --sight --runs ours --seed 1 --threads 1
-python benchmarks/real_curves.py --sight --figure docs/images/sight_curves.svg
+python benchmarks/real_curves.py --sight --figure curves.svg
 ```
 """
 
