@@ -574,7 +574,6 @@ def test_rows_with_media_are_never_cut(tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
-        {"packing_strategy": "wrapped"},
         {"dataset_kwargs": {"add_special_tokens": False}},
         {"label_smoothing_factor": 0.1},
         {"train_sampling_strategy": "group_by_length"},
