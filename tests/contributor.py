@@ -46,10 +46,11 @@ def additions() -> dict[str, list[tuple[str, str, str]]]:
 
 def add(tree: Path, path: str, where: str, text: str) -> None:
     """Adds a text to a file of the copy."""
-    file, (sign, _, start) = tree / path, where.partition(" ")
+    file = tree / path
+    file.parent.mkdir(exist_ok=True)
+    sign, _, start = where.partition(" ")
     if sign == "<":
-        text = (tree / start).read_text().replace("MultimodalRLOO", "MultimodalPlain")
-        file.write_text(text.replace("rloo_config", "plain_config"))
+        file.write_text((tree / start).read_text().replace("MultimodalRLOO", "MultimodalPlain"))
     elif not file.exists():
         file.write_text(Path(__file__).read_text().partition("\n")[0] + "\n" + text)
     elif sign == "|":
@@ -69,7 +70,7 @@ WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses re
 PARTS = "hostile_rewards families advantages losses views ready_rewards grpo_sampling plain contract cli nothing_twice"
 NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
 ALIKE = "reinforce_baseline [audio-plain] [image-plain]"  # named like additions, but tests of what was there before
-CONFIG, OPTIONS = f"{PACKAGE}/trainers/multimodal_config.py", f"{PACKAGE}/cli/options.json"
+CONFIG, OPTIONS = f"{PACKAGE}/trainers/shared/multimodal_config.py", f"{PACKAGE}/cli/options.json"
 # Lines, unformatted, in a module that pages link to; a test file; and an option
 CHANGES = [
     (f"{PACKAGE}/rollout/rollout.py", "| from dataclasses", "import  os\n\n\n\n"),

@@ -4,7 +4,7 @@ The wheel with each of its extras, in an otherwise empty environment.
 
 There the command line trains a tiny model by its name, on rows in the Hub's format, and evaluates the saved model.
 `make test-extras` checks all extras. With names as arguments, this file checks only those. `vllm` and `flash-attn`
-need a GPU, `make demo` installs `examples`, and `make test` installs `docs`, `test` and `dev`.
+need a GPU, `make demo` installs `examples`, `make demo-sight` `examples-real`, and `make test` the others.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from helpers.files import image_file, sound_file, video_file
 
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"vllm", "flash-attn", "examples", "docs", "test", "dev"}
+ELSEWHERE = {"vllm", "flash-attn", "examples", "examples-real", "docs", "test", "dev"}
 HOW = ["--max_steps", "2", "--num_generations", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
 HOW += ["--max_completion_length", "4", "--bf16", "False", "--dtype", "float32", "--logging_steps", "1"]
 HOW += ["--accelerate_config", "cpu", "--gradient_checkpointing", "False"]

@@ -409,6 +409,23 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
         assert noise not in run.stderr
 
 
+def test_lines_of_other_packages_are_hidden():
+    """A logger's line that tells nothing, and bars of what is done at once; other lines of the logger stay."""
+    code = """
+import logging
+from trl_multimodal_rft.cli.foreign import hide_lines
+
+hide_lines()
+from tqdm import tqdm
+
+for _ in tqdm(range(2)):
+    logging.getLogger("DeepSpeed").warning("Setting accelerator to CPU. If you have another, we were unable to detect it.")
+    logging.getLogger("DeepSpeed").warning("A line that counts.")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "A line that counts.\n" * 2)
+
+
 @pytest.mark.gate
 def test_tracebacks_of_launched_processes(tmp_path):
     """A reward function's own frames alone, and on request the whole traceback, without accelerate's."""

@@ -300,7 +300,9 @@ def unread(name: str) -> dict[str, str]:
 def test_no_option_is_swallowed_with_the_method_that_reads_it(name):
     """An option that acts only in a method of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
-    assert not swallowed, "read them, refuse them in `trainers/arguments.py`, or add them to UNREAD, with the reason"
+    assert not swallowed, (
+        "read them, refuse them in `trainers/shared/arguments.py`, or add them to UNREAD, with the reason"
+    )
 
 
 def test_no_exception_is_left_over():
@@ -381,7 +383,7 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
     expected = f"UserWarning: transformers 5.99.0.dev0, trl 1.99.0: newer than {PACKAGE} was tested with {tested}."
     assert said.count(expected) == 1 and "imported" in said
     # What other trainers and single options need is imported with them
-    assert "trl_multimodal_rft.trainers.grpo_trainer" in said and said.count(" trl_multimodal_rft.") <= 159
+    assert "trl_multimodal_rft.trainers.grpo.trainer" in said and said.count(" trl_multimodal_rft.") <= 159
     late = {"trl_multimodal_rft.lightrft", "trl_multimodal_rft.extras.judge", "packaging.specifiers"}
     assert not late & {*said.split()}
 

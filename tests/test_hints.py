@@ -12,7 +12,7 @@ from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.trainers import rollout_logs
-from trl_multimodal_rft.trainers.rollout_logs import constant_rewards
+from trl_multimodal_rft.trainers.shared.rollout_logs import constant_rewards
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from trl import KTOTrainer, unpair_preference_dataset
 
 from trl_multimodal_rft import MultimodalKTOConfig, MultimodalKTOTrainer
 from trl_multimodal_rft.encoding import supervised
-from trl_multimodal_rft.trainers.kto_data import unpair_dataset
+from trl_multimodal_rft.trainers.preference.kto_data import unpair_dataset
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)

@@ -350,7 +350,7 @@ def test_refused(options, message, tmp_path):
 
 
 def test_the_head_of_a_model_must_be_known(monkeypatch):
-    monkeypatch.setattr("trl_multimodal_rft.trainers.loss_views.head_rule", lambda model: None)
+    monkeypatch.setattr("trl_multimodal_rft.trainers.grpo.loss_views.head_rule", lambda model: None)
     with pytest.raises(ValueError, match="what this model does around its LM head is unknown"):
         run(InjectedOurs, "qwen2_5_vl", image_rows(), **VPPO)
 

@@ -22,7 +22,7 @@ from trl_multimodal_rft.algorithms.metrics import (
     smallest,
     token_mean,
 )
-from trl_multimodal_rft.trainers.rollout_logs import EvaluationMeans
+from trl_multimodal_rft.trainers.shared.rollout_logs import EvaluationMeans
 
 
 def test_ranks_combine():

@@ -11,8 +11,8 @@ from helpers.trainer_utils import make_trainer, text_rows
 from trl import TrlParser
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.trainers.grpo_config import KLTarget
-from trl_multimodal_rft.trainers.ppo_config import SupervisedLoss, ValueLoss, ValueSchedule
+from trl_multimodal_rft.trainers.grpo.config import KLTarget
+from trl_multimodal_rft.trainers.ppo.config import SupervisedLoss, ValueLoss, ValueSchedule
 
 
 def config(**options):

@@ -31,7 +31,7 @@ from trl_multimodal_rft.trainers.checkpoints import mixin
 from trl_multimodal_rft.trainers.checkpoints.files import replace_folder
 from trl_multimodal_rft.trainers.checkpoints.manifest import measure_folder, verify_checkpoint, write_manifest
 from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, layout_mismatch
-from trl_multimodal_rft.trainers.setup import resolve_config
+from trl_multimodal_rft.trainers.shared.setup import resolve_config
 
 
 pytestmark = pytest.mark.gate

@@ -14,6 +14,7 @@ from ..spelling import did_you_mean
 from ..versions import check_versions
 from . import parsers
 from .errors import input_error
+from .foreign import hide_lines
 from .options import Parser, launched_command_parser, options_of
 from .preflight import check_names
 from .registry import COMMANDS, EXTRAS, LAUNCHED
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _exit_without_command(argv)
     try:
+        hide_lines()
         check_versions()
         from ..progress import announce
 

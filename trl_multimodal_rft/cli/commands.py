@@ -8,7 +8,7 @@ from types import ModuleType
 from trl import ModelConfig
 
 from .. import trainers
-from ..trainers.configs import TrainerConfig
+from ..trainers.shared.configs import TrainerConfig
 from .arguments import (
     DistillationScriptArguments,
     PPOScriptArguments,

@@ -7,12 +7,14 @@ import sys
 from ..launchers import end_with_launcher
 from ..lazy import uncollected_imports
 from .errors import write_input_error
+from .foreign import hide_lines
 
 
 if __name__ == "__main__":
     try:
         with uncollected_imports():
             end_with_launcher()
+            hide_lines()
             script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
             arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
         script.main(*arguments)

@@ -23,10 +23,10 @@ from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
 from ..trainers.checkpoints.files import checkpoints
 from ..trainers.checkpoints.mixin import CheckpointMixin
-from ..trainers.configs import TrainerConfig
-from ..trainers.dpo_config import MultimodalDPOConfig
-from ..trainers.kto_config import MultimodalKTOConfig
-from ..trainers.reward_config import MultimodalRewardConfig
+from ..trainers.preference.dpo_config import MultimodalDPOConfig
+from ..trainers.preference.kto_config import MultimodalKTOConfig
+from ..trainers.preference.reward_config import MultimodalRewardConfig
+from ..trainers.shared.configs import TrainerConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import FILE_NAME, write_run_file

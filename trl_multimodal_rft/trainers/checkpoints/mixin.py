@@ -38,10 +38,10 @@ from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.ranks import any_rank
 from ...rollout.stream import RowStream, named_dataset
-from ..arguments import check_keywords
-from ..finite import check_weights, skip_broken_update
-from ..optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
-from ..signals import EndOnSignal
+from ..shared.arguments import check_keywords
+from ..shared.finite import check_weights, skip_broken_update
+from ..shared.optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
+from ..shared.signals import EndOnSignal
 from .files import (
     PARTIAL,
     checkpoints,
