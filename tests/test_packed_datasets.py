@@ -165,7 +165,10 @@ def test_rows_with_nothing_to_learn_are_dropped(tmp_path):
     "row, message",
     [
         ({"seq_lengths": [2, 2]}, "'seq_lengths': its lengths are those of 4 tokens, but `input_ids` has 3; pack"),
-        ({"labels": [60, -100, -100], "seq_lengths": [1, 2]}, "has nothing to learn: its labels are -100, or first in"),
+        (
+            {"labels": [60, -100, -100], "seq_lengths": [1, 2]},
+            "has nothing to learn: its labels are -100, or first in",
+        ),
     ],
 )
 def test_packed_rows_are_checked(row, message, tmp_path):
@@ -177,7 +180,9 @@ def test_packed_rows_are_checked(row, message, tmp_path):
 def test_columns_of_tokens_are_listed_and_filled(tmp_path):
     trainer = make("qwen2_5_vl", text_rows(4).select([2, 1]), tmp_path)
     assert trainer.train_dataset.column_names == ["prompt", "completion", "input_ids", "labels"]
-    assert [len(ids) for ids in trainer.train_dataset["input_ids"]] == [len(row["labels"]) for row in trainer.train_dataset]
+    assert [len(ids) for ids in trainer.train_dataset["input_ids"]] == [
+        len(row["labels"]) for row in trainer.train_dataset
+    ]
     trainer.train()
     assert "input_ids" not in make("qwen2_5_vl", picture_rows(4), tmp_path).train_dataset.column_names
 

@@ -339,7 +339,12 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     # Rows of streams and of datasets with a transform are dropped when they are read
     has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)
     is_whole = PACKED_LENGTHS in columns or splits_rows(args, name)
-    if not has_columns or is_whole or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
+    if (
+        not has_columns
+        or is_whole
+        or args.max_length is None
+        or not columns & {"labels", "completion_mask", "assistant_masks"}
+    ):
         return dataset
     window = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     completion_only = args.completion_only_loss

@@ -13,11 +13,11 @@ from trl.trainer.utils import global_then_local_main_first
 
 from ... import __version__
 from ...data.reading.refs import OverlongRow
-from ...data.rows.batches import DatasetRows, Row
+from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.supervised import PACKED_LENGTHS
-from .data import SupervisedCollator, packs, splits_rows
 from ..shared.signatures import Rows
+from .data import SupervisedCollator, packs, splits_rows
 
 
 logger = get_logger(__name__)
@@ -42,14 +42,18 @@ class DatasetPacker:
         other datasets are packed with those of their micro-batch.
         """
         args = self.collator.args
-        if not packs(args, split) or args.max_length is None or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        if (
+            not packs(args, split)
+            or args.max_length is None
+            or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        ):
             return False
         if not isinstance(dataset, Dataset) or not lists_columns(dataset) or PACKED_LENGTHS in dataset.column_names:
             return False
         return self.collator.holds_text_alone(dataset)
 
     def packed(self, dataset: Dataset, split: str) -> Dataset:
-        """Returns TRL's packed rows of a dataset: `input_ids`, `labels` and, unless they are wrapped, `seq_lengths`."""
+        """Returns TRL's packed rows: `input_ids`, `labels` and, unless they are wrapped, `seq_lengths`."""
         args = self.collator.args
         cuts_rows = not splits_rows(args, split)
         n_rows = len(dataset)
@@ -86,7 +90,7 @@ class DatasetPacker:
         return tokens
 
     def _fingerprint(self, dataset: Dataset, cuts_rows: bool) -> str:
-        """Returns a fingerprint of all that decides a dataset's tokens, by which a later run finds them in the cache."""
+        """Returns a fingerprint of what decides a dataset's tokens, by which a later run finds them in the cache."""
         collator = self.collator
         args = collator.args
         names = ("max_length", "truncation_mode", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
