@@ -190,6 +190,13 @@ def layers() -> list[str]:
     return re.findall(r"^\| \[`(\w+)[`./py]+\]", page, re.MULTILINE)
 
 
+def outside() -> list[str]:
+    """Returns the folders of the package that docs/architecture.md lists as outside of the core."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.split("\n## Outside of the core\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| \[`([\w/]+)/`\]", table, re.MULTILINE)
+
+
 class Call(NamedTuple):
     """Call of one function of the package by another, with functions of other packages between them left out."""
 

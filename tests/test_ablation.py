@@ -20,12 +20,12 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.cli import filter
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, paired_interval
+from trl_multimodal_rft.extras import filter
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.trainers.shared.rollout_logs import is_due
 from trl_multimodal_rft.views import as_view

@@ -3,6 +3,7 @@
 
 import ast
 import compileall
+import importlib.util
 import re
 import subprocess
 import sys
@@ -17,8 +18,10 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 LAYERS = house.layers()
 PACKAGE = ROOT / "trl_multimodal_rft"
 NO_LAYER = {"__init__", "lazy"}
-EXTRAS = ["extras", "lightrft"]  # outside of the core
-FACES = {"rewards/__init__.py", "cli/evaluate.py"}  # modules of the core that import them lazily
+OUTSIDE = house.outside()
+# Modules of the core that import what is outside, for lazy names, and in functions for options
+FACES = {"__init__.py", "data/__init__.py", "rewards/__init__.py"}
+FACES |= {"cli/arguments.py", "cli/check.py", "cli/training.py"}
 
 
 def test_page_has_every_layer():
@@ -36,7 +39,7 @@ def test_imports_point_up(layer):
         f"{path.relative_to(ROOT)} imports {name}"
         for path in paths
         for name in house.imports(path, known)
-        if layer_of(name) not in allowed | ({*EXTRAS} if is_face(path) else set())
+        if layer_of(name) not in allowed and not (is_face(path) and is_outside(known[name]))
     ]
     assert not down
 
@@ -49,19 +52,26 @@ def is_face(path):
     return path.relative_to(PACKAGE).as_posix() in FACES
 
 
-def test_core_runs_without_extras():
-    """Imports of extras stand in functions, or in the block of a face that is for types and lazy names."""
-    assert LAYERS[-len(EXTRAS) :] == EXTRAS
+def is_outside(path):
+    return any(path.is_relative_to(PACKAGE / folder) for folder in OUTSIDE)
+
+
+def test_core_imports_nothing_outside():
+    """Imports of what is outside stand in functions, or in the block of a face that is for types and lazy names."""
+    assert all((PACKAGE / folder / "__init__.py").exists() for folder in OUTSIDE)
     known = house.modules()
     reached = {
         path.relative_to(PACKAGE).as_posix()
         for module, path in known.items()
-        if layer_of(module) not in EXTRAS and {layer_of(name) for name in house.imports(path, known)} & {*EXTRAS}
+        if not is_outside(path) and any(is_outside(known[name]) for name in house.imports(path, known))
     }
-    assert reached - {"__init__.py"} == FACES
-    for path in map(PACKAGE.joinpath, FACES):
-        at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        assert not any((node.module or "").split(".")[0] in EXTRAS for node in at_import)
+    assert reached == FACES
+    for face in FACES:
+        package = ".".join([PACKAGE.name, *Path(face).parent.parts])
+        for node in ast.parse((PACKAGE / face).read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                assert module not in known or not is_outside(known[module])
 
 
 LAZY = sorted(path for path in PACKAGE.rglob("__init__.py") if "lazy_names(" in path.read_text())
@@ -106,10 +116,10 @@ def test_extras_use_public_names_of_the_core():
     private = [
         f"{path.relative_to(ROOT)} imports {source}.{name}"
         for module, path in house.modules().items()
-        if layer_of(module) in EXTRAS
+        if layer_of(module) in ("extras", "lightrft")
         for source, names in house.names_by_source(path).items()
         for name in names
-        if source.startswith(PACKAGE.name) and layer_of(source) not in EXTRAS
+        if source.startswith(PACKAGE.name) and layer_of(source) not in ("extras", "lightrft")
         if any(word.startswith("_") for word in f"{source}.{name}".split("."))
     ]
     assert not private

@@ -23,13 +23,13 @@ from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import evaluate
 from trl_multimodal_rft.cli.arguments import RunArguments, parse
 from trl_multimodal_rft.cli.commands import dpo, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.cli.run_file import write_run_file
 from trl_multimodal_rft.cli.training import held_out_rows, resume_hint
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+from trl_multimodal_rft.extras import evaluate
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.models.reward_model import as_reward_model
 from trl_multimodal_rft.reporting import media_logs

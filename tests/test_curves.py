@@ -29,9 +29,9 @@ from trl_multimodal_rft import (
     TrainingCurvesCallback,
 )
 from trl_multimodal_rft.evaluation import EvaluationConfig
-from trl_multimodal_rft.reporting import curves
-from trl_multimodal_rft.reporting.curves import figure_of, smoothed
-from trl_multimodal_rft.reporting.plots import accuracies, check_plot, histograms
+from trl_multimodal_rft.extras import curves
+from trl_multimodal_rft.extras.curves import figure_of, smoothed
+from trl_multimodal_rft.extras.plots import accuracies, check_plot, histograms
 
 
 def brief(completion_ids, **kwargs):

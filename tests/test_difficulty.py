@@ -14,10 +14,10 @@ from helpers import rloo_runs
 from helpers.marks import by_turns
 from helpers.trainer_utils import InjectedOurs, Recorded, Recording, image_rows, keys, logged, make_trainer, run, saved
 
-from trl_multimodal_rft.cli import filter
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficulty_sampler
+from trl_multimodal_rft.extras import filter
 from trl_multimodal_rft.rollout.reward import out_of_range
 
 

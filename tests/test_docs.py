@@ -55,14 +55,15 @@ from trl_multimodal_rft import (
     cli,
     rewards,
 )
-from trl_multimodal_rft.cli import COMMANDS, filter, main
+from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.cli.commands import distillation, dpo, grpo, sft
+from trl_multimodal_rft.cli.parsers import LAYOUTS
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.batches import Row
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.pairs import COMPLETIONS, check_pairs, put_answer_media
-from trl_multimodal_rft.extras.prepare import LAYOUTS
+from trl_multimodal_rft.extras import filter
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.versions import bounds

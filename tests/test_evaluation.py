@@ -45,7 +45,6 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.cli import evaluate as evaluate_script
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.evaluation import (
     EvaluationConfig,
@@ -57,6 +56,7 @@ from trl_multimodal_rft.evaluation import (
     wilson_interval,
 )
 from trl_multimodal_rft.evaluation.evaluator import named_rewards
+from trl_multimodal_rft.extras import evaluate as evaluate_script
 from trl_multimodal_rft.lightrft import ActorAL
 from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
 

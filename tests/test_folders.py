@@ -12,8 +12,8 @@ from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import MediaRules
-from trl_multimodal_rft.data.rows import folders
-from trl_multimodal_rft.data.rows.folders import write_folder
+from trl_multimodal_rft.extras.prepare import folders
+from trl_multimodal_rft.extras.prepare.folders import write_folder
 
 
 CLIP = video_file(mosaic(2, 56, 56, seed=0), codec="mpeg4")

@@ -21,7 +21,6 @@ from test_reward_models import saved as saved_classifier
 from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import evaluate as evaluate_script
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data import judge_rows, write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
@@ -36,9 +35,10 @@ from trl_multimodal_rft.evaluation import (
     wilson_interval,
 )
 from trl_multimodal_rft.evaluation.result import summary
+from trl_multimodal_rft.extras import evaluate as evaluate_script
 from trl_multimodal_rft.rewards import RewardModel, preference_reward
 from trl_multimodal_rft.rewards.calls import RowError
-from trl_multimodal_rft.rewards.preference import verdict_in
+from trl_multimodal_rft.rewards.ready.preference import verdict_in
 
 
 # Verdicts

@@ -13,9 +13,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
-from trl_multimodal_rft.cli import evaluate, filter
 from trl_multimodal_rft.cli.arguments import parse
-from trl_multimodal_rft.extras import chat
+from trl_multimodal_rft.extras import chat, evaluate, filter
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.models.reward_model import as_reward_model

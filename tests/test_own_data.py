@@ -13,13 +13,13 @@ from datasets import Dataset
 from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
 
-from trl_multimodal_rft.cli import evaluate, filter
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.cli.commands import Script, distillation, dpo, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
+from trl_multimodal_rft.extras import evaluate, filter
 
 
 pytestmark = pytest.mark.gate

@@ -19,10 +19,10 @@ from torchvision.ops import box_iou as torchvision_iou
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, rewards
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
-from trl_multimodal_rft.rewards import regions
 from trl_multimodal_rft.rewards.calls import RowError, checked_reward
-from trl_multimodal_rft.rewards.grounding import number_in
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
+from trl_multimodal_rft.rewards.ready import regions
+from trl_multimodal_rft.rewards.ready.grounding import number_in
 
 
 def of(name, answer, solution, **settings):

@@ -17,8 +17,7 @@ from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.cli.preflight import check_run
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
-from trl_multimodal_rft.rewards.named import load_reward_recipe
-from trl_multimodal_rft.rewards.recipe import combine_rewards
+from trl_multimodal_rft.rewards.ready.recipe import combine_rewards, load_reward_recipe
 
 
 RECIPE = {

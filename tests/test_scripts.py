@@ -19,7 +19,7 @@ from tasks import spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 from trl import TrlParser
 
-from trl_multimodal_rft.cli import evaluate, filter, launch, main, preflight
+from trl_multimodal_rft.cli import launch, main, preflight
 from trl_multimodal_rft.cli.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.cli.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.cli.inputs import load_split, with_prompts
@@ -27,6 +27,7 @@ from trl_multimodal_rft.cli.option_table import options
 from trl_multimodal_rft.cli.options import launched_command_parser
 from trl_multimodal_rft.data.reading.refs import Encoded
 from trl_multimodal_rft.data.rows.features import undecoded
+from trl_multimodal_rft.extras import evaluate, filter
 
 
 CPU = ["--output_dir", "out", "--use_cpu", "--bf16", "False"]

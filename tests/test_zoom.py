@@ -12,9 +12,9 @@ from helpers.tools import Saying, call, with_tools
 from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import evaluate
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.extras import evaluate
 from trl_multimodal_rft.rollout.tools import Zoom, load_tools
 
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from ..data.rows.thoughts import without_thoughts
-from .answers import completion_text, extract_answer, normal_form, references_of
-from .calls import Argument, Completion, Reference, RowError, require_column
+from ...data.rows.thoughts import without_thoughts
+from ..answers import completion_text, extract_answer, normal_form, references_of
+from ..calls import Argument, Completion, Reference, RowError, require_column
 
 
 Verdict = Literal["A", "B", "tie"]

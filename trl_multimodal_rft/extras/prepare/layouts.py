@@ -15,17 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, concatenate_datasets
 
+from ...data.reading.refs import MediaRef, rival_keys, shortened
+from ...data.rows.batches import Row
+from ...data.rows.cells import truth_value
+from ...data.rows.columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
+from ...data.rows.features import is_media_feature, with_class_names
+from ...data.rows.letters import without_letters
+from ...data.rows.load import json_file, load_rows, read_json, read_video_questions, required
+from ...data.rows.pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 from ...families import MODALITIES
-from ..reading.refs import MediaRef, rival_keys, shortened
-from .batches import Row
 from .benchmarks import PROBLEM_TEMPLATE
-from .cells import truth_value
-from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from .conversations import conversation, preference_pair, source_of
-from .features import is_media_feature, with_class_names
-from .letters import without_letters
-from .load import json_file, load_rows, read_json, read_video_questions, required
-from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 
 
 # The prompt of [`load_video_r1`]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ...data.reading.refs import shortened
+from ...data.rows.cells import Cell
+from ...data.rows.columns import MEDIA_COLUMNS
+from ...data.rows.load import one_line_errors, required
 from ...spelling import did_you_mean
-from ..reading.refs import shortened
-from .cells import Cell
-from .columns import MEDIA_COLUMNS
-from .load import one_line_errors, required
 
 
 _INFO_FILE = "dataset_info.json"

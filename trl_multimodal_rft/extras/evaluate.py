@@ -11,6 +11,10 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import ModelConfig, get_quantization_config
 
+from ..cli.arguments import HarnessArguments, RFTScriptArguments, ToolArguments, option
+from ..cli.inputs import load_split, model_init_kwargs, with_prompts
+from ..cli.preflight import check_model_and_dataset, is_harness
+from ..cli.prompts import with_system_message
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.load import only_split
@@ -20,14 +24,10 @@ from ..evaluation.result import gains, summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
 from ..progress import announce
-from ..reporting.curves import save_figure
-from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
-from .arguments import HarnessArguments, RFTScriptArguments, ToolArguments, option
-from .inputs import load_split, model_init_kwargs, with_prompts
-from .preflight import check_model_and_dataset, is_harness
-from .prompts import with_system_message
+from .curves import save_figure
+from .plots import accuracies, check_plot
 
 
 logger = get_logger(__name__)
@@ -237,7 +237,7 @@ def main(
             raise ValueError(
                 f"`--benchmark {benchmark}` runs in one process, which asks a server; launch one process."
             )
-        from ..extras.harness_run import evaluate_with_harness
+        from .harness_run import evaluate_with_harness
 
         result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)
     elif not evaluation_args.pairs:

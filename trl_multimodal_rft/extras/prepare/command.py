@@ -9,10 +9,10 @@ from typing import get_args
 
 from datasets import Dataset, DatasetDict
 
-from .. import data
-from ..cli.parsers import LAYOUTS
-from ..data.reading.rules import rules_of
-from ..data.rows.folders import check_empty, write_folder
+from ... import data
+from ...cli.parsers import LAYOUTS
+from ...data.reading.rules import rules_of
+from .folders import check_empty, write_folder
 
 
 # Options of `prepare` that only some layouts have. They are named like the loaders' arguments, but an argument

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from datasets import Audio, Dataset, concatenate_datasets
 
-from ..reading.refs import shortened
-from .letters import without_letters
-from .load import json_file, load_rows, read_json, required
+from ...data.reading.refs import shortened
+from ...data.rows.letters import without_letters
+from ...data.rows.load import json_file, load_rows, read_json, required
 
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from .answers import Json, extract_answer, normalize_answer, rewards_by_reference
-from .calls import Argument, Completion, Reference
+from ..answers import Json, extract_answer, normalize_answer, rewards_by_reference
+from ..calls import Argument, Completion, Reference
 from .regions import (
     Box,
     Scale,

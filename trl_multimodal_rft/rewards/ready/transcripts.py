@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from numbers import Real
 
-from ..data.reading.decoding import require_module
-from ..data.rows.cells import cell_value
-from .answers import Json, extract_answer, normal_form, rewards_by_reference
-from .calls import Argument, Completion, Reference
+from ...data.reading.decoding import require_module
+from ...data.rows.cells import cell_value
+from ..answers import Json, extract_answer, normal_form, rewards_by_reference
+from ..calls import Argument, Completion, Reference
 
 
 # Spaces beside letters of scripts that are written without spaces: Chinese, Japanese, Thai, Lao, Burmese and Khmer

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ..data.reading.decoding import require_module
 from ..families import MODALITIES
-from .events import EventPart
+from ..reporting.events import ErrorCallback, EventPart
+from ..reporting.model_card import CURVES
 
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-FILE_NAME = "training_curves.png"
 
 _SHARE_OF_TIME = 0.02  # maximum share of the training time for drawing
 _LONGEST_UNSMOOTHED = 60  # points of the longest curve that isn't smoothed
@@ -208,11 +207,11 @@ def smoothed(values: "pd.Series") -> "pd.Series":
     return values.ewm(span=max(len(values) / 40, 1), ignore_na=True).mean()
 
 
-class TrainingCurvesCallback(TrainerCallback):
+class TrainingCurvesCallback(ErrorCallback):
     """
     A [`~transformers.TrainerCallback`] that draws the training curves into `training_curves.png` in the output folder.
 
-    [`~reporting.curves.figure_of`] draws the picture of the whole run, also after resuming. The main process draws
+    [`figure_of`] draws the picture of the whole run, also after resuming. The main process draws
     after logs, for at most a fiftieth of the time, and at the end of training. The callback replaces the file
     atomically. It doesn't use pyplot, so notebooks are unaffected.
 
@@ -245,6 +244,8 @@ class TrainingCurvesCallback(TrainerCallback):
         self._has_ended = True
         self._write(args, state)
 
+    on_error = on_train_end
+
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Draws a picture on the main process if the log has a metric to draw, and sets the time of the next one."""
         metrics = _metrics_of(state.log_history)
@@ -258,7 +259,7 @@ class TrainingCurvesCallback(TrainerCallback):
         figure = figure_of(state.log_history, title)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_figure(figure, folder / FILE_NAME)
+            save_figure(figure, folder / CURVES)
         except OSError as error:  # a full disk is no reason to stop training
             logger.warning(f"The training curves were not drawn: {error}")
         end = time.perf_counter()

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from .answers import accuracy_reward, completion_text, extract_answer
-from .calls import Argument, Completion
+from ..answers import accuracy_reward, completion_text, extract_answer
+from ..calls import Argument, Completion
 from .choices import choice_reward, vote_of
 
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeGuard, TypeVar
 
-from .answers import Json, extract_answer
-from .calls import RowError
+from ..answers import Json, extract_answer
+from ..calls import RowError
 
 
 T = TypeVar("T")

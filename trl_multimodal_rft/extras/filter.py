@@ -11,16 +11,16 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from trl import ModelConfig
 
+from ..cli.arguments import RFTScriptArguments, option
+from ..cli.preflight import check_ablated_modality
 from ..data.reading.rules import MediaRules
 from ..data.rows.difficulty import PASS_RATE
-from ..data.rows.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
 from ..evaluation.result import metric_lines
-from ..reporting.curves import save_figure
-from ..reporting.plots import check_plot, histograms
-from .arguments import RFTScriptArguments, option
+from .curves import save_figure
 from .evaluate import EvaluationArguments, evaluate_by_name
-from .preflight import check_ablated_modality
+from .plots import check_plot, histograms
+from .prepare.folders import check_empty, write_folder
 
 
 # File name of the report, in the folder of the kept rows

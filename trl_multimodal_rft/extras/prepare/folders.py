@@ -13,12 +13,12 @@ from datasets import Dataset, DatasetDict
 from datasets.features.features import FeatureType
 from tqdm import tqdm
 
+from ...data.reading.refs import MediaRef
+from ...data.reading.rules import DEFAULT_RULES, MediaRules
+from ...data.reading.sizes import media_size
+from ...data.reading.sources import fetch_file, open_file
+from ...data.rows.features import feature_leaves, is_media_feature, map_features
 from ...progress import progress_bar
-from ..reading.refs import MediaRef
-from ..reading.rules import DEFAULT_RULES, MediaRules
-from ..reading.sizes import media_size
-from ..reading.sources import fetch_file, open_file
-from .features import feature_leaves, is_media_feature, map_features
 
 
 # Bytes and rows after which another row group of Parquet begins, and bytes after which another file begins

@@ -4,8 +4,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from .answers import accuracy_reward
-from .calls import Argument, Completion
+from ..answers import accuracy_reward
+from ..calls import Argument, Completion
 
 
 # Reward, between 0 and 1, above which Video-R1's code counts a completion as correct
