@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.engines import vllm, vllm_versions
-from trl_multimodal_rft.trainers import engine
+from trl_multimodal_rft.trainers.shared import engine
 from trl_multimodal_rft.trainers.shared.arguments import check_arguments
 from trl_multimodal_rft.versions import WARNED
 
