@@ -69,6 +69,11 @@ class DatasetPacker:
                 new_fingerprint=self._fingerprint(dataset, cuts_rows),
                 desc=f"Tokenizing {split} dataset",
             )
+            if len(tokens) < n_rows:
+                logger.warning(
+                    f"{n_rows - len(tokens)} of the {n_rows} rows of the {split} dataset are left out, because "
+                    f"`max_length` ({args.max_length}) leaves nothing of them to learn."
+                )
             if args.shuffle_dataset:  # otherwise only neighbors share a packed row
                 tokens = tokens.shuffle(seed=args.seed)
             packed = pack_dataset(tokens, args.max_length, args.packing_strategy, {"desc": f"Packing {split} dataset"})

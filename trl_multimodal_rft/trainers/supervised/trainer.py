@@ -177,11 +177,14 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
 
     # Datasets
 
+    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
+        return self._packer.takes(dataset, split)
+
     def _packed(self, dataset: Rows, split: str) -> Rows:
-        return self._packer.packed(dataset, split) if self._packer.takes(dataset, split) else dataset
+        return self._packer.packed(dataset, split) if self._packs_dataset(dataset, split) else dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
-        is_whole = splits_rows(self.args, split) and self._packer.takes(dataset, split)
+        is_whole = splits_rows(self.args, split) and self._packs_dataset(dataset, split)
         return dataset if is_whole else super()._without_overlong(dataset, split)
 
     # Update
