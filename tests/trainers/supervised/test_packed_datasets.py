@@ -11,7 +11,16 @@ import transformers as hf
 from datasets import Dataset
 from helpers.families import decoder, instantiate, tokenizer
 from helpers.trainer_utils import load
-from test_sft import PAIRS, assert_same, flat, make, picture_rows, text_rows, trained, weights_after
+from trainers.supervised.test_sft import (
+    PAIRS,
+    assert_same,
+    flat,
+    make,
+    picture_rows,
+    text_rows,
+    trained,
+    weights_after,
+)
 from trl import SFTConfig, SFTTrainer
 
 
