@@ -46,10 +46,13 @@ def input_error(error: BaseException) -> str | None:
 def write_input_error(error: BaseException) -> None:
     """
     Writes an input error of a launched process to the folder in `ERROR_FOLDER_VARIABLE`, where the command reads it.
-    For an error of a reward function, also prints the traceback of the user's code. Raises other errors.
+    For an error of a reward function, also prints the traceback of the user's code. Raises other errors, unless
+    another process has written its input error and ended: then this process has only lost its connection.
     """
     text = input_error(error)
     folder = os.environ.get(ERROR_FOLDER_VARIABLE)
+    if text is None and folder is not None and isinstance(error, RuntimeError) and any(Path(folder).iterdir()):
+        return
     if text is None or folder is None:
         raise error
     if isinstance(error, RewardError):
