@@ -8,9 +8,9 @@ from .lazy import lazy_names
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .evaluation import GenerationEvalCallback
+    from .extras.curves import TrainingCurvesCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.console import CompactLogCallback
-    from .reporting.curves import TrainingCurvesCallback
     from .trainers.distillation.config import MultimodalDistillationConfig
     from .trainers.distillation.trainer import MultimodalDistillationTrainer
     from .trainers.grpo.config import MultimodalGRPOConfig
@@ -36,7 +36,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".evaluation": ["GenerationEvalCallback"],
         ".lightrft": ["ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"],
         ".reporting.console": ["CompactLogCallback"],
-        ".reporting.curves": ["TrainingCurvesCallback"],
+        ".extras.curves": ["TrainingCurvesCallback"],
         ".trainers.distillation.config": ["MultimodalDistillationConfig"],
         ".trainers.distillation.trainer": ["MultimodalDistillationTrainer"],
         ".trainers.grpo.config": ["MultimodalGRPOConfig"],

@@ -39,7 +39,7 @@ transformers.models.qwen2_audio.modeling_qwen2_audio transformers.models.qwen2_a
 transformers.models.qwen2_vl.video_processing_qwen2_vl transformers.models.qwen3_vl.processing_qwen3_vl
 transformers.models.whisper.feature_extraction_whisper transformers.tokenization_mistral_common
 trl_multimodal_rft.cli trl_multimodal_rft.evaluation trl_multimodal_rft.lightrft.trainer.experience_maker
-trl_multimodal_rft.cli.evaluate trl_multimodal_rft.cli.training
+trl_multimodal_rft.extras.evaluate trl_multimodal_rft.cli.training
 trl_multimodal_rft.trainers.distillation.trainer trl_multimodal_rft.trainers.preference.dpo_trainer
 trl_multimodal_rft.trainers.grpo.trainer
 trl_multimodal_rft.trainers.ppo.trainer trl_multimodal_rft.trainers.rloo.trainer

@@ -3,7 +3,7 @@
 
 import pytest
 from helpers.real_models import REAL
-from test_examples import launch
+from scripts.test_examples import launch
 
 
 pytestmark = REAL

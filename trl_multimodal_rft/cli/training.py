@@ -19,7 +19,6 @@ from trl import ModelConfig
 from ..data.rows.load import only_split
 from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
-from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
 from ..trainers.checkpoints.files import checkpoints
 from ..trainers.checkpoints.mixin import CheckpointMixin
@@ -130,6 +129,8 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
 def curves_callbacks() -> list[TrainerCallback]:
     """Returns the callback that draws the curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
+        from ..extras.curves import TrainingCurvesCallback
+
         return [TrainingCurvesCallback()]
     logger.warning('No curves are drawn without matplotlib; `pip install "trl-multimodal-rft[plots]"`.')
     return []

@@ -33,7 +33,7 @@ from ..families import input_modalities
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import dropped_tags, reward_loop
-from ..rewards.choices import extracted_answer
+from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.reward import checked_functions, reward_rollout

@@ -25,7 +25,7 @@ from ..data.rows.pairs import COMPLETIONS, TIE, check_all_is_read, check_pairs, 
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import call_rewards, checked_reward, reward_arguments, reward_loop
-from ..rewards.preference import verdict_in
+from ..rewards.ready.preference import verdict_in
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from ..credentials import without_secrets
-from ..rewards.choices import vote_of
+from ..rewards.ready.choices import vote_of
 from ..rollout.turns import LIMITS
 from .config import EvaluationConfig
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval

@@ -83,7 +83,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         reward_fn_label_map (`dict[str, int]`, *optional*):
             Index of each source of reward by its name; models come before servers.
         reward_recipe (`dict`, *optional*):
-            Without `reward_fn`, the sources that count for each label, see [`~rewards.recipe.combine_rewards`].
+            Without `reward_fn`, the sources that count for each label, see [`~rewards.ready.recipe.combine_rewards`].
         processor ([`~transformers.ProcessorMixin`], *optional*):
             The policy's processor, for prompts with media.
 

@@ -19,7 +19,7 @@ from ...encoding.processors import completion_texts
 from ...extras.remote import RemoteReward
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments, reward_tensor
-from ...rewards.recipe import add_rewards, combine_rewards
+from ...rewards.ready.recipe import add_rewards, combine_rewards
 from .experience import Samples
 
 

@@ -84,7 +84,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         loss_type (`str`, *optional*, defaults to `"dapo"`):
             Policy loss of [`~algorithms.losses.LOSSES`] by its name, with settings after it, such as
             `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`. `"gmpo"` takes `epsilon` in log space (0.4 in its paper).
-            `"dual_clip"` takes `delta` (3 by default) as its bound.
+            `"dppo_tv"` and `"dppo_kl"` take `epsilon` as the largest divergence of a token from the policy that
+            sampled (0.15 and 0.05 in the authors' script), and `"ipo"` and `"kl_cov"` don't read it. `"dual_clip"`
+            takes `delta` (3 by default) as its bound.
 
         > Parameters that control which tokens are trained on, if `top_entropy_quantile` is below 1
 
@@ -228,6 +230,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps. `reward_running_scale`, "
                 "`reward_clip_range` and `kl_estimator='k1'` have no effect on them; remove these options."
             )
+        k = None if callable(self.advantage_estimator) else self.estimator.setting("k")
+        if k is not None and k > self.num_generations:
+            raise ValueError(
+                f"`advantage_estimator={self.advantage_estimator!r}` compares sets of {k} completions of a prompt, so "
+                f"`num_generations` ({self.num_generations}) must be at least {k}. Raise it, or set a smaller `k`."
+            )
         if self.scale_rewards != "group" and self.estimator.name != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove "
@@ -273,8 +281,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
                 "'reinforce_baseline'."
             )
-        # Without a critic or steps, only the KL penalty differs between the tokens of a completion
+        # Without a critic, steps or a baseline per token, only the KL penalty differs between a completion's tokens
         tokens_differ = self.estimator.needs == "critic" or self.estimator.step_input is not None
+        tokens_differ = tokens_differ or self.estimator.reads_logps
         if sequence_level and token_level and (tokens_differ or self.kl_in_reward):
             condition = "" if tokens_differ else " with the KL divergence in the reward"
             raise ValueError(
@@ -320,7 +329,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 raise ValueError(
                     f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {clip_bound}."
                 )
-        elif self.delta is not None and not loss.sequence_level:  # TRL's losses ignore it
+        elif self.delta is not None and not loss.sequence_level and loss.name != "fipo":  # TRL's losses ignore it
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
 
     def _check_view(self) -> None:
@@ -380,6 +389,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     @property
     def reads_steps(self) -> bool:
         return self.estimator.step_input is not None
+
+    @property
+    def advantages_read_logps(self) -> bool:
+        """`True` if advantages are computed from log-probabilities, too."""
+        return callable(self.advantage_estimator) or self.kl_in_reward or self.estimator.reads_logps
 
     @property
     def kl_in_reward(self) -> bool:

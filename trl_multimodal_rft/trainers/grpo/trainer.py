@@ -185,7 +185,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
-        if (scores_early and self.model.training) or callable(args.advantage_estimator) or self._kl_in_reward:
+        if (scores_early and self.model.training) or args.advantages_read_logps:
             self._score_with_entropies([rollout])
         if args.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
@@ -261,7 +261,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
         args = self.args
-        needs_logps = callable(args.advantage_estimator) or self._kl_in_reward
+        needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
         advantages = estimate_advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
