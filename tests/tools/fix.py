@@ -2,9 +2,9 @@
 """
 Writes what follows from the rest of the repository; `make fix` runs it.
 
-It formats the code and writes the table of options and its page; in README and docs counts, lists of commands,
-LightRFT's options, the self-check's example, pinned versions, and entries of public names on the reference pages;
-and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these is stale, but for
+It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
+counts, lists of commands, LightRFT's options, the self-check's example, pinned versions, and entries of public names on
+the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these is stale, but for
 LightRFT's options.
 """
 
@@ -195,6 +195,8 @@ def derived() -> dict[Path, str]:
     for page in (README, ROOT / "docs" / "README.md"):
         texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    texts[drawing["PICTURE"]] = drawing["picture"]()
     return texts
 
 
