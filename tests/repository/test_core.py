@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import house
 import pytest
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = house.ROOT
 
 # Imports each module of the copy, each trainer with its config, and prints the help of each command
 USE = """

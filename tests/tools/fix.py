@@ -2,9 +2,9 @@
 """
 Writes what follows from the rest of the repository; `make fix` runs it.
 
-It formats the code and writes the table of options and its page; in README and docs counts, lists of commands,
-LightRFT's options, the self-check's example, pinned versions, and entries of public names on the reference pages;
-and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these is stale, but for
+It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
+counts, lists of commands, LightRFT's options, the self-check's example, pinned versions, and entries of public names on
+the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these is stale, but for
 LightRFT's options.
 """
 
@@ -15,8 +15,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
@@ -197,14 +195,14 @@ def derived() -> dict[Path, str]:
     for page in (README, ROOT / "docs" / "README.md"):
         texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    texts[drawing["PICTURE"]] = drawing["picture"]()
     return texts
 
 
 def bounds() -> str:
     """Returns the text of `house.json`, with bounds that have fallen."""
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # a step is run, which prints
-        found = house.ties()
-    return json.dumps(house.lowered(found, json.loads(house.BOUNDS.read_text())), indent=2) + "\n"
+    return json.dumps(house.lowered(house.ties(), json.loads(house.BOUNDS.read_text())), indent=2) + "\n"
 
 
 def stale(texts: dict[Path, str]) -> list[str]:

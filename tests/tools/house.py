@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Measures the ties of the code to TRL, how a step passes through its layers, its types, and its size.
+Measures the ties of the code to TRL, and its types.
 
-`house.json` holds upper bounds of the ties and the types, which `test_house.py` checks and `make fix` lowers. Sizes,
-words of the docs and the density of planted defects are printed alone.
+`house.json` holds their upper bounds, which `test_house.py` checks and `make fix` lowers. The density of planted
+defects is printed alone.
 
 ```bash
 python tests/tools/house.py                          # prints the numbers
@@ -12,21 +12,15 @@ python tests/tools/house.py --changed-since HEAD~3   # prints the test files tha
 """
 
 import ast
-import dis
 import importlib.util
 import inspect
 import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter, defaultdict
-from contextlib import redirect_stdout
-from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import NamedTuple
 
 
 ROOT = Path(__file__).parents[2]
@@ -207,98 +201,6 @@ def outside() -> list[str]:
     return re.findall(r"^\| \[`([\w/]+)/`\]", table, re.MULTILINE)
 
 
-class Call(NamedTuple):
-    """Call of one function of the package by another, with functions of other packages between them left out."""
-
-    caller: str  # module and function
-    function: str
-    begins: bool  # otherwise a generator goes on
-    stages: tuple[str, ...]  # functions of `STAGES` around the call, the innermost first
-
-    @property
-    def modules(self) -> tuple[str, str]:
-        return self.caller.partition(":")[0], self.function.partition(":")[0]
-
-    @property
-    def goes_up(self) -> bool:
-        """`True` if the caller can't import the function, which is in a layer below it in the table."""
-        caller, function = (LAYERS.index(Path(name).parts[0].removesuffix(".py")) for name in self.modules)
-        return caller < function
-
-
-LAYERS = layers()
-STAGES = {"_prepare_inputs": "a step", "_draw": "a rollout", "encode_prompt": "a prompt"}
-
-
-@cache
-def calls_of_step() -> list[Call]:
-    """Returns the calls in the stages of one step of GRPO on images, in order, without those of the update."""
-    from helpers.trainer_utils import image_rows, run
-
-    calls: list[Call] = []
-
-    @cache
-    def name(code: CodeType) -> str | None:
-        """Returns a function's module and name, or none outside of the package's layers."""
-        path = Path(code.co_filename)
-        if not path.is_relative_to(PACKAGE) or path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in LAYERS:
-            return None
-        return f"{path.relative_to(PACKAGE)}:{code.co_qualname}"
-
-    @cache
-    def start(code: CodeType) -> int:
-        """Returns the last index of instructions with which a function has just been called."""
-        made = [line.offset for line in dis.get_instructions(code) if line.opname == "RETURN_GENERATOR"]
-        return made[0] if made else sys.maxsize
-
-    def trace(frame: FrameType, event: str, _) -> None:
-        if event != "call" or name(frame.f_code) is None:
-            return
-        callers, caller = [], frame.f_back
-        while caller is not None:
-            callers += [] if name(caller.f_code) is None else [caller.f_code]
-            caller = caller.f_back
-        stages = tuple(STAGES[code.co_name] for code in callers if code.co_name in STAGES)
-        if stages:
-            begins = frame.f_lasti <= start(frame.f_code)
-            calls.append(Call(name(callers[0]), name(frame.f_code), begins, stages))
-
-    sys.setprofile(trace)
-    try:
-        run(trainers()["GRPO"], "qwen2_5_vl", image_rows(), max_steps=1, beta=0.04)
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def calls_against_layers() -> dict[str, list[str]]:
-    """
-    Returns the functions in a layer that functions of one above it in the table call, although they can't import
-    them: in a rollout, and in the encoding of a prompt. Generators count where they are made, not where they go on.
-    """
-    up: dict[str, set[str]] = {"a rollout": set(), "a prompt": set()}
-    for call in calls_of_step():
-        if call.begins and call.goes_up and call.stages[0] in up:
-            up[call.stages[0]].add(f"{call.caller} -> {call.function}")
-    return {stage: sorted(calls) for stage, calls in up.items()}
-
-
-def passages_of_step() -> dict[str, int | list[str]]:
-    """
-    Returns the modules that a step enters up to its loss, the pairs of modules between which control passes, and the
-    calls to a lower layer of the table, with those of generators that go on.
-    """
-    calls = [call for call in calls_of_step() if "a step" in call.stages]
-    between = [call.modules for call in calls if len({*call.modules}) > 1]
-    up = Counter(" -> ".join(call.modules) for call in calls if call.goes_up)
-    return {
-        "modules": sorted({name for call in calls for name in call.modules}),
-        "pairs of modules": len({*between}),
-        "calls up the layers": up.total(),
-        "pairs up the layers": [f"{modules} ({n})" for modules, n in sorted(up.items())],
-    }
-
-
 # Names and types
 
 
@@ -409,28 +311,6 @@ def private_of_others() -> list[str]:
     )
 
 
-def config_fields() -> list[str]:
-    """Returns the names of options that the configs have and TRL's don't."""
-    configs = exported("Config").values()
-    upstream = {
-        field.name
-        for config in configs
-        for base in config.__mro__
-        if not is_own(base) and is_dataclass(base)
-        for field in fields(base)
-    }
-    return sorted({field.name for config in configs for field in fields(config)} - upstream)
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
-
-
-def logical_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(token.type == tokenize.NEWLINE for token in tokenize.tokenize(file.readline))
-
-
 def overridden_in_tests() -> list[str]:
     """Returns private methods of trainers that classes of the tests override."""
     private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
@@ -446,13 +326,11 @@ def overridden_in_tests() -> list[str]:
 
 def ties() -> dict:
     """Returns what has bounds in `house.json`."""
-    sys.path.append(str(ROOT / "tests"))
     from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
 
     every = {name: overrides(trainer) for name, trainer in trainers().items()}
     together = set().union(*every.values())
     private = set().union(*map(private_names, trainers().values()))
-    mocks = [path for path in modules().values() if "unittest" in path.read_text()]
     return {
         "overrides": sorted(together),
         "overridden names": sorted({name.split(".")[1] for name in together}),
@@ -462,9 +340,6 @@ def ties() -> dict:
         "private names": sorted(private),
         "names in the contract": len({path.split(".")[-1] for path in ALL_OVERRIDDEN}) + len(CALLED),
         "private methods overridden in tests": overridden_in_tests(),
-        "import circles": [" <-> ".join(circle) for circle in import_circles()],
-        "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
-        "calls against the layers": calls_against_layers(),
         "functions that take a trainer": takes_a_trainer(),
         "private names of other objects": private_of_others(),
         "untyped annotations": untyped(),
@@ -480,28 +355,8 @@ def lines_per_defect() -> dict[str, int]:
     defects = Counter(folder(Path(entry["file"])) for entry in json.loads(DEFECTS.read_text()))
     total: Counter[str] = Counter()
     for path in modules().values():
-        total[folder(path.relative_to(PACKAGE))] += lines(path)
+        total[folder(path.relative_to(PACKAGE))] += len(path.read_text().splitlines())
     return {each: n // max(defects[each], 1) for each, n in total.items()}
-
-
-def sizes() -> dict[str, int | list[str] | dict]:
-    """Returns what is printed and has no bounds."""
-    from trl_multimodal_rft.rollout.rollout import Rollout
-
-    code = {"the package": [*PACKAGE.rglob("*.py")], "tests": [*(ROOT / "tests").rglob("*.py")]}
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in pages}
-    generated = sum(n for name, n in words.items() if name.startswith("docs/generated/"))
-    return {
-        "fields of a rollout": [field.name for field in fields(Rollout)],
-        "own config fields": config_fields(),
-        "a step of GRPO on images, up to its loss": passages_of_step(),
-        **{f"lines of {name}": sum(map(lines, paths)) for name, paths in code.items()},
-        **{f"logical lines of {name}": sum(map(logical_lines, paths)) for name, paths in code.items()},
-        "words": words,
-        "words, but for generated pages": sum(words.values()) - generated,
-        "lines per planted defect (at most 150, so that each folder is guarded)": lines_per_defect(),
-    }
 
 
 def bounds_of(found: dict) -> dict:
@@ -536,8 +391,8 @@ def _main() -> None:
     if "--changed-since" in sys.argv:
         print(*tests_changed_since(sys.argv[-1]))
         return
-    with redirect_stdout(sys.stderr):  # the step that is run prints
-        found = {**ties(), **sizes()}
+    per_defect = "lines per planted defect (at most 150, so that each folder is guarded)"
+    found = {**ties(), per_defect: lines_per_defect()}
     for key, value in found.items():
         if isinstance(value, dict):
             numbers = {name: n if isinstance(n, int) else f"{len(n)}: {', '.join(n)}" for name, n in value.items()}

@@ -428,8 +428,8 @@ class MultimodalTrainer(CheckpointMixin):
             sample_asynchronously = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
             ids, logps = sample_asynchronously(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            arguments = self.sampler, rollout, (ids, logps), branches, self.tool_loop
-            ids, logps, tool_mask = continue_after_tools(run, *arguments)
+            outcome = continue_after_tools(run, self.sampler, rollout, (ids, logps), branches, self.tool_loop)
+            ids, logps, tool_mask = outcome.add_to(rollout)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)

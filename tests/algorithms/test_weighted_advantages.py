@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from algorithms.test_advantages import NAN, batches, on_grid, properties, seeds, slow_groups, tensor, unpack
 from hypothesis import given
 from hypothesis import strategies as st
-from test_advantages import NAN, batches, on_grid, properties, seeds, slow_groups, tensor, unpack
 from torch.testing import assert_close
 
 from trl_multimodal_rft import MultimodalGRPOConfig

@@ -9,8 +9,8 @@ import torch
 from helpers.grpo_runs import ours
 from helpers.marks import slow_but
 from helpers.trainer_utils import norm, relative_difference
-from test_grpo_algorithms import REUSED, check_losses
 from torch.testing import assert_close
+from trainers.grpo.test_grpo_algorithms import REUSED, check_losses
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.algorithms.losses import LossInputs, LossOptions, as_loss
