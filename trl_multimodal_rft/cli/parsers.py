@@ -100,7 +100,6 @@ def check(parser: Parser) -> None:
 
 
 def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `check` from a run config."""
     options = {"dataset_split": run_config["dataset_train_split"]} if "dataset_train_split" in run_config else {}
     config = run_config.get("accelerate_config")
     processes = process_count(run_config, None if config is None else str(config))
@@ -146,12 +145,12 @@ def estimate(parser: Parser) -> None:
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `estimate` from a run config."""
     launch = {
         **read_config(config_path("accelerate_configs", str(run_config.get("accelerate_config", "single_gpu")))),
         **run_config,
     }
-    deepspeed, parallelism = launch.get("deepspeed_config"), launch.get("parallelism_config")
+    deepspeed = launch.get("deepspeed_config")
+    parallelism = launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
     config_keys = {  # key of the run config, by the option of `estimate` that it sets
