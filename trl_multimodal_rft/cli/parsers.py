@@ -18,7 +18,7 @@ LAYOUTS = {
     "audiomcq": "load_audiomcq",
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
-    "video-r1": "load_video_r1",
+    "avqa-r1": "load_avqa_r1",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
@@ -190,6 +190,5 @@ def prepare(parser: Parser) -> None:
         "of AudioMCQ, keep rows that most models answer only with the audio (strong), or also without (weak)"
     )
     add("--contribution", choices=("weak", "strong"), help=contribution_help)
-    add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--media_rules", type=parse_json, help=_RULES_HELP)

@@ -62,7 +62,7 @@ _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "questio
 # pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
 _LAYOUTS = (
     ("verl", {"prompt", "data_source", "reward_model"}),
-    ("video-r1", {"problem", "data_type", "path"}),
+    ("avqa-r1", {"problem", "data_type", "path"}),
     ("avqa", {"question_text", "multi_choice"}),
     ("mmau", {"audio_id", "choices"}),
     ("easyr1", {"problem", "answer"}),
