@@ -12,6 +12,7 @@ import sys
 import textwrap
 import tomllib
 import warnings
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,12 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
 from trl_multimodal_rft.trainers.checkpoints.mixin import CheckpointMixin
+from trl_multimodal_rft.trainers.distillation.method import DISTILLATION
+from trl_multimodal_rft.trainers.grpo.method import GRPO
+from trl_multimodal_rft.trainers.ppo.method import PPO
+from trl_multimodal_rft.trainers.preference.methods import DPO, KTO, REWARD
+from trl_multimodal_rft.trainers.rloo.method import RLOO
+from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CACHE_NAMES,
@@ -117,6 +124,19 @@ def test_every_trainer_has_its_config_command_card_and_tests(name):
     known = house.modules()
     tests = [path for path in TESTS.rglob("test_*.py") if trainer.__module__ in house.imports(path, known)]
     assert any(command in path.stem for path in tests)
+
+
+METHODS = {"GRPO": GRPO, "RLOO": RLOO, "PPO": PPO, "Distillation": DISTILLATION, "SFT": SFT}
+METHODS |= {"DPO": DPO, "KTO": KTO, "Reward": REWARD}
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_methods_list_the_defaults_of_their_configs(name):
+    options = {option.name: option for option in fields(house.exported("Config")[name])}
+    listed = METHODS[name].defaults
+    chosen = [options[option] for option in listed]
+    defaults = [option.default_factory() if option.default is MISSING else option.default for option in chosen]
+    assert listed and dict(zip(listed, defaults, strict=True)) == listed
 
 
 TRAINERS = [
