@@ -219,7 +219,6 @@ def test_trl_builds_on_the_methods_that_are_overridden(name):
 IN_PART = {"_get_per_token_logps_and_entropies", "_prepare_dataset"}  # overrides that call TRL's for some inputs alone
 ENCODING = "the package encodes prompts and completions with media itself, in `encoding/`"
 LOADING = "rows are read, sharded and ordered by `rollout/stream.py`"
-READ_AHEAD = f"{LOADING}; rows of a `Dataset` are read ahead in the forked processes of its own pool"
 TOOLS = "TRL's attribute of tools and environments; those arguments are read by `rollout/environments.py`"
 # Names that methods of TRL read, and that nothing reads once a trainer replaces these methods, with the reason
 UNREAD = {
@@ -234,11 +233,7 @@ UNREAD = {
     "_train_batch_size": LOADING,
     "train_batch_size": LOADING,
     "length_column_name": "strategies that order rows by length raise an error",
-    "dataloader_in_order": READ_AHEAD,
-    "dataloader_multiprocessing_context": READ_AHEAD,
-    "dataloader_persistent_workers": READ_AHEAD,
-    "dataloader_pin_memory": READ_AHEAD,
-    "dataloader_prefetch_factor": READ_AHEAD,
+    "dataloader_pin_memory": "nothing is pinned, as with `False`; a default of `True` can't be told from a choice",
     "_async_tool_dicts": TOOLS,
     "_sync_tool_dicts": TOOLS,
     "_standalone_tools": TOOLS,
