@@ -3,9 +3,9 @@
 Updates of a pretrained model that sees by `trl.GRPOTrainer` and by `MultimodalGRPOTrainer`: `real_curves.py --sight`.
 
 Both trainers get the same folder, rows, options and seed, and train the projector in float32 while tower and language
-model are frozen. They begin with a model after the cold start of `make demo-sight`, which the first run trains. A run
-stores its rewards, KL divergences and checksums of tokens after each update, and the trained weights after the first
-and the last one.
+model are frozen. They begin with a model after a cold start by SFT on answers of one word, which the first run trains.
+A run stores its rewards, KL divergences and checksums of tokens after each update, and the trained weights after the
+first and the last one.
 """
 
 import argparse
@@ -62,7 +62,7 @@ UPDATES = {TRL: 40, TRL_AS_IS: 15, OURS: 40}
 OPTIONS = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
-    "max_completion_length": 10,
+    "max_completion_length": 4,
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
     "beta": 0.01,
@@ -127,15 +127,17 @@ class Records(TrainerCallback):
 
 
 def cold_started() -> str:
-    """Returns the folder of a model after the cold start of `make demo-sight`. A later call returns at once."""
+    """Returns the folder of a model after a cold start on answers of one word. A later call returns at once."""
     folder = OUTPUTS / "cold_start"
     if not is_complete(folder):
         release = vision_model()
         model = AutoModelForImageTextToText.from_pretrained(release)
         processor = AutoProcessor.from_pretrained(release)
-        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "described"])
-        args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)
-        cold_start(model, processor, rows.rename_column("described", "completion"), args, **COLD_START)
+        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "solution"])
+        args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)  # seed 42
+        cold_start(
+            model, processor, rows.rename_column("solution", "completion"), args, **{**COLD_START, "max_steps": 40}
+        )
         save_release(folder, processor, model)
     return str(folder)
 
@@ -212,6 +214,8 @@ def _of_weights(one: str, other: str, moment: str) -> str:
     if not all(path.exists() for path in paths):
         return ""
     theirs, ours = (load_file(path) for path in paths)
+    if not all(any(name.startswith(moment) for name in weights) for weights in (theirs, ours)):
+        return ""
 
     def vector(weights: dict[str, torch.Tensor], moment: str) -> torch.Tensor:
         return torch.cat([p.flatten() for name, p in sorted(weights.items()) if name.startswith(moment)]).double()
