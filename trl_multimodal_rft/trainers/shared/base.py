@@ -22,8 +22,8 @@ from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import PendingMetrics
 from ...checks.run_checks import Checks
 from ...data.rows.batches import BatchShape, repeat_order
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import Rows, restore_media
+from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.samplers import Sampler

@@ -15,8 +15,8 @@ from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
 from ...checks.sequences import check_sequences
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import undecoded
+from ...data.rows.names import MEDIA_COLUMNS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
