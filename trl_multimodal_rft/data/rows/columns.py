@@ -270,8 +270,9 @@ class _RowReader:
                 raise self.error(
                     refs[0].column.split("[")[0], f"has {len(refs)} {modality}s for {len(blocks)} {problem}"
                 )
-            for block, ref in zip(blocks, refs, strict=False):
-                block[modality] = replace(ref, options=block[modality].options)
+            for block, ref in zip(blocks, _in_order_of_blocks(refs, blocks, modality), strict=False):
+                options = {key: value for key, value in block[modality].options.items() if key != "index"}
+                block[modality] = replace(ref, options=options)
             if not blocks and refs:
                 text = as_text(
                     [strip_media(message) for message in messages if message["role"] not in ("assistant", "tool")]
@@ -394,6 +395,17 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
             if ref.source is None:
                 placeholders[ref.modality].append(block)
     return placeholders
+
+
+def _in_order_of_blocks(refs: list[MediaRef], blocks: list[dict[str, Any]], modality: str) -> list[MediaRef]:
+    """Returns the media of a column in the order of their placeholders, which may have an `index` of their medium."""
+    indices = [block[modality].options.get("index", position) for position, block in enumerate(blocks)]
+    if sorted(indices) != [*range(len(blocks))]:
+        raise blocks[0][modality].error(
+            f"the option 'index' of the {modality} blocks is {indices}; give each {modality} of the column one block, "
+            "counted from 0, or leave 'index' out"
+        )
+    return [refs[index] for index in indices] if blocks else refs
 
 
 def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
