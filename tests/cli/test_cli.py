@@ -352,6 +352,12 @@ def broken(completions, **kwargs):
 
 def length(completions, **kwargs):
     return [float(len(each)) for each in completions]
+
+
+def on_one_rank(completions, **kwargs):
+    import os
+
+    return [{"0": 1.0}[os.environ["RANK"]] for _ in completions]
 """
 
 
@@ -441,6 +447,15 @@ def test_tracebacks_of_launched_processes(tmp_path):
     last = broken.stderr.splitlines()[-1]
     told = r"The reward function 'broken' raised KeyError for row \d, at mine.py:3: 'gone'"
     assert re.fullmatch(rf"trl-multimodal-rft grpo: error: {told} \(`--debug` shows the traceback\)", last)
+
+
+@pytest.mark.gate
+def test_error_of_one_of_two_processes_is_not_followed_by_the_other_s(tmp_path):
+    """The other process only loses its connection."""
+    run = launched(2, tmp_path, "--prompt", "{question}", "--reward_funcs", "mine.on_one_rank")
+    assert run.returncode == 1 and run.stderr.count("Traceback") == 1, run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("trl-multimodal-rft grpo: error: The reward function 'on_one_rank' raised KeyError for row")
 
 
 def by_accelerate(command, n_processes):

@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser(name: str) -> Parser:
-    prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
+    prog = f"{_PROG} {name}"
+    description = COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
         return launched_command_parser(prog, options_of(name), description)
     parser = Parser(prog, description)

@@ -56,7 +56,9 @@ _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _MAX_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
 
-_MOST_NODES, _DEEPEST = 100_000, 100  # limits on the values of a config file, with those that aliases repeat
+# Limits on the values of a config file, with those that aliases repeat
+_MOST_NODES = 100_000
+_DEEPEST = 100
 
 Value = bool | int | float | str | list | dict | None
 
@@ -95,7 +97,8 @@ def read_config(path: str) -> dict[str, Value]:
 
 def _check_nodes(root: Any, path: str) -> None:
     """Raises a `ValueError` about a key that is set twice in a mapping, and about aliases that make endless values."""
-    stack, n_nodes = [(root, 0)], 0
+    stack = [(root, 0)]
+    n_nodes = 0
     while stack:
         node, depth = stack.pop()
         n_nodes += 1
@@ -124,7 +127,9 @@ def config_path(folder: str, name: str) -> str:
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
         # Names with a folder, such as "qwen2_vl_2b/refcoco_grpo", are also compared without it
-        stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
+        stem = Path(name).stem
+        stems = [Path(file).name for file in files]
+        hint = did_you_mean(name, files)
         near_stems = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
         near = [f"`{file}`" for file in files if Path(file).name in near_stems]
         if not near and not hint:
@@ -206,9 +211,11 @@ class Parser(argparse.ArgumentParser):
                     for key, value in convert_run_config(entries).items()
                     if f"--{key}" in self._option_string_actions
                 }
-            elif isinstance(env := entries.pop("env", None), dict):
-                os.environ.update({name: str(value) for name, value in env.items()})
-                namespace.env = env
+            else:
+                env = entries.pop("env", None)
+                if isinstance(env, dict):
+                    os.environ.update({name: str(value) for name, value in env.items()})
+                    namespace.env = env
             self.error_prefix = f"{path}: "
             self._parse_entries(entries, namespace)
             self.error_prefix = ""
@@ -277,7 +284,8 @@ class _Help(argparse.Action):
 def _first_options(parser: Parser) -> str:
     """Returns the options of examples and recipes in groups, one line each."""
     width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
-    lines, n_first = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])], 0
+    lines = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])]
+    n_first = 0
     for group, title in GROUPS.items():
         rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
         lines += ["", f"{title}:"] if rows else []
@@ -331,7 +339,6 @@ def table() -> dict[str, Any]:
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
-    """Returns the options of a launched command."""
     return [option for option in table()["options"] if command in option["commands"]]
 
 
@@ -373,7 +380,9 @@ def launched_command_parser(prog: str, options: Iterable[dict[str, Any]], descri
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
     """Adds an option of [`table`] to a parser or group."""
-    name, type_name, choices = option["name"], option["type"], option["choices"]
+    name = option["name"]
+    type_name = option["type"]
+    choices = option["choices"]
     arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
     text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
     if choices is None:
@@ -417,7 +426,9 @@ def parse_json(text: str) -> Value:
         raise argparse.ArgumentTypeError(f"invalid json value: {text!r} ({error})") from None
 
 
-_parse_bool.__name__, parse_json.__name__ = "bool", "json"  # messages of argparse show these names
+# Messages of argparse show these names
+_parse_bool.__name__ = "bool"
+parse_json.__name__ = "json"
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

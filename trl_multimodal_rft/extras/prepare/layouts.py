@@ -21,14 +21,14 @@ from ...data.rows.cells import truth_value
 from ...data.rows.columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from ...data.rows.features import is_media_feature, with_class_names
 from ...data.rows.letters import without_letters
-from ...data.rows.load import json_file, load_rows, read_json, read_video_questions, required
+from ...data.rows.load import json_file, load_rows, read_json, required
 from ...data.rows.pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 from ...families import MODALITIES
 from .benchmarks import PROBLEM_TEMPLATE
 from .conversations import conversation, preference_pair, source_of
 
 
-# The prompt of [`load_video_r1`]
+# The prompt of [`load_avqa_r1`]
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
 
 # Columns of ms-swift and of LLaMA-Factory that tell whether an answer is desirable
@@ -227,84 +227,61 @@ def load_geo3k(
     return load_easyr1(path, split, template=template)
 
 
-def load_video_r1(
+def load_avqa_r1(
     path: str | Path,
     split: str = "train",
     *,
-    task: Literal["sft", "rl"] = "rl",
     template: str = OPTIONS_TEMPLATE,
-    nframes: int | None = None,
     max_pixels: int | None = None,
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
-    Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
+    Reads AVQA-R1-6K, the questions about images and their sounds of
+    [EchoInk-R1](https://huggingface.co/papers/2505.04623).
 
-    The layout is that of https://huggingface.co/datasets/Video-R1/Video-R1-data: a list in JSON whose entries have
-    `problem`, `options` (with letters, empty for questions without choices), `solution` (the answer, or its letter, in
-    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; entries
-    for supervised training also have `process`, the thoughts before the solution. In
-    https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1, the dataset of
-    [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` maps
-    modalities to paths, `{"image": path, "audio": path}`.
-
-    https://huggingface.co/datasets/PhilipC/IntentTrain has `answer` in place of `solution`, and `video` in
-    place of `path`. The loader keeps its multiple-choice questions about videos, as NeMo RL does.
-
-    See [`load_conversations`] for the other arguments and the errors.
+    The layout is that of https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1: a list in JSON whose
+    entries have `problem`, `options` (with letters), `solution` (the letter of the answer, in answer tags), `path`
+    (`{"image": path, "audio": path}`), `problem_type`, `problem_id` and `data_source`. See [`load_conversations`] for
+    the other arguments and the errors.
 
     Args:
-        task (`str`, *optional*, defaults to `"rl"`):
-            `"rl"` gives `prompt` and `solution`. `"sft"` gives `messages`, in which `process` and `solution` are the
-            answer.
         template (`str`, *optional*):
             Prompt with `{problem}` and `{options}`, one option per line.
-        nframes, max_pixels (`int`, *optional*):
-            Number of frames of each video, and maximum number of pixels of an image or a frame, by default the
-            processor's choice.
+        max_pixels (`int`, *optional*):
+            Maximum number of pixels of an image, by default the processor's choice.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
-        `solution`, `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and
-        `data_source`; or of `messages` instead of prompt, solution and choices.
+        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `images`, `audios`, `solution`,
+        `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and `data_source`.
 
     Example:
     ```python
-    dataset = load_video_r1("Video-R1-data/Video-R1-260k.json")
-    dataset = dataset.filter(lambda form: form == "multiple choice", input_columns="problem_type")
+    dataset = load_avqa_r1("AVQA_R1/train/omni_rl_format_train.json")
+    trainer = MultimodalGRPOTrainer(model, choice_reward, args, dataset)
     ```
     """
+    image_options = {} if max_pixels is None else {"max_pixels": max_pixels}
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        data_type, path = required(row, index, "data_type"), required(row, index, "path")
-        paths = path if isinstance(path, dict) else {data_type: path}
-        if data_type not in ("image", "video", "image_audio", "video_audio") or [*paths] != data_type.split("_"):
+        paths = required(row, index, "path")
+        if not isinstance(paths, dict) or {*paths} != {"image", "audio"}:
             raise ValueError(
-                f"row {index}, column 'data_type': {data_type!r} doesn't fit the path {shortened(repr(path))}; write "
-                "'image' or 'video' and one path, or 'image_audio' or 'video_audio' and a path for each modality."
+                f"row {index}, column 'path': {shortened(repr(paths))} doesn't name an image and its sound; write "
+                '`{"image": path, "audio": path}`.'
             )
-        options = {"nframes": nframes, "max_pixels": max_pixels}
-        block_options = {
-            modality: {name: options[name] for name in options if name in OPTIONS[modality]} for modality in paths
-        }
-        return {
-            **row,
-            **{f"{modality}s": [{modality: file, **block_options[modality]}] for modality, file in paths.items()},
-        }
+        return {**row, "images": [{"image": paths["image"], **image_options}], "audios": [{"audio": paths["audio"]}]}
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         options = row.get("options") or []
         text = template.format(problem=required(row, index, "problem"), options="\n".join(options))
-        chat, solution = [{"role": "user", "content": text}], required(row, index, "solution")
-        if task == "sft":
-            chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
-        extras = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
-        if task == "sft":
-            return {"messages": chat, **extras}
-        choices = without_letters(options) if options else None
-        return {"prompt": chat, "solution": solution, "choices": choices, **extras}
+        return {
+            "prompt": [{"role": "user", "content": text}],
+            "solution": required(row, index, "solution"),
+            "choices": without_letters(options) if options else None,
+            **{name: row.get(name) for name in ("problem_type", "problem_id", "data_source")},
+        }
 
-    return _load_converted(path, split, media_dir, convert, None, with_media, read_video_questions)
+    return _load_converted(path, split, media_dir, convert, None, with_media)
 
 
 def load_preferences(

@@ -97,7 +97,7 @@ class CompletionTrainer(CheckpointMixin):
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
-        self._token_columns = TokenColumns(lambda row: self.data_collator.token_columns(row))
+        self._token_columns = TokenColumns(self.data_collator.token_columns, self.data_collator.token_names)
         self._stream = RowStream(
             self.args,
             self.accelerator,
@@ -107,8 +107,9 @@ class CompletionTrainer(CheckpointMixin):
             metrics=self._metric_log,
             state=lambda: self.state,
         )
-        self.train_dataset = self._without_overlong(self.train_dataset, "train")
+        self.train_dataset = self._packed(self._without_overlong(self.train_dataset, "train"), "train")
         self.eval_dataset = map_splits(self.eval_dataset, partial(self._without_overlong, split="eval"))
+        self.eval_dataset = map_splits(self.eval_dataset, partial(self._packed, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -142,6 +143,13 @@ class CompletionTrainer(CheckpointMixin):
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
             return super()._fingerprints()
+
+    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
+        """Returns whether a dataset is packed before its rows are read."""
+        return False
+
+    def _packed(self, dataset: Rows, split: str) -> Rows:
+        return dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
         """
@@ -196,6 +204,8 @@ class CompletionTrainer(CheckpointMixin):
                 takes = modalities(self.data_collator.model, self.args)
                 warn_of_unread_media(self.args, {"eval_dataset": dataset}, takes, supervised=True)
             dataset = self.data_collator.prepare(dataset, "eval")
+            if self._packs_dataset(dataset, "eval"):
+                dataset = self._packed(self._without_overlong(dataset, "eval"), "eval")
             if is_new:
                 self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")
@@ -251,7 +261,7 @@ class CompletionTrainer(CheckpointMixin):
                 self.args, first_rows, modalities(model, self.args), dataset_part="first", supervised=True
             )
         if not self._warned_of_positions:
-            self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
+            self._warned_of_positions = warn_of_positions(sequences, [sequence.row for sequence in sequences], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
         # `prompts` of preferences also have the media of their completions
         row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
