@@ -52,7 +52,7 @@ class FakeFloats(TorchDispatchMode):
             with self.fake:
                 if func is _ATEN._grouped_mm.default and args[0].dtype != torch.bfloat16:
                     # Kernels compute products of experts in any dtype, but torch infers shapes in bfloat16 alone
-                    matrices: list[Any] = [*args[:2]]
+                    matrices: list[PyTree] = [*args[:2]]
                     halves = [matrix.to(torch.bfloat16) for matrix in matrices]
                     return func(*halves, *args[2:], **kwargs).to(matrices[0].dtype)
                 return func(*args, **kwargs)

@@ -52,5 +52,6 @@ def run(args: argparse.Namespace) -> None:
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")
-    folder, split = shlex.quote(args.output_dir), next(iter(dataset))
+    folder = shlex.quote(args.output_dir)
+    split = next(iter(dataset))
     print(f"trl-multimodal-rft check --dataset_name {folder} --dataset_split {split} --model_name_or_path MODEL")

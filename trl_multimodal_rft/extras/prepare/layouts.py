@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -357,12 +357,14 @@ def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in json.loads(file.read_text(encoding="utf-8-sig")).values():
         # `repeat_time` below 1 is the share of rows to sample, otherwise the number of copies of each row
-        entries, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
+        entries = read_json(folder / part["annotation"])
+        times = part.get("repeat_time", 1)
         entries = random.Random(0).sample(entries, int(len(entries) * times)) if times < 1 else entries * int(times)
         for row in entries:
             images = row.get("image") or []
-            images = [os.path.join(part["root"], image) for image in ([images] if isinstance(images, str) else images)]
-            rows.append({**row, "image": images})
+            if isinstance(images, str):
+                images = [images]
+            rows.append({**row, "image": [os.path.join(part["root"], image) for image in images]})
     return rows
 
 
@@ -400,18 +402,15 @@ def _load_converted(
             columns[name][index] = messages
     if converted_columns is not None:
         # A dictionary in place of a set, to keep the order
-        other_columns = {
-            key: None
-            for row in rows
-            for key in row
-            if key not in converted_columns | columns.keys() and not _is_media_column(key)
-        }
-        columns |= {key: [row.get(key) for row in rows] for key in other_columns}
-    blocks = [
-        b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
-    ]
+        other_columns = dict.fromkeys(chain.from_iterable(rows))
+        kept_columns = [
+            key for key in other_columns if key not in converted_columns | columns.keys() and not _is_media_column(key)
+        ]
+        columns |= {key: [row.get(key) for row in rows] for key in kept_columns}
+    chats = chain.from_iterable(columns[name] for name in chat_columns)
+    blocks = chain.from_iterable(message["content"] for message in chain.from_iterable(chats))
     # All blocks get the same keys, because a column of Arrow has one type of struct
-    option_names = sorted({key for block in blocks for key in block} - {"type", "text"})
+    option_names = sorted(set().union(*blocks) - {"type", "text"})
     option_features = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
     block_feature = {"type": Value("string"), "text": Value("string"), **option_features}
     datasets = []
@@ -447,8 +446,9 @@ def _read_rows_and_media(
         dataset = load_rows(str(path), None, split, streaming=False)
         for name in LABELS:
             dataset = with_class_names(dataset, name)
-        media = [stored for name in dataset.column_names if (stored := _stored_media(dataset, name)) is not None]
-        rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
+        stored_columns = [_stored_media(dataset, name) for name in dataset.column_names]
+        media = [stored for stored in stored_columns if stored is not None]
+        rows = list(dataset.remove_columns([*chain.from_iterable(stored.column_names for stored in media)]))
     n_stored = len(media)
     if not rows:
         raise ValueError(f"{path} has no rows; name the file that holds them.")
@@ -487,7 +487,8 @@ def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
     """Returns a column of stored media with the feature of its modality, `None` for other columns and for paths."""
     if not _is_media_column(name):
         return None
-    column, feature = dataset.select_columns([name]), dataset.features[name]
+    column = dataset.select_columns([name])
+    feature = dataset.features[name]
     item_feature = feature.feature if isinstance(feature, List) else feature
     if is_media_feature(item_feature):
         return column
@@ -499,12 +500,17 @@ def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
     """Returns media of the columns `name` and `{name}s`, with absolute paths. Moves their entries to `{name}s`."""
-    items, files, modality = [], [], name.removeprefix(TEACHER)
+    items: list[Any] = []
+    files: list[Any] = []
+    modality = name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
-        for item in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(value, list):
+            value = [] if value is None else [value]
+        for item in value:
             items.append(item)
-            if isinstance(item, dict) and (rivals := rival_keys(item, ("bytes", "path", modality))):
+            rivals = rival_keys(item, ("bytes", "path", modality)) if isinstance(item, dict) else None
+            if rivals:
                 raise ValueError(
                     f"row {index}, column '{column}': has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of "
                     "them."
@@ -599,7 +605,9 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
     for message in placed_row["prompt"]:
         content = message["content"]
         blocks = []
-        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for block in content:
             medium = block.get(block["type"])
             options = _source_options(medium) if isinstance(medium, MediaRef) else {}
             blocks.append({"type": block["type"], "text": block.get("text"), **options})
@@ -611,7 +619,8 @@ def _source_options(ref: MediaRef) -> dict[str, Any]:
     """Returns the options in the dictionary of a medium, such as verl's `{"video": path, "fps": 2}`."""
     item = ref.source if isinstance(ref.source, dict) else {}
     options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}
-    if unknown := options.keys() - OPTIONS[ref.modality]:
+    unknown = options.keys() - OPTIONS[ref.modality]
+    if unknown:
         raise ref.error(
             f"{sorted(unknown)} are no options of a block of {ref.modality}; remove them, or write some of "
             f"{OPTIONS[ref.modality]}."
