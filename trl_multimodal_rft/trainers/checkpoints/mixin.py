@@ -232,7 +232,6 @@ class CheckpointMixin(Trainer):
     def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Calls [`~reporting.events.ErrorCallback`]s at the end of a run by an error or Ctrl-C."""
         for callback in self.callback_handler.callbacks:
             if error is not None and isinstance(callback, ErrorCallback):
                 callback.on_error(self.args, self.state, self.control)
@@ -271,7 +270,6 @@ class CheckpointMixin(Trainer):
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Returns fingerprints of the training datasets, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def get_train_dataloader(self):
@@ -563,8 +561,7 @@ class CheckpointMixin(Trainer):
         self, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int
     ) -> torch.Tensor:
         """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
-        n_parts = float(len(deferred.parts))
-        self._metric_log.add({"token_budget/parts": n_parts, "token_budget/extra_time": deferred.seconds})
+        self._metric_log.add(deferred.metrics)
         return backward_by_parts(self.accelerator, model, loss, deferred, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
