@@ -43,8 +43,8 @@ from ..checkpoints.files import whole_state_dict
 from ..grpo.trainer import MultimodalGRPOTrainer
 from ..shared.arguments import check_arguments
 from ..shared.ema import MovingAverage
-from ..shared.loading import compile_models
 from ..shared.optimizer import freeze_parts, mark_group_parts, two_schedules
+from ..shared.scoring import compile_models
 from ..shared.setup import resolve_config, warn_of_unread_media
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalPPOConfig

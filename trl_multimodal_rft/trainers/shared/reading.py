@@ -40,9 +40,10 @@ from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from ..checkpoints.mixin import CheckpointMixin
 from .arguments import check_arguments
-from .loading import LoadedParts, compile_models, load_parts
+from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans, ReadMetrics
+from .scoring import compile_models
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
@@ -304,7 +305,7 @@ class CompletionTrainer(CheckpointMixin):
 
 def load_for_scoring(
     arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
-) -> LoadedParts:
+) -> Models:
     """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]
