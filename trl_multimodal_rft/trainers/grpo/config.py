@@ -12,9 +12,10 @@ from ...algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describ
 from ...rollout.token_filter import EntropySource
 from ...spelling import as_number, check_choice, read_settings, split_settings
 from ...views.options import LossView, view_option
-from ..shared.arguments import Needs, check_values, help_from_docstring
+from ..shared.arguments import Needs, check_values, help_from_docstring, raise_first
 from ..shared.batches import batch_options
 from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
+from .conflicts import conflicts_of_loss, conflicts_of_rewards, conflicts_of_view
 from .method import GRPO
 
 
@@ -168,10 +169,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self._post_init_trl()
 
         _ = self.entropy_settings  # raises if they are invalid
-        self._check_rewards()
+        check_range(self, "reward_clip_range")
+        raise_first(conflicts_of_rewards(self))
         self._check_kl()
         self._check_loss()
-        self._check_view()
+        if self.loss_view_settings.view is not None:
+            raise_first(conflicts_of_view(self))
         holds_whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
         if self.top_entropy_quantile < 1 and self.entropy_settings.scope == "batch" and not holds_whole_steps:
             raise ValueError(
@@ -218,41 +221,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         super().__post_init__()
         self.num_generations = 1
 
-    def _check_rewards(self) -> None:
-        if self.soft_overlong_cache is not None and not 0 < self.soft_overlong_cache <= self.max_completion_length:
-            raise ValueError(
-                f"`soft_overlong_cache` ({self.soft_overlong_cache}) must be above 0 and at most "
-                f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
-            )
-        check_range(self, "reward_clip_range")
-        changes_rewards = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
-        if self.estimator.step_input and changes_rewards:
-            raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps. `reward_running_scale`, "
-                "`reward_clip_range` and `kl_estimator='k1'` have no effect on them; remove these options."
-            )
-        k = None if callable(self.advantage_estimator) else self.estimator.setting("k")
-        if k is not None and k > self.num_generations:
-            raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` compares sets of {k} completions of a prompt, so "
-                f"`num_generations` ({self.num_generations}) must be at least {k}. Raise it, or set a smaller `k`."
-            )
-        if self.scale_rewards != "group" and self.estimator.name != "group_norm":
-            raise ValueError(
-                f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove "
-                "it."
-            )
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            changes_sum = self.reward_running_scale or self.kl_in_reward
-            changes_sum = changes_sum or self.reward_clip_range is not None or self.contrast_view is not None
-            if self.estimator.name != "group_norm" or changes_sum:
-                raise ValueError(
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of each function "
-                    "separately, before their sum. Use `advantage_estimator='group_norm'` with it, and remove "
-                    "`reward_running_scale`, `reward_clip_range`, `kl_estimator='k1'` and `contrast_view`, which "
-                    "change the sum."
-                )
-
     def _check_kl(self) -> None:
         _ = self.kl_control  # raises if it is invalid
         if self.beta == 0:
@@ -267,102 +235,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def _check_loss(self) -> None:
         # TRL checks `loss_type` and `importance_sampling_level` only after sampling
-        if (name := split_settings(self.loss_type, "loss_type")[0]) not in LOSSES:
-            if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
+        name = split_settings(self.loss_type, "loss_type")[0]
+        if name not in LOSSES:
+            option = _OTHER_OPTIONS.get(name.lower())
+            if option is not None:
                 raise ValueError(f"There is no `loss_type={name!r}`. Instead, {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
         check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
-        # Advantages of tokens, or of completions
-        loss = self.loss
-        token_level = self.estimator.per_token
-        sequence_level = self.importance_sampling_level == "sequence"
-        if token_level and loss.per_completion:
-            raise ValueError(
-                f"`loss_type={self.loss_type!r}` takes one advantage per completion, but `advantage_estimator="
-                f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
-                "'reinforce_baseline'."
-            )
-        # Without a critic, steps or a baseline per token, only the KL penalty differs between a completion's tokens
-        tokens_differ = self.estimator.needs == "critic" or self.estimator.step_input is not None
-        tokens_differ = tokens_differ or self.estimator.reads_logps
-        if sequence_level and token_level and (tokens_differ or self.kl_in_reward):
-            condition = "" if tokens_differ else " with the KL divergence in the reward"
-            raise ValueError(
-                f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
-                f"{self.advantage_estimator!r}`{condition} gives one per token. Use another estimator"
-                + (", or `kl_estimator='k3'`." if condition else ".")
-            )
-        # TRL checks the mode only when its constructor starts the engine. A mode's name begins with its level. VESPO
-        # multiplies the ratios of a completion's tokens itself
-        required_level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
-        if self._corrects_for_vllm and not self.vllm_importance_sampling_mode.startswith(required_level):
-            level = "completions" if required_level == "sequence" else "tokens"
-            raise ValueError(
-                f"`loss_type={self.loss_type!r}` needs the importance ratios of {level}; set "
-                f"`vllm_importance_sampling_mode` to '{required_level}_mask' or '{required_level}_truncate', got "
-                f"{self.vllm_importance_sampling_mode!r}."
-            )
-        if sequence_level and not loss.sequence_level:
-            raise ValueError(
-                f"`loss_type={self.loss_type!r}` clips the ratios of tokens, not of completions; remove "
-                "`importance_sampling_level='sequence'`."
-            )
-        if loss.per_completion and self.entropy_settings.renormalize:
-            raise ValueError(
-                f"`renormalize` of `entropy_source` has no effect with `loss_type={self.loss_type!r}`, whose "
-                "geometric mean is over the tokens that are trained on anyway; remove it."
-            )
-        if self.estimator.name == "online_dpo" and (loss.mode != "seq-mean-token-sum" or not self.kl_in_reward):
-            raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` is DPO only with `beta` above 0, the default "
-                "`kl_estimator`, and a loss that sums over the tokens of a completion. Set `beta`, such as to 0.1, "
-                "`loss_type='luspo'` and `importance_sampling_level='sequence'`, and remove `kl_estimator`."
-            )
-        # Bounds of ratios
-        if loss.name == "cpgd" and self.epsilon >= 1:
-            raise ValueError(
-                f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."
-            )
-        if loss.name == "dual_clip":
-            self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
-            clip_bound = 1 + self.loss_options().epsilon_high
-            if self.delta <= clip_bound:
-                raise ValueError(
-                    f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {clip_bound}."
-                )
-        elif self.delta is not None and not loss.sequence_level and loss.name != "fipo":  # TRL's losses ignore it
-            raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
-
-    def _check_view(self) -> None:
-        view = self.loss_view_settings
-        if view.view is None:
-            return
-        if not view.has_term and not view.measures_dependency:
-            raise ValueError(
-                f"`loss_view={self.loss_view!r}` has no effect by itself; set one of `kl_coef`, `entropy_coefs`, "
-                "`advantage_min`, `token_quantile` and `temperature` in it, such as 'blank(kl_coef=0.01)'."
-            )
-        if view.entropy_coefs is not None and len(view.entropy_coefs) != 2:
-            raise ValueError(
-                "`entropy_coefs` of `loss_view` must be two numbers, for the entropies of the policy without and with "
-                f"the view, got {view.entropy_coefs}."
-            )
-        if view.temperature is not None:
-            if self.beta == 0:
-                raise ValueError(
-                    "`temperature` of `loss_view` compares the policy with a reference under the view, and `beta=0` "
-                    "loads no reference; set `beta` above 0."
-                )
-            if view.measures_divergence:
-                raise ValueError(
-                    "`temperature` of `loss_view` measures the dependency on media by entropies, but `advantage_min` "
-                    "and `token_quantile` by a divergence. Remove `temperature`, or the other two."
-                )
-        if self.top_entropy_quantile < 1 and (view.token_quantile < 1 or view.temperature is not None):
-            raise ValueError(
-                "`top_entropy_quantile` and the dependency on media both weigh tokens; set `top_entropy_quantile=1`, "
-                "or remove `token_quantile` and `temperature` from `loss_view`."
-            )
+        if self.loss.name == "dual_clip" and self.delta is None:
+            self.delta = _DUAL_CLIP_DELTA
+        raise_first(conflicts_of_loss(self))
 
     @property
     def kl_control(self) -> KLTarget | None:
@@ -402,7 +284,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return self.kl_estimator == "k1"
 
     @property
-    def _corrects_for_vllm(self) -> bool:
+    def corrects_for_vllm(self) -> bool:
+        """`True` if importance ratios correct the loss for the difference between vLLM and the policy."""
         return self.use_vllm and self.vllm_importance_sampling_correction
 
     def loss_options(self) -> LossOptions:

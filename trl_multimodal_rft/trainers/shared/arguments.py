@@ -62,6 +62,17 @@ _REMEDIES = {
 }
 
 
+# A table of conditions of which none may be true, and messages about them
+Conflicts = Sequence[tuple[bool, str]]
+
+
+def raise_first(conflicts: Conflicts) -> None:
+    """Raises a `ValueError` with the message of the first condition that is true."""
+    for is_true, message in conflicts:
+        if is_true:
+            raise ValueError(message)
+
+
 def help_from_docstring(config_class: type) -> type:
     """Fills in the missing help texts of a config's fields from its docstring, and returns the class."""
     text = inspect.cleandoc(config_class.__doc__ or "")
