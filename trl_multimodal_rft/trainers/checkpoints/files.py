@@ -99,7 +99,8 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
                 f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
                 "checkpoints in it. Restore it and resume with `resume_from_checkpoint=True`, or start again."
             ) from error
-        space, remedy = "", "Make the folder writable again, such as by mounting its file system anew,"
+        space = ""
+        remedy = "Make the folder writable again, such as by mounting its file system anew,"
         if code in (None, errno.ENOSPC, errno.EDQUOT):
             space = f", where {shutil.disk_usage(checkpoint.parent).free / 2**20:,.0f} MB are free"
             remedy = "Make room, for example with a lower `save_total_limit`,"

@@ -26,7 +26,8 @@ def holding_lock(folder: str | Path) -> Iterator[str | None]:
 
     The kernel releases the lock however this process ends. Logs a warning if the file system has no locks.
     """
-    path, holder = Path(folder, _FILE), None
+    path = Path(folder, _FILE)
+    holder = None
     lock = FileLock(path, blocking=False)
     try:
         lock.acquire()

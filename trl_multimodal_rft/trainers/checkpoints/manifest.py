@@ -61,7 +61,8 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     expected = {} if manifest is None else manifest.files
     faults = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - files.keys())]
     if manifest is None:
-        names, file_faults = [*files], _thread_map(_damage, files.values())
+        names = [*files]
+        file_faults = _thread_map(_damage, files.values())
     else:
         names = [name for name in expected if name in files]
         file_faults = _thread_map(lambda name: _change(files[name], expected[name]), names)
@@ -73,7 +74,8 @@ def run_mismatch(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> s
     Returns an error message if the run that saved a checkpoint had another algorithm, or if only one of both runs has
     an adapter. Otherwise returns `None`.
     """
-    manifest, folder = _read_manifest(Path(checkpoint)), Path(checkpoint)
+    manifest = _read_manifest(Path(checkpoint))
+    folder = Path(checkpoint)
     saved_algorithm = (manifest and manifest.algorithm) or algorithm
     # The folder of an adapter has no config of the model
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
@@ -149,7 +151,7 @@ def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, i
 def _size_and_checksum(file: Path) -> tuple[int, int]:
     size = checksum = 0
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
+        for block in iter(lambda: stream.read(_BLOCK), b""):
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return size, checksum

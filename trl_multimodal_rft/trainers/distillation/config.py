@@ -99,7 +99,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     num_generations_eval = num_iterations = 1
     sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
     rollout_view = contrast_view = None
-    rollout_view_settings, contrast_view_settings = RolloutView(), ContrastView()
+    rollout_view_settings = RolloutView()
+    contrast_view_settings = ContrastView()
 
     def __post_init__(self):
         super().__post_init__()
@@ -152,7 +153,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""
         micro_batch_size = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is None:
-            names, self.generation_batch_size = batch_options(self), batch_size(self)
+            names = batch_options(self)
+            self.generation_batch_size = batch_size(self)
             self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
             check_batches(self, names)
             return

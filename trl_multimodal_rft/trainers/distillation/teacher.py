@@ -96,8 +96,10 @@ def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_m
         return f"it takes no {' or '.join(lacking_modalities)}"
     if modalities and student.config.model_type != teacher.config.model_type:
         return f"it is a {teacher.config.model_type!r}, the student a {student.config.model_type!r}"
+    if not modalities:
+        return None
     id_names = [name for name in vars(student.config) if name.endswith(("_token_id", "_token_index"))]
-    for name in id_names if modalities else ():
+    for name in id_names:
         ids = [getattr(model.config, name, None) for model in (student, teacher)]
         if ids[0] != ids[1] and name not in ("pad_token_id", "bos_token_id", "eos_token_id"):
             return f"its `{name}` is {ids[1]}, the student's {ids[0]}"
@@ -116,7 +118,9 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
             )
     for name in ("image_processor", "video_processor", "feature_extractor"):
         components = [getattr(side, name, None) for side in (student, teacher)]
-        for setting in _FEATURE_SETTINGS if None not in components else ():
+        if None in components:
+            continue
+        for setting in _FEATURE_SETTINGS:
             values = [getattr(component, setting, None) for component in components]
             if values[0] != values[1]:
                 return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"
@@ -153,7 +157,8 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
                 f"Columns for the teacher, such as {column!r}, can't be used with `tools`, since tool results would "
                 "follow prompts of another length; remove the columns or the tools."
             )
-        conversations, teacher_prompts_by_id = run.prompts.messages([row.stored for row in rows], TEACHER), {}
+        conversations = run.prompts.messages([row.stored for row in rows], TEACHER)
+        teacher_prompts_by_id: dict[int, Any] = {}
         student_messages = rollout.source.messages
         messages = [
             conversation if is_separate else student
@@ -197,10 +202,12 @@ def server_teacher(
 
 def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
     """Adds the top tokens of a teacher on a server to a rollout. `requests` hold the teacher's prompts."""
-    width, device = rollout.completion_ids.size(1), run.accelerator.device
+    width = rollout.completion_ids.size(1)
+    device = run.accelerator.device
     top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
     ids, logps = on_all_ranks(run.accelerator, top_k)
-    rollout.teacher.ids, rollout.teacher.logps = ids.to(device), logps.to(device)
+    rollout.teacher.ids = ids.to(device)
+    rollout.teacher.logps = logps.to(device)
 
 
 def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_scored: bool) -> None:
@@ -249,7 +256,9 @@ class Teacher:
 
     def target(self, rollout: Rollout) -> Target:
         """Returns the teacher's distributions for a micro-batch, from a server's earlier response or a forward."""
-        args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
+        args = self.run.args
+        mask = rollout.loss_mask
+        policy = self.run.policy
         if rollout.teacher.ids is not None:
             distributions = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)

@@ -172,7 +172,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
-        rollout, server = self._collect(rows), self.teacher_server
+        rollout = self._collect(rows)
+        server = self.teacher_server
         prompts = teacher_prompts(self._run, rollout, rows)
         # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
@@ -244,6 +245,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             teacher = in_code(
                 get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name"
             )
-        views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
+        views = {"teacher_view": args.teacher_view, "student_view": args.student_view}
+        views = [f"`{name}={view}`" for name, view in views.items() if view]
         columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
         return ", ".join([teacher, *views, *columns])

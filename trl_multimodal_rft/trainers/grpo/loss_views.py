@@ -65,7 +65,8 @@ def measure_dependency(
     and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy with
     the media. It is 0 where the view replaces no media.
     """
-    args, has_replacement = run.args, require(rollout.view.replaces)[:, None]
+    args = run.args
+    has_replacement = require(rollout.view.replaces)[:, None]
     if rule is None:
         old_scores = score(rollout)
         view_scores = score_reference(replace(rollout, prompts=rollout.view.prompts))
@@ -89,8 +90,11 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     With `advantage_min`, weighs advantages by the mean dependency of a completion's tokens. With `temperature` or
     `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
     """
-    settings, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
-    replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
+    settings = run.args.loss_view_settings
+    dependency = require(rollout.view.dependency)
+    mask = rollout.loss_mask
+    replaces = require(rollout.view.replaces)
+    advantages = require(rollout.advantages)
     if settings.advantage_min is not None:
         mean_dependencies = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         # (N, 2) of all ranks: the mean dependency, and 1 if the completion is to be weighed
@@ -114,7 +118,9 @@ def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
     """Adds the view's terms, averaged like the policy loss, and their metrics to the loss of a micro-batch."""
-    mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
+    mask = inputs.loss_mask
+    loss_type = args.loss
+    settings = args.loss_view_settings
     # Without scores under the view, the terms that read them have coefficients of 0, so any scores can stand in
     view_scores = scores if scores.view is None else scores.view
     losses, kl = GRPO.terms["loss_view"](

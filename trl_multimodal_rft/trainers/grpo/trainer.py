@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,7 +148,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
             self._add_reward("soft_overlong_punishment", penalty)
-        self._estimator, self._policy_loss, self._kl_in_reward = args.estimator, args.loss, args.kl_in_reward
+        self._estimator = args.estimator
+        self._policy_loss = args.loss
+        self._kl_in_reward = args.kl_in_reward
         self._reward_scale = RunningScale()
         if args.kl_control is None:
             self._kl_controller = FixedKLController(args.beta)
@@ -181,7 +184,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return rollout
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        args, scores_early = self.args, self._groups is not None or self._measures_dependency
+        args = self.args
+        scores_early = self._groups is not None or self._measures_dependency
         if args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
@@ -235,7 +239,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metric_log.add({"kl": token_mean(kl, rollout.loss_mask)})
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        args, shaped = self.args, rewards
+        args = self.args
+        shaped = rewards
         if args.reward_running_scale:
             if self.model.training:
                 self._reward_scale.update(rewards)
@@ -250,7 +255,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
         """Returns the advantages of all ranks' completions, and which groups have signal."""
-        args, size = self.args, self._run.group_size
+        args = self.args
+        size = self._run.group_size
         if args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
         advantages = self._estimate_advantages(rollout, shaped, group_ids)
@@ -289,7 +295,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         Returns the parts of all ranks' completions with a reward of their own (steps), or `None` if the estimator
         doesn't read them.
         """
-        step_input, rewards = self._estimator.step_input, rollout.rewards
+        step_input = self._estimator.step_input
+        rewards = rollout.rewards
         if step_input is None:
             return None
         turns = rollout.source.sampled_turns
@@ -297,8 +304,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         turns = [
             [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
         ]
-        by_function, turns = gather_object(rewards.by_function), gather_object(turns)
-        has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
+        by_function = gather_object(rewards.by_function)
+        turns = gather_object(turns)
+        has_steps = any(isinstance(reward, StepwiseReward) for reward in chain.from_iterable(by_function))
         # GiGPO also discounts a completion's reward to each of its turns, so with tools it needs no rewards of turns
         has_steps = has_steps or (step_input == "states" and bool(self.tools))
         if rollout.step == 0 and self.model.training and not has_steps:
@@ -347,7 +355,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """
         if self.args.top_entropy_quantile == 1:
             return
-        args, window = self.args, self._token_filter.window
+        args = self.args
+        window = self._token_filter.window
         settings = args.entropy_settings
         needs_window_entropies = (settings.policy, settings.scope) == ("current", "batch")
         if needs_window_entropies and self._step % window == 0:  # the first micro-batch of the step
@@ -371,7 +380,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # Loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        args, mask = self.args, inputs.loss_mask
+        args = self.args
+        mask = inputs.loss_mask
         tensors = LossInputs(
             scores.logps,
             require(inputs.old_per_token_logps),
@@ -434,7 +444,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _adapt_entropy(self, tensors: LossInputs) -> None:
         """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints store."""
-        args, ends_step = self.args, self.accelerator.sync_gradients
+        args = self.args
+        ends_step = self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
             self._entropy_sums.add(*entropy_sums(tensors))
             if ends_step:
@@ -477,7 +488,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # Checkpoints
 
     def _batch_settings(self) -> dict[str, Any]:
-        args, settings = self.args, self.args.loss_view_settings
+        args = self.args
+        settings = self.args.loss_view_settings
         # The view, and whether the dependency on media is measured by entropies
         view = {} if settings.view is None else {"view": [settings.view.spelling, settings.temperature is not None]}
         return {

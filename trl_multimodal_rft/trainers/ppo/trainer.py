@@ -271,11 +271,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         advantages, returns = PPO.advantages(
             rewards_per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
         )
-        rollout.values.old, rollout.values.returns, rollout.rewards.scorable = (
-            values,
-            returns,
-            (~local_rewards.isnan()).long(),
-        )
+        rollout.values.old = values
+        rollout.values.returns = returns
+        rollout.rewards.scorable = (~local_rewards.isnan()).long()
         local_tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
         values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
         self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
@@ -291,7 +289,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns values of states before each completion token, `(B, C)`, and after truncated completions, `(B,)`."""
         assert self.critic is not None
-        args, mask = self.args, rollout.completion_mask
+        args = self.args
+        mask = rollout.completion_mask
         is_cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
@@ -316,7 +315,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         policy_output = super()._loss(scores, inputs)
         if not self.model.training:
             return policy_output
-        args, mask, loss_type = self.args, inputs.loss_mask, self._policy_loss
+        args = self.args
+        mask = inputs.loss_mask
+        loss_type = self._policy_loss
         loss_inputs = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
         # The metric is a mean over micro-batches, so it takes the loss before the division by their number
         unscaled_loss = policy_output.loss * self._n_accumulation_steps() if loss_type.is_mean else policy_output.loss

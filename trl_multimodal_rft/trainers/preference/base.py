@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The base of trainers that compare completions with a reference model: DPO and KTO."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,8 @@ class PreferenceTrainer(CompletionTrainer):
         stand_in_columns: dict[str, list],
     ) -> None:
         """Runs TRL's constructor on a few stand-in rows, since it would tokenize the real datasets."""
-        args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
+        args = arguments["args"]
+        datasets = {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._reference_is_initial_policy = arguments["ref_model"] is None
         if self._reference_is_initial_policy:
             check_base_is_kept(loaded.model, arguments["peft_config"], "the reference", "pass `ref_model`")
@@ -177,11 +179,13 @@ class PreferenceTrainer(CompletionTrainer):
         return pair.sequences(model)
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        measure, pairs = Measure(self._policy, model, has_engine_positions=False), inputs["sequences"]
+        measure = Measure(self._policy, model, has_engine_positions=False)
+        pairs = inputs["sequences"]
         # In the order of `completion_ids`: the first completions of all pairs, then the second ones
         sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
-        rows = [row for side in sides for row in side]
-        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
+        rows = [*itertools.chain.from_iterable(sides)]
+        ids = [row.input_ids for row in rows]
+        pad_id = tokenizer_of(self.processing_class).pad_token_id
         # TRL's `prediction_step` returns `input_ids` as labels
         inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
@@ -191,14 +195,17 @@ class PreferenceTrainer(CompletionTrainer):
         Logs how far media move the log-probabilities of some completions: in training, of the first micro-batch of an
         update every `media_contribution_steps`; in evaluation, of the first micro-batch with media.
         """
-        step, interval, is_training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        step = self.state.global_step
+        interval = self.args.media_contribution_steps
+        is_training = self.model.training
         n = len(inputs["sequences"])
         has_measured = "media/contribution" in self._metric_log.current
         is_unmeasured = step != self._contribution_step if is_training else not has_measured
         if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
             return
         self._contribution_step = step if is_training else self._contribution_step
-        ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
+        ids = inputs["completion_ids"][:n]
+        mask = inputs["completion_mask"][:n]
         completions = inputs["prompts"][:n], ids, mask
         measured = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
         self._metric_log.add(self.checks.smoothed(measured) if is_training else measured)

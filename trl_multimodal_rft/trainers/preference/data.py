@@ -65,7 +65,8 @@ class PreferenceCollator(SupervisedCollator):
             For the pairs 0 and 1, of which only pair 1 has a view, the completions are chosen 0, chosen 1, rejected 0,
             rejected 1, and chosen 1 under the view.
         """
-        pairs, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        pairs = self._encoded_rows(rows)
+        stored = self._stored_rows(rows)
         if self.view is not None and self.view.type.needs_other:
             messages = [self.conversation(row) for row in stored]
             for i, pair in enumerate(pairs):
@@ -112,7 +113,8 @@ class PreferenceCollator(SupervisedCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """Encodes a row as a pair, of text cut to `max_length`. Raises `OverlongRow` if a prompt of text fills it."""
-        pair, max_length = self._encoded_pair(row), self.args.max_length
+        pair = self._encoded_pair(row)
+        max_length = self.args.max_length
         keeps_end = self.args.truncation_mode == "keep_end"
         if max_length is not None and not _holds_media(pair):
             if not keeps_end:
@@ -185,7 +187,8 @@ class ComparisonCollator(PreferenceCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """Encodes a row as a pair. Raises `OverlongRow` if a prompt and completion of text exceed `max_length`."""
-        pair, max_length = self._encoded_pair(row, whole=True), self.args.max_length
+        pair = self._encoded_pair(row, whole=True)
+        max_length = self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if max_length is not None and n_tokens > max_length and not _holds_media(pair):
             raise OverlongRow(

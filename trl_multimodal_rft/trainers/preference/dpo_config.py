@@ -79,7 +79,8 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
                 "remove one of them."
             )
         settings = self.rejected_view_settings
-        if (view := settings.view) is None:
+        view = settings.view
+        if view is None:
             return
         if settings.conditional_coef == settings.anchor_coef == 0:
             raise ValueError(

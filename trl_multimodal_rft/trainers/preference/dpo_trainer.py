@@ -139,7 +139,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         """
 
         # A pair has two completions. `view_logps` gets the sums under the view while TRL's method runs
-        n_completions, view_logps = 2 * len(inputs["sequences"]), []
+        n_completions = 2 * len(inputs["sequences"])
+        view_logps = []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             # TRL's method calls `score` once in place of a model, and knows no completions under a view
@@ -195,7 +196,9 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         `logps`, `(2 * B + V,)`, are of `B` chosen, `B` rejected, and `V` chosen completions under the view.
         """
         # `n` is the number of pairs, and `viewed` has the indices of those with a view
-        settings, n, viewed = self._view_settings, len(inputs["sequences"]), inputs["viewed"]
+        settings = self._view_settings
+        n = len(inputs["sequences"])
+        viewed = inputs["viewed"]
         chosen_logratios = logps[viewed] - inputs["ref_chosen_logps"][viewed]
         view_logratios = logps[2 * n :] - inputs["ref_view_logps"][viewed]
         # DPO's rewards of the chosen completions, without and under the view

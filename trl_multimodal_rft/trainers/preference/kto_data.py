@@ -85,7 +85,8 @@ class LabelledCollator(PreferenceCollator):
             included if rows have them. `plain` and `encode_view` are described in
             [`~trainers.preference.data.PreferenceCollator`].
         """
-        encoded, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        encoded = self._encoded_rows(rows)
+        stored = self._stored_rows(rows)
         # An encoded row has its whole completion as `rejected`. Row `i` lends this completion to the pair
         others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
         pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]

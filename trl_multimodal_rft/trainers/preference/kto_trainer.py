@@ -129,7 +129,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             `tuple` of `torch.Tensor`: Sums over the tokens of the completions, `(B,)`, and of the completions in the
             KL estimate, `(B,)`. The second is `None` if the loss has no KL estimate.
         """
-        n, logps_by_call = len(inputs["sequences"]), []
+        n = len(inputs["sequences"])
+        logps_by_call = []
 
         def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
@@ -146,7 +147,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._log_media_contribution(model, inputs)
-        inputs, n = self._with_reference_logps(inputs), len(inputs["sequences"])
+        n = len(inputs["sequences"])
+        inputs = self._with_reference_logps(inputs)
         scores = self._score(model, inputs, self.aux_loss_enabled)
         row_scores = scores.rows(slice(n))
         outputs = SimpleNamespace(
@@ -177,7 +179,8 @@ def _as_trl_batch(inputs: Batch) -> Batch:
     loss doesn't score the first token. A completion of the tokens 7 and 8 becomes the row 0, 7, 8 with the mask
     0, 1, 1.
     """
-    ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
+    ids = pad(inputs["completion_ids"], (1, 0))
+    mask = pad(inputs["completion_mask"], (1, 0))
     n = len(inputs["sequences"])
     batch = {"input_ids": ids[:n], "completion_mask": mask[:n]}
     if len(ids) > n:

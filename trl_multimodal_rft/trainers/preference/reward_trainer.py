@@ -123,21 +123,23 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_scoring(arguments, datasets, load=load_reward_model)
-        model, processing_class = as_reward_model(loaded.model), loaded.processing_class
-        tokenizer = tokenizer_of(processing_class)
-        self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
+        model = as_reward_model(loaded.model)
+        loaded_processor: Any = loaded.processing_class
+        tokenizer = tokenizer_of(loaded_processor)
+        self.data_collator = ComparisonCollator(unwrapped(None, model), loaded_processor, args)
         with loading_in_trl(loaded.by_name), replaced(args, **CONSTRUCTOR_OPTIONS):
             arguments |= {"model": model, "data_collator": self.data_collator}
             arguments["processing_class"] = tokenizer  # since TRL reads and sets special tokens
             super().__init__(**arguments)
         if args.chat_template_path is not None:
-            processing_class.chat_template = tokenizer.chat_template
-        self.processing_class = self.callback_handler.processing_class = processing_class
+            loaded_processor.chat_template = tokenizer.chat_template
+        self.processing_class = self.callback_handler.processing_class = loaded_processor
         # A copy makes a new encoder, with the special tokens that TRL's constructor has set
         self.data_collator = replace(self.data_collator)
         columns = [*COLUMNS, *COMPARISON_COLUMNS] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
-        packs, load = args.packing == "prefix", loaded.load_processor
+        packs = args.packing == "prefix"
+        load = loaded.load_processor
         self._set_up_scoring(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
         self._check_adapter()
         self._show_tokens()
@@ -175,7 +177,9 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         completions, packed = completions_to_score(self._policy, inputs, self.args)
-        scores, margin, tie = self._policy.rewards(model, completions, packed=packed), inputs["margin"], inputs["tie"]
+        scores = self._policy.rewards(model, completions, packed=packed)
+        margin = inputs["margin"]
+        tie = inputs["tie"]
         trl_batch = {name: inputs[name] for name in ("attention_mask", "margin")}
         loss = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)

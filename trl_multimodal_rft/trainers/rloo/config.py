@@ -66,7 +66,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
                 "The loss of `MultimodalRLOOTrainer` takes RLOO's advantages only; remove `advantage_estimator`, or "
                 "use `MultimodalGRPOTrainer`, which has other estimators and 'rloo', too."
             )
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        low = self.vllm_importance_sampling_clip_min
+        high = self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` "

@@ -195,11 +195,13 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
     `label` formats the names of fields in messages. Also raises an error if a field has no effect without other
     options, see [`Needs`].
     """
-    values, annotations = vars(config) if values is None else values, _annotations(type(config))
+    values = vars(config) if values is None else values
+    annotations = _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
-        annotation, remedy = annotations[option.name], f"the default is {option.default}"
+        annotation = annotations[option.name]
+        remedy = f"the default is {option.default}"
         # `_REMEDIES` has values within `_INTERVALS`, which a config with another interval may exclude
         if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
@@ -304,7 +306,8 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
     # Models and their settings
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
-    if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):
+    reference = arguments.get("ref_model")
+    if not isinstance(reference, (torch.nn.Module, type(None))):
         remedy = "pass a loaded model, or leave it out for a reference like the model to train"
         remedy = "pass it as `args`" if isinstance(reference, TrainingArguments) else remedy
         raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
@@ -367,14 +370,17 @@ def _check_dataset(name: str, dataset: Any) -> None:
         raise ValueError(f"`{name}` has no rows; add rows, or leave it out.")
     if dataset is None or isinstance(dataset, (Dataset, IterableDataset)):
         return
-    kind, remedy = type(dataset).__name__, "`Dataset.from_list(list(rows))`"
+    kind = type(dataset).__name__
+    remedy = "`Dataset.from_list(list(rows))`"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
         has_columns = not all(isinstance(value, (Dataset, IterableDataset)) for value in dataset.values())
-        kind, remedy = f"{kind} with the splits {', '.join(map(repr, splits))}", "one of them"
+        kind = f"{kind} with the splits {', '.join(map(repr, splits))}"
+        remedy = "one of them"
         remedy += f", such as `dataset[{splits[0]!r}]`" if splits else ""
         if has_columns and "train" not in dataset:
-            kind, remedy = "dict of columns", "`Dataset.from_dict(columns)`"
+            kind = "dict of columns"
+            remedy = "`Dataset.from_dict(columns)`"
     elif isinstance(dataset, (torch.utils.data.Dataset, Generator)):
         remedy = "`Dataset.from_generator(rows)` with a function that yields the rows"
     remedies = {"str": f"`{name}=load_dataset(...)`", "DataFrame": "`Dataset.from_pandas(frame)`"}

@@ -28,7 +28,8 @@ from .run import Run
 
 
 # Number of completions that each rank samples to compare the engine with the policy, and their maximum length
-_N_PROBES, _PROBE_LENGTH = 4, 16
+_N_PROBES = 4
+_PROBE_LENGTH = 16
 
 
 def row_encoder(
@@ -63,7 +64,9 @@ class AsynchronousSampling:
         With `max_staleness=2`, the call for batch 0 requests the batches 0, 1 and 2, and the call for batch 1 requests
         batch 3, which the servers sample during the updates on the batches 1 and 2.
         """
-        run, flight, n = self.run, self.flight, len(rollout)
+        run = self.run
+        flight = self.flight
+        n = len(rollout)
         accelerator = run.accelerator
         self.engine.generation_batch_index = batch_index
         with sampler.explain():
@@ -104,7 +107,8 @@ class AsynchronousSampling:
         With 2 ranks of 2 completions, the completions of rank 1 have the global indices 2 and 3. An extra completion
         for the prompt of index 3 under `contrast_view` has the global index 7.
         """
-        run, accelerator = self.run, self.run.accelerator
+        run = self.run
+        accelerator = self.run.accelerator
         batch, step = run.stream.batch(batch_index)
         rows = list(batch)
         rollout = run.collect(rows)
@@ -112,8 +116,10 @@ class AsynchronousSampling:
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
         views = prompts_under_views(run, rollout, step)
-        n, offset = len(rollout), accelerator.process_index * len(rollout)
-        batch_indices, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+        n = len(rollout)
+        offset = accelerator.process_index * len(rollout)
+        batch_indices = [*range(n), *views.contrast]
+        prompts = views.prompts(rollout)
         # Seeds depend on the indices over all ranks. Completions under the contrast view come after those of all
         # ranks. `i` is the batch index of the completion, or of the one that it contrasts with, and `j` counts both
         global_indices = [
@@ -152,7 +158,9 @@ class AsynchronousSampling:
         uses only reward functions that wait for other processes, see [`only_waits`]. `rollouts` has the parts of the
         rollout by request.
         """
-        run, flight, rewards = self.run, self.flight, self.run.rewards
+        run = self.run
+        flight = self.flight
+        rewards = self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         # Triples of a name, a function and a processing class
         triples = [triple for triple in functions if only_waits(triple[1])]
@@ -166,7 +174,8 @@ class AsynchronousSampling:
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             """Rewards the completions of one request, `samples`. `part` is the request's part of the rollout."""
             source = part.source
-            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
+            source.ids = [ids for ids, _ in samples]
+            source.whole_groups = len(part) == run.completions.group_sizes[0]
             source.completions = completions_without_tools(part, source.ids, flight.processor)
             arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
             return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
@@ -179,7 +188,8 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     Samples a few tokens after some prompts of the last batch with the engine's current weights. Returns the rollout of
     these completions, at most `n` of them. All ranks must call this.
     """
-    n_probes, accelerator = min(n, _N_PROBES), run.accelerator
+    n_probes = min(n, _N_PROBES)
+    accelerator = run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), n_probes), strict=True)
     short_requests = [item._replace(count=1, max_tokens=min(item.max_tokens, _PROBE_LENGTH)) for item in requests]
     ids, logps = (

@@ -190,8 +190,11 @@ class MultimodalTrainer(BaseTrainer):
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         # `stops` is a pair: token ids, and strings
-        rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
-        rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
+        rewards = self._rewards
+        stops = stops_of(self.args)
+        self._live.report_to = self.args.report_to
+        rewards.template_kwargs = self.chat_template_kwargs
+        rewards.loop = getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
         group_sizes = self.args.num_generations, self.num_generations_eval
         end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
@@ -213,7 +216,8 @@ class MultimodalTrainer(BaseTrainer):
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
         """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
         self.tools = self.toolbox.tools
-        self.environment_factories, self.environments = self.toolbox.factories or None, None
+        self.environment_factories = self.toolbox.factories or None
+        self.environments = None
         self._environment_pool = self.toolbox.pools
         self._env_tools = {
             name: [*self.toolbox.tools_in(environment).values()]
@@ -270,7 +274,8 @@ class MultimodalTrainer(BaseTrainer):
 
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
-        handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
+        handler = self.callback_handler
+        scheduler = getattr(self, "commit_scheduler", None)
         main_handler = handler if self.is_world_process_zero() else None
         means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
         self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
@@ -297,10 +302,12 @@ class MultimodalTrainer(BaseTrainer):
     # Rows and prompts
 
     def _train_loader(self) -> DataLoader:
-        args, dataset = self.args, self.train_dataset
+        args = self.args
+        dataset = self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        n_ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        n_ranks = self.accelerator.num_processes
+        rank = self.accelerator.process_index
         batch_size = args.generation_batch_size // n_ranks  # of this rank
         shape = BatchShape(batch_size, args.num_generations, self._steps_per_rollout, n_ranks, rank)
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
@@ -309,7 +316,8 @@ class MultimodalTrainer(BaseTrainer):
     def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
         if self._stream.is_new(dataset):
-            datasets, takes = {"eval_dataset": dataset}, input_modalities(self._run.prompts.model)
+            datasets = {"eval_dataset": dataset}
+            takes = input_modalities(self._run.prompts.model)
             if not self.toolbox.factories:
                 functions = () if self.rollout_func is not None else reward_funcs
                 warn_of_unread_media(self.args, datasets, takes, reward_funcs=functions)
@@ -367,7 +375,8 @@ class MultimodalTrainer(BaseTrainer):
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._run.begin_rollout(inputs)
-        self.environments, prompts = rollout.source.environments, rollout.prompts
+        self.environments = rollout.source.environments
+        prompts = rollout.prompts
         if self.args.self_check and self.model.training and prompts:
             arguments = self._run, self.sampler, self._transformers_sampler, self._load_processor
             check_prompts(self._run, rollout, functools.partial(self_check_settings, *arguments))
@@ -376,7 +385,8 @@ class MultimodalTrainer(BaseTrainer):
     def _sample(self, rollout: Rollout) -> None:
         """Samples completions, and continues them after calls of tools."""
         branches: Any = Branches() if self.tools else None
-        run, tool_mask = self._run, None
+        run = self._run
+        tool_mask = None
         if self.rollout_func is not None:
             self.sampler.load_weights(run.step)
             # As in TRL, the function gets prompts that hold their media
@@ -399,7 +409,8 @@ class MultimodalTrainer(BaseTrainer):
                 prompt.decoded = ()  # the sampler has read the decoded media
 
         run.look_for_media(rollout)
-        multiple, mask_truncated = self.pad_to_multiple_of, self.mask_truncated_completions
+        multiple = self.pad_to_multiple_of
+        mask_truncated = self.mask_truncated_completions
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
         run.metrics.add(self.sampler.metrics())
 
@@ -537,7 +548,8 @@ class MultimodalTrainer(BaseTrainer):
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._evaluation_means.n_rows = len(inputs)
-        self._micro_batch, self._scores = inputs, None
+        self._micro_batch = inputs
+        self._scores = None
         try:
             loss = self._compute_loss(model, TRLInputs(inputs))
             deferred = None if self._scores is None else self._scores.deferred

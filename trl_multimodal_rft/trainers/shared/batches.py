@@ -37,10 +37,13 @@ def check_batches(config, names: list[str]) -> None:
     Raises a `ValueError` if the size of a batch isn't a multiple of `num_generations`. The error names the arguments
     whose product is the size, while TRL's error names only the size. `names` is the result of [`batch_options`].
     """
-    size, group_size, n_processes = config.generation_batch_size, config.num_generations, config.world_size
+    size = config.generation_batch_size
+    group_size = config.num_generations
+    n_processes = config.world_size
     # Evaluation batches
     if config.do_eval and config.eval_strategy != "no":
-        name, eval_group_size = "per_device_eval_batch_size", config.num_generations_eval or group_size
+        name = "per_device_eval_batch_size"
+        eval_group_size = config.num_generations_eval or group_size
         n_rows = getattr(config, name) * n_processes
         if n_rows % eval_group_size != 0:
             raise ValueError(

@@ -70,7 +70,8 @@ def make_engine(
     host_memory: HostMemory | None,
 ) -> InProcess | Servers:
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
-    args, accelerator = run.args, run.accelerator
+    args = run.args
+    accelerator = run.accelerator
     model: Any = run.model
     # Arguments of sampling
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
@@ -264,7 +265,8 @@ def check_sampler(
     if sampler.samples_policy or not run.is_training:
         return
     _check_logps(run, rollout, corrects_for_engine)
-    check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
+    check = run.checks.self_check
+    has_tools = bool(run.toolbox.tools)
     if check is not None and run.completions.encodes_text and not has_tools:
         after_end = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
         if any_rank(run.accelerator, bool(after_end.any())):
@@ -277,7 +279,8 @@ def check_sampler(
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
         policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
-        dtype, is_asynchronous = sampler.dtype or policy_dtype, rollout.source.flight is not None
+        dtype = sampler.dtype or policy_dtype
+        is_asynchronous = rollout.source.flight is not None
         # Older weights sampled the rollout, so newly sampled probes are compared in its place
         if flight is not None and is_asynchronous and flight.probes:
             probe = probe_engine(run, flight, len(rollout))
@@ -292,7 +295,9 @@ def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
     raises `RuntimeError` if no token of the first batch has a log-probability.
     """
-    checks, sampling_logps, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
+    checks = run.checks
+    sampling_logps = rollout.sampling_per_token_logps
+    mask = rollout.loss_mask.bool()
     if sampling_logps is None:
         return
     if rollout.source.from_view is not None:  # completions sampled from a view have no log-probabilities on purpose
@@ -300,7 +305,8 @@ def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
-    is_first, checks.has_checked_logps = not checks.has_checked_logps, True
+    is_first = not checks.has_checked_logps
+    checks.has_checked_logps = True
     if is_first and n_missing == n > 0 and corrects_for_engine:
         raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
     if n_missing and not checks.has_warned_of_logps:

@@ -231,12 +231,15 @@ def reward_sources(
     """Returns the sources of rewards. Raises `ValueError` if there is none and the config needs rewards."""
     environment_funcs = toolbox.reward_funcs()
     if not reward_funcs:  # environments' functions go to TRL's constructor, and none is left to add afterwards
-        reward_funcs, environment_funcs = [*environment_funcs.values()], {}
+        reward_funcs = [*environment_funcs.values()]
+        environment_funcs = {}
     if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source provided: pass `reward_funcs`, or an environment with `get_reward`.")
-    reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
+    processors = processors or [None] * len(reward_funcs)
+    reward_funcs = [*reward_funcs]
     processors = [*processors] if isinstance(processors, list) else [processors]
-    init_kwargs, trust_remote_code = mapping(args.model_init_kwargs), args.trust_remote_code
+    init_kwargs = mapping(args.model_init_kwargs)
+    trust_remote_code = args.trust_remote_code
     revision: str | None = init_kwargs.get("revision")
     for i, reward_func in enumerate(reward_funcs):
         if isinstance(reward_func, str) and is_adapter(reward_func, revision):

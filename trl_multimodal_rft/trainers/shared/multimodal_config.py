@@ -350,7 +350,8 @@ class SamplingArguments(MediaArguments):
                 "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
                 "GPUs; remove one of them."
             )
-        if self.vllm_mode == "server" and (engine_names := [name for name in engine_kwargs if name != "enable_lora"]):
+        engine_names = [name for name in engine_kwargs if name != "enable_lora"]
+        if self.vllm_mode == "server" and engine_names:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(engine_names)}) are for the trainer's own engine. Remove them and "
                 "start the server with these arguments, or set `vllm_mode='colocate'`."
@@ -465,7 +466,8 @@ class MultimodalArguments(SamplingArguments):
                     "With this `lr_scheduler_type`, the learning rate follows the metric of `load_best_model_at_end`. "
                     "Set `metric_for_best_model` to 'loss', or to 'reward' with `lr_scheduler_kwargs={'mode': 'max'}`."
                 )
-            self.metric_for_best_model, self.greater_is_better = "reward", True
+            self.metric_for_best_model = "reward"
+            self.greater_is_better = True
             logger.warning(
                 "`load_best_model_at_end` loads the checkpoint with the highest `eval_reward`, since the loss of a "
                 "policy gradient doesn't tell which checkpoint is best. To use another metric, set "
@@ -511,7 +513,8 @@ def check_range(config, name: str) -> None:
 
 def check_views(config) -> None:
     """Raises `ValueError` if a view in sampling applies to no completion, or if its schedule doesn't fit it."""
-    rollout_settings, contrast_settings = config.rollout_view_settings, config.contrast_view_settings
+    rollout_settings = config.rollout_view_settings
+    contrast_settings = config.contrast_view_settings
     for option, settings in (("rollout_view", rollout_settings), ("contrast_view", contrast_settings)):
         if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
             raise ValueError(

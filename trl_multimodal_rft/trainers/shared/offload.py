@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class HostMemory:
 
     def __init__(self, device: torch.device, slab_size: int = 2**26):
         # The default is a power of two, to which torch rounds pinned memory up
-        self.device, self.slab_size = device, slab_size
+        self.device = device
+        self.slab_size = slab_size
         self.slabs: list[torch.Tensor] = []
         self._used = 0  # bytes that open contexts use
 
@@ -44,10 +46,11 @@ class HostMemory:
         on_device = [
             storage for storage in storages.values() if storage.device.type == self.device.type and storage.resizable()
         ]
-        sizes, used_before = [storage.nbytes() for storage in on_device], self._used
+        sizes = [storage.nbytes() for storage in on_device]
+        used_before = self._used
         try:
             # Pairs of as many bytes on the device and on the host
-            copies = [pair for storage in on_device for pair in self._host_copies(storage)]
+            copies = [*chain.from_iterable(map(self._host_copies, on_device))]
             _copy([(host, device_part) for device_part, host in copies])
             try:
                 for storage in on_device:

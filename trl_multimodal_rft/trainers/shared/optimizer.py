@@ -53,7 +53,8 @@ def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, 
         )
     keys_by_parameter = match_keys(model, [*args.learning_rates], "learning_rates")
     trained_keys = {key for parameter, key in keys_by_parameter.items() if parameter.requires_grad}
-    if idle_keys := mapping(args.learning_rates).keys() - trained_keys:
+    idle_keys = mapping(args.learning_rates).keys() - trained_keys
+    if idle_keys:
         raise ValueError(
             f"`learning_rates` has a rate for {min(idle_keys)!r}, but no weight is trained at this rate: the weights "
             "are frozen, or another key comes first for them. Remove the key, or train its weights (see `freeze`, "
@@ -190,7 +191,8 @@ def freeze_parts(
                 for parameter in group["params"]:
                     parameter.grad = None
             elif not is_updated(group["part"]):
-                group["thawed_lr"], group["lr"] = group["lr"], 0.0
+                group["thawed_lr"] = group["lr"]
+                group["lr"] = 0.0
                 for parameter in group["params"]:
                     # With a shared trunk, the policy's weights get gradients of the value loss, too
                     if parameter.grad is not None:

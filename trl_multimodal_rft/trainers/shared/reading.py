@@ -132,7 +132,9 @@ class CompletionTrainer(BaseTrainer):
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(has_heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
-        self.checks, self._check_rows, self._packs = Checks(self._policy, self.accelerator), check, packs
+        self.checks = Checks(self._policy, self.accelerator)
+        self._check_rows = check
+        self._packs = packs
         self._stream.is_new(self.train_dataset)
         self._check_held_out(self.eval_dataset)
 
@@ -162,7 +164,8 @@ class CompletionTrainer(BaseTrainer):
             return dataset
         if holds_files(dataset):
             return dataset
-        collator, errors = self.data_collator, dict[int, str]()
+        collator = self.data_collator
+        errors = dict[int, str]()
         rows = DatasetRows(dataset)
         for index in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes):
             if collator.may_drop(rows[index]):
@@ -214,7 +217,8 @@ class CompletionTrainer(BaseTrainer):
 
     def _check_held_out(self, dataset: EvalRows) -> None:
         """Checks the first rows of each dataset for evaluation."""
-        datasets, takes = {"eval_dataset": dataset}, modalities(self.data_collator.model, self.args)
+        datasets = {"eval_dataset": dataset}
+        takes = modalities(self.data_collator.model, self.args)
         self._unchecked_datasets |= unchecked_datasets(datasets)
         check_held_out(self.args, datasets, self._stream, takes, supervised=True)
 
@@ -253,8 +257,11 @@ class CompletionTrainer(BaseTrainer):
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """Returns a micro-batch, and notes its columns and media for the model card."""
-        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
-        stored, sequences = [encoded.stored for encoded in rows], batch["sequences"]
+        batch = self.data_collator(rows)
+        name = f"{split}_dataset"
+        model = self.data_collator.model
+        stored = [encoded.stored for encoded in rows]
+        sequences = batch["sequences"]
         if name in self._unchecked_datasets:
             self._unchecked_datasets.remove(name)
             first_rows = {name: [dict(row) for row in stored]}
@@ -308,7 +315,8 @@ def load_for_scoring(
 ) -> Models:
     """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
-    model, args = arguments["model"], arguments["args"]
+    model = arguments["model"]
+    args = arguments["args"]
     check_launch(args, model)
     warn_of_unread_media(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model

@@ -39,7 +39,8 @@ class EvaluationMeans(TrainerCallback):
     """
 
     def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
-        self.metrics, self.accelerator = metrics, accelerator
+        self.metrics = metrics
+        self.accelerator = accelerator
         self.n_rows = 0  # of this rank's last batch, or completions
         # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
         self.counts: dict[str, float] = {}
@@ -50,10 +51,12 @@ class EvaluationMeans(TrainerCallback):
     ):
         [n_rows] = sum_over_ranks(self.accelerator, [float(self.n_rows)])
         for name, values in self.metrics.items():
-            earlier, count = self._totals.get(name, 0.0), self.counts.get(name, n_rows)
+            earlier = self._totals.get(name, 0.0)
+            count = self.counts.get(name, n_rows)
             new_values = [value for value in values[name in self._totals :] if not math.isnan(value)]
             if new_values and count:
-                mean, self._totals[name] = sum(new_values) / len(new_values), earlier + count
+                mean = sum(new_values) / len(new_values)
+                self._totals[name] = earlier + count
                 mean += (values[0] - mean) * earlier / (earlier + count) if earlier else 0.0
                 self.metrics[name] = [mean]
         self.counts = {}
@@ -74,7 +77,9 @@ class RolloutLog:
     means: EvaluationMeans
 
     def __post_init__(self):
-        args, self.media, self.hint = self.run.args, None, None
+        args = self.run.args
+        self.media = None
+        self.hint = None
         if args.log_completions:
             self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
         if self.run.rewards.names:
@@ -86,7 +91,8 @@ class RolloutLog:
             yield self.hint
         if self.media is not None:
             run = self.run
-            has_tools, columns = bool(run.toolbox.tools), run.notes.columns
+            has_tools = bool(run.toolbox.tools)
+            columns = run.notes.columns
             callback = MediaLogCallback(self.media, run.args, handler, self.tables, columns, has_tools)
             if scheduler is not None:
                 scheduler.folder_path = (callback.folder / TABLES).resolve()
@@ -94,7 +100,9 @@ class RolloutLog:
 
     def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
         """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
-        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
+        run = self.run
+        per_func = require(rollout.rewards.per_func)
+        names = self.run.rewards.names
         advantages = estimates.advantages
         run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
         rewards_by_metric = {
@@ -121,7 +129,8 @@ class RolloutLog:
         if self.main_handler is not None and self.run.is_training:
             console = console_of(self.main_handler.callbacks)
         if console is not None and console.needs_example:
-            ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
+            ids = rollout.completion_ids[0]
+            mask = rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
             console.show_example(
                 self.run.prompts.model,
@@ -142,8 +151,11 @@ class RolloutLog:
 
         Shapes: `rewards`, `group_ids`, and `has_signal` of each completion's group, all `(N,)` of all ranks.
         """
-        run, per_func, difficulty_sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
-        name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
+        run = self.run
+        per_func = require(rollout.rewards.per_func)
+        difficulty_sampler = self.run.stream.sampler
+        name = run.args.dynamic_sampling_reward
+        bounds = run.args.dynamic_sampling_range
         if bounds is not None:
             bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
             outside = out_of_range(bounded_rewards, group_ids, bounds)
@@ -192,7 +204,8 @@ def is_due(interval: int, step: int, n_steps: int) -> bool:
 
 def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
     """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
-    args, interval = run.args, run.args.media_contribution_steps
+    args = run.args
+    interval = run.args.media_contribution_steps
     n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
     if interval and run.is_training and is_due(interval, run.step, n_steps):
 
@@ -251,7 +264,9 @@ class EqualRewardsHint(TrainerCallback):
     """
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
-        self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
+        self.grouped = grouped
+        self.patience = patience
+        self.by_steps = by_steps
         # Functions of earlier warnings; `None` stands for all functions
         self._warned_functions: set[str | None] = set()
         self._equal_since: int | None = None  # the step before rewards became equal

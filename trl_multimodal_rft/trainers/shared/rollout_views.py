@@ -34,7 +34,9 @@ class ViewPrompts(NamedTuple):
 
 def prompts_under_views(run: Run, rollout: Rollout, step: int) -> ViewPrompts:
     """Returns the prompts of a rollout under the views of an optimizer step. In evaluation, there are no views."""
-    share_settings, contrast_settings, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
+    share_settings = run.args.rollout_view_settings
+    contrast_settings = run.args.contrast_view_settings
+    strength = None
     share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
     if run.is_training and share_settings.view is not None:
@@ -101,7 +103,8 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     Returns the bonus of all ranks' completions, `(N,)`, or `None` without `contrast_view`. The first reward function
     rewards the extra completions. All ranks must call this.
     """
-    settings, device = run.args.contrast_view_settings, run.accelerator.device
+    settings = run.args.contrast_view_settings
+    device = run.accelerator.device
     if not run.is_training or settings.view is None:
         return None
     contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
@@ -112,10 +115,12 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         extra_rollout.source.whole_groups = False
         rewards = rewards_per_func(run.reward(extra_rollout, only_first=True, logs=False))[: len(indices), 0]
         contrast_rewards[indices] = rewards.to(device)
-    contrast_rewards, group_size = run.accelerator.gather(contrast_rewards), run.group_size
+    contrast_rewards = run.accelerator.gather(contrast_rewards)
+    group_size = run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]
     bonus = contrast_bonus(rewards, contrast_rewards, group_size, ratio=settings.reward_ratio, bonus=settings.bonus)
-    if (mask := _in_same_groups(~contrast_rewards.isnan(), group_size)).any():
+    mask = _in_same_groups(~contrast_rewards.isnan(), group_size)
+    if mask.any():
         means = {
             "accuracy": contrast_rewards.nanmean(),
             "accuracy_clean": rewards[mask].nanmean(),

@@ -135,7 +135,8 @@ class Run:
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
         rollout = self.collect(rows)
-        prompts, source = rollout.prompts, rollout.source
+        prompts = rollout.prompts
+        source = rollout.source
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompts])
@@ -195,7 +196,8 @@ class Run:
             state.num_input_tokens_seen += n_tokens
         self.metrics.add({"num_tokens": Latest(state.num_input_tokens_seen), **metrics})
         # Packing is decided once, so that old, reference and current log-probabilities are computed alike
-        lengths, batch_size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
+        lengths = rollout.completion_mask.sum(1).tolist()
+        batch_size = self.args.per_device_train_batch_size
         rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, batch_size, self.prompts.model)
 
     def has_ended(self, ids: list[int]) -> bool:
@@ -227,10 +229,12 @@ class Run:
         Returns this rank's rewards by completion and function. With `only_first`, only the first function is called.
         With `logs=False`, values that functions log are discarded.
         """
-        flight, rewards = rollout.source.flight, self.rewards
+        flight = rollout.source.flight
+        rewards = self.rewards
         # Some functions have already rewarded completions of asynchronous sampling, on their arrival
         early_rewards = None if flight is None or only_first else flight.early_rewards
-        is_first_batch, rewards.were_called = not rewards.were_called, True
+        is_first_batch = not rewards.were_called
+        rewards.were_called = True
         if is_first_batch:
             warnings = missing_instructions(rewards.functions, rewards.names, rollout.source.messages)
             for warning in [*warnings, *dropped_tags(rewards.functions, tokenizer_of(self.prompts.processor))]:
@@ -279,7 +283,8 @@ class Run:
             is_valid = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)
             rollout.completion_mask = rollout.completion_mask * is_valid
             for name in ("old_per_token_logps", "ref_per_token_logps"):
-                if (logps := getattr(rollout, name)) is not None:
+                logps = getattr(rollout, name)
+                if logps is not None:
                     setattr(rollout, name, logps * is_valid)  # masked tokens have log-probabilities of 0
             rollout.num_items_in_batch = self.accelerator.reduce(rollout.loss_mask.sum())
 

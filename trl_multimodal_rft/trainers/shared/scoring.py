@@ -105,7 +105,8 @@ def enable_packing(
         return False
     for model in models:
         install_prefix_attention(model)
-    batch_size, group_size = args.per_device_train_batch_size, args.num_generations or 1
+    batch_size = args.per_device_train_batch_size
+    group_size = args.num_generations or 1
     if batch_size % group_size != 0:
         logger.warning(
             f"`per_device_train_batch_size` ({batch_size}) holds no whole groups of `num_generations` ({group_size}), "

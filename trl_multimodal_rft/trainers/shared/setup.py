@@ -165,7 +165,8 @@ def check_takes_media(
 def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields each dataset with its name in messages. An entry is a dataset, a dictionary of them, or `None`."""
     for argument, entry in datasets.items():
-        for split, dataset in entry.items() if isinstance(entry, dict) else [(None, entry)]:
+        splits = entry if isinstance(entry, dict) else {None: entry}
+        for split, dataset in splits.items():
             if dataset is not None:
                 yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
 
@@ -202,7 +203,8 @@ def warn_of_unread_media(
         warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
         if warning is not None:
             logger.warning(warning)
-        if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+        cells = describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored})
+        if cells:
             logger.warning(f"{name}: {cells}. Their prompts have no such media.")
         try:
             for warning in check_reward_columns(reward_funcs, dataset):
@@ -354,7 +356,8 @@ def sampling_changes(args: SamplingConfig) -> list[str]:
 
 def warn_of_unused_recommendations(recommended: GenerationConfig, used: GenerationConfig) -> None:
     """Warns of sampling options that a checkpoint recommends and training doesn't use."""
-    defaults, options = GenerationConfig._get_default_generation_params(), vars(used)
+    defaults = GenerationConfig._get_default_generation_params()
+    options = vars(used)
     unused = {
         name: value
         for name, value in recommended.to_diff_dict().items()

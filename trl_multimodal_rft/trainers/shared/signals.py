@@ -76,7 +76,8 @@ class EndOnSignal(TrainerCallback):
     """
 
     def __init__(self, any_process: Callable[[bool], bool], raises: bool = False):
-        self._any_process, self._raises = any_process, raises
+        self._any_process = any_process
+        self._raises = raises
         self._has_signal = self._has_interrupt = False  # on this process
         # Whether the run ends after the current step, and whether a checkpoint of this step exists
         self._ends_run = self._has_saved = False
@@ -136,7 +137,8 @@ class EndOnSignal(TrainerCallback):
             raise KeyboardInterrupt(f"A signal ended the run {self._progress}.")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._ends_run, self._has_saved = self._any_process(self._has_signal), False
+        self._ends_run = self._any_process(self._has_signal)
+        self._has_saved = False
         self._progress = f"after step {state.global_step} of {state.max_steps}"
         if self._ends_run:
             logger.warning(f"The run received a signal and ends {self._progress}.")
