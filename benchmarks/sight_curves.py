@@ -75,7 +75,8 @@ OPTIONS = {
     "report_to": "none",
     "model_init_kwargs": {"dtype": "float32"},
 }
-OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
+# TRL's order of rows, and the frozen parts, which TRL has no option for
+OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": COLD_START["freeze"]}
 TRAINED = "multi_modal_projector"
 WINDOW = 10  # updates of a mean
 
@@ -159,8 +160,9 @@ def train(args: argparse.Namespace, run: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(folder, seed=args.seed, max_steps=UPDATES[run], **OPTIONS, **own)
         trainer = trainer_class(cold_started(), is_right, config, rows, callbacks=[records])
-        for name, parameter in trainer.model.named_parameters():
-            parameter.requires_grad_(TRAINED in name)
+        if run != OURS:
+            for name, parameter in trainer.model.named_parameters():
+                parameter.requires_grad_(TRAINED in name)
         if run == TRL:
             fix_batch_norms(trainer.model.model.vision_tower.modules())
         trainer.train()
