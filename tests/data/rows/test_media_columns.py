@@ -20,15 +20,10 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import print_prompt_completions_sample
 
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
-from trl_multimodal_rft.data.rows.columns import (
-    MEDIA_COLUMNS,
-    as_text,
-    blocks_to_refs,
-    file_modality,
-    rows_to_messages,
-    strip_media,
-)
+from trl_multimodal_rft.data.rows.columns import as_text, blocks_to_refs, rows_to_messages, strip_media
 from trl_multimodal_rft.data.rows.features import restore_media
+from trl_multimodal_rft.data.rows.find_media import file_modality
+from trl_multimodal_rft.data.rows.names import MEDIA_COLUMNS
 
 
 SAMPLED = {"array": [0.5], "sampling_rate": 4}
@@ -104,6 +99,16 @@ def test_placeholders_take_the_media_in_order_with_their_own_options():
         ("j.png", {}, "images[1]"),
     ]
     # Placeholders of one kind leave the other kinds at the start
+
+
+def test_placeholders_name_their_medium_by_its_index():
+    """As in the dataset of TRL's script `sft_vlm_gemma3`. Blocks of text have an empty `index`."""
+    blocks = [{"type": "image", "index": 1}, {**text("or"), "index": None}, {"type": "image", "index": 0}]
+    out = prompt_of({"prompt": user(*blocks), "images": ["i.png", "j.png"]})
+    assert [(ref.source, ref.options) for ref in iter_refs(out)] == [("j.png", {}), ("i.png", {})]
+    blocks[2]["index"] = 1
+    with pytest.raises(MediaError, match=r"the option 'index' of the image blocks is \[1, 1\]; give each image"):
+        prompt_of({"prompt": user(*blocks), "images": ["i.png", "j.png"]})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from inspect import get_annotations
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
 
+from ...algorithms.metrics import MetricLog
 from ...checks.run_checks import Checks
 from ...data.rows.fingerprint import fingerprint
 from ...forward.scores import DeferredParts
@@ -114,6 +115,10 @@ class CheckpointMixin(Trainer):
         check_keywords(cls, kwargs)
         end_with_launcher()  # also while the model loads
         return super().__new__(cls)
+
+    @cached_property
+    def _metric_log(self) -> MetricLog:
+        return MetricLog(self._metrics, lambda: self.model.training, self.accelerator.gather)
 
     def __repr__(self) -> str:
         model, dataset = getattr(self, "model", None), getattr(self, "train_dataset", None)
@@ -227,7 +232,6 @@ class CheckpointMixin(Trainer):
     def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Calls [`~reporting.events.ErrorCallback`]s at the end of a run by an error or Ctrl-C."""
         for callback in self.callback_handler.callbacks:
             if error is not None and isinstance(callback, ErrorCallback):
                 callback.on_error(self.args, self.state, self.control)
@@ -266,7 +270,6 @@ class CheckpointMixin(Trainer):
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Returns fingerprints of the training datasets, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def get_train_dataloader(self):
@@ -558,9 +561,7 @@ class CheckpointMixin(Trainer):
         self, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int
     ) -> torch.Tensor:
         """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["token_budget/parts"].append(float(len(deferred.parts)))
-        metrics["token_budget/extra_time"].append(deferred.seconds)
+        self._metric_log.add(deferred.metrics)
         return backward_by_parts(self.accelerator, model, loss, deferred, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -569,7 +570,7 @@ class CheckpointMixin(Trainer):
         is_skipped, self._n_skipped = skip_broken_update(
             norm, self.optimizer, self.accelerator, self.state.global_step, self._n_skipped, limit=self._max_skipped
         )
-        self._metrics["train"]["skipped_updates"].append(float(is_skipped))
+        self._metric_log.add({"skipped_updates": float(is_skipped)}, mode="train")
         return norm
 
 

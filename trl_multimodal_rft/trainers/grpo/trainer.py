@@ -19,11 +19,10 @@ from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
-from ...algorithms.advantages import estimate_advantages
 from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
-from ...algorithms.metrics import MicroBatchSums, log_metrics, token_mean
+from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
+from ...algorithms.metrics import MicroBatchSums, token_mean
 from ...algorithms.returns import Steps
 from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
@@ -39,6 +38,7 @@ from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
+from .method import GRPO
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -114,7 +114,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             its processor, its reference or vLLM's weights, or if dynamic sampling or replay can't exchange groups.
     """
 
-    _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
+    _tag_names = GRPO.tags
     _config_class = MultimodalGRPOConfig
 
     def __init__(
@@ -232,7 +232,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self._kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
-            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.current)
+            self._metric_log.add({"kl": token_mean(kl, rollout.loss_mask)})
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         args, shaped = self.args, rewards
@@ -263,7 +263,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = self.args
         needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
-        advantages = estimate_advantages(
+        advantages = GRPO.advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
             rewards=rewards,
             rewards_per_func=require(rollout.rewards.per_func),
@@ -385,7 +385,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
             scored=inputs.scored_mask,
         )
-        output = grpo_loss(
+        output = GRPO.loss(
             self._policy_loss,
             tensors,
             args.loss_options(),
@@ -449,7 +449,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     max_coef=args.entropy_coef_max,
                 )
         if self._entropy_bonus_enabled and ends_step:
-            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+            self._metric_log.add({"entropy_coef": self.entropy_coef})
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
         """
@@ -467,8 +467,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
-                self._metrics["train"]["kl/estimate"].append(estimate)
-            self._metrics["train"]["kl_coef"].append(self.kl_coef)
+                self._metric_log.add({"kl/estimate": estimate})
+            self._metric_log.add({"kl_coef": self.kl_coef})
 
     def _counts_for_kl(self) -> bool:
         """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""

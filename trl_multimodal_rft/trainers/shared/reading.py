@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
+from ...algorithms.metrics import Latest
 from ...checks.run_checks import Checks
 from ...checks.sequences import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
@@ -39,9 +40,10 @@ from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from ..checkpoints.mixin import CheckpointMixin
 from .arguments import check_arguments
-from .loading import LoadedParts, compile_models, load_parts
+from .loading import Models, load_parts
 from .optimizer import freeze_and_check
-from .rollout_logs import EvaluationMeans
+from .rollout_logs import EvaluationMeans, ReadMetrics
+from .scoring import compile_models
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
@@ -92,21 +94,23 @@ class CompletionTrainer(CheckpointMixin):
         """
         self._load_processor = load_processor
         self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
+        self.add_callback(ReadMetrics(self._metric_log))
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
-        self._token_columns = TokenColumns(lambda row: self.data_collator.token_columns(row))
+        self._token_columns = TokenColumns(self.data_collator.token_columns, self.data_collator.token_names)
         self._stream = RowStream(
             self.args,
             self.accelerator,
             encode=self.data_collator.encode,
             columns=columns,
             may_drop=None if self.args.max_length is None else self.data_collator.may_drop,
-            metrics=self._metrics,
+            metrics=self._metric_log,
             state=lambda: self.state,
         )
-        self.train_dataset = self._without_overlong(self.train_dataset, "train")
+        self.train_dataset = self._packed(self._without_overlong(self.train_dataset, "train"), "train")
         self.eval_dataset = map_splits(self.eval_dataset, partial(self._without_overlong, split="eval"))
+        self.eval_dataset = map_splits(self.eval_dataset, partial(self._packed, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -140,6 +144,13 @@ class CompletionTrainer(CheckpointMixin):
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
             return super()._fingerprints()
+
+    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
+        """Returns whether a dataset is packed before its rows are read."""
+        return False
+
+    def _packed(self, dataset: Rows, split: str) -> Rows:
+        return dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
         """
@@ -194,6 +205,8 @@ class CompletionTrainer(CheckpointMixin):
                 takes = modalities(self.data_collator.model, self.args)
                 warn_of_unread_media(self.args, {"eval_dataset": dataset}, takes, supervised=True)
             dataset = self.data_collator.prepare(dataset, "eval")
+            if self._packs_dataset(dataset, "eval"):
+                dataset = self._packed(self._without_overlong(dataset, "eval"), "eval")
             if is_new:
                 self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")
@@ -249,7 +262,7 @@ class CompletionTrainer(CheckpointMixin):
                 self.args, first_rows, modalities(model, self.args), dataset_part="first", supervised=True
             )
         if not self._warned_of_positions:
-            self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
+            self._warned_of_positions = warn_of_positions(sequences, [sequence.row for sequence in sequences], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
         # `prompts` of preferences also have the media of their completions
         row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
@@ -269,11 +282,8 @@ class CompletionTrainer(CheckpointMixin):
         counts = self.accelerator.gather(torch.tensor([[n_cut, n_longer]], device=self.args.device)).sum(0).tolist()
         self._n_cut += counts[0]
         self._n_longer += counts[1]
-        metrics = self._metrics["train"]
-        if self._n_cut:
-            metrics["rows/cut"] = [self._n_cut]
-        if self._n_longer:
-            metrics["rows/longer_with_media"] = [self._n_longer]
+        numbers = {"rows/cut": self._n_cut, "rows/longer_with_media": self._n_longer}
+        self._metric_log.add({name: Latest(number) for name, number in numbers.items() if number}, mode="train")
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if the run has a console."""
@@ -295,7 +305,7 @@ class CompletionTrainer(CheckpointMixin):
 
 def load_for_scoring(
     arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
-) -> LoadedParts:
+) -> Models:
     """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]
