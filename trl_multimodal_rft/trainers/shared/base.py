@@ -19,7 +19,6 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
-from ...algorithms.metrics import PendingMetrics
 from ...data.rows.batches import BatchShape, repeat_order
 from ...data.rows.features import Rows, restore_media
 from ...encoding.prompts import all_placeholder_ids
@@ -40,7 +39,6 @@ from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
 from ...rollout.turns import ToolLoop, completions_without_tools
-from ..checkpoints.mixin import CheckpointMixin
 from .asynchronous import AsynchronousSampling
 from .configs import stops_of
 from .engine import (
@@ -68,16 +66,17 @@ from .optimizer import freeze_and_check
 from .prompts import make_prompts
 from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
+from .run import CompletionSettings, Notices, RewardFunctions, Run, attribute_of
 from .scoring import compile_models, enable_packing, make_scoring
 from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
+from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(CheckpointMixin):
+class MultimodalTrainer(BaseTrainer):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.
@@ -176,7 +175,7 @@ class MultimodalTrainer(CheckpointMixin):
             model=self._unwrapped(self.model),
             processing_class=self.processing_class,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
-            metrics=self._metrics,
+            metrics=self._metric_log,
             engine_prompts=lambda: self.vllm_generation.prompts,
         )
         self.prompts = prompts.encoder
@@ -203,7 +202,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.toolbox,
             self._stream,
             self.checks,
-            MetricLog(self._metrics, self._live),
+            self._metric_log,
             rewards,
             self.card_notes,
             self._live,
@@ -273,10 +272,9 @@ class MultimodalTrainer(CheckpointMixin):
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
         main_handler = handler if self.is_world_process_zero() else None
-        self._unread_metrics = PendingMetrics()
         means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
         self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
-        callbacks = (ReadMetrics(self._unread_metrics), means, *self._rollout_log.callbacks(handler, scheduler))
+        callbacks = (ReadMetrics(self._metric_log), means, *self._rollout_log.callbacks(handler, scheduler))
         for callback in callbacks:
             self.add_callback(callback)
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
@@ -559,7 +557,7 @@ class MultimodalTrainer(CheckpointMixin):
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
-        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.current)
+        self._metric_log.add(metrics)
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
@@ -588,7 +586,7 @@ class MultimodalTrainer(CheckpointMixin):
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
 
     def _log_engine_metrics(self, parts: Sequence[Rollout]) -> None:
-        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.current)
+        self._metric_log.add(engine_metrics(parts, self.args))
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""
