@@ -10,11 +10,9 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
@@ -24,13 +22,11 @@ from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
 from ...algorithms.metrics import MicroBatchSums, token_mean
-from ...algorithms.returns import Steps
 from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
-from ...rewards.calls import StepwiseReward
 from ...rollout.ranks import gather_rows
-from ...rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
+from ...rollout.reward import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
 from ...rollout.rollout import Rollout, require
 from ...rollout.token_filter import TokenFilter
 from ..shared.base import MultimodalTrainer
@@ -40,6 +36,7 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
 from .method import GRPO
+from .steps import gather_steps
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -279,7 +276,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             ref_logps=gather_rows(self.accelerator, ref_logps) if needs_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if self._kl_in_reward else 0.0,
             scale=args.scale_rewards,
-            steps=self._gather_steps(rollout),
+            steps=gather_steps(
+                rollout,
+                self._estimator,
+                self.reward_weights,
+                has_tools=bool(self.tools),
+                is_first_batch=rollout.step == 0 and self.model.training,
+            ),
         )
         per_completion = self._policy_loss.per_completion or args.importance_sampling_level == "sequence"
         if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
@@ -289,32 +292,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 "estimator return (N,)."
             )
         return advantages
-
-    def _gather_steps(self, rollout: Rollout) -> Steps | None:
-        """
-        Returns the parts of all ranks' completions with a reward of their own (steps), or `None` if the estimator
-        doesn't read them.
-        """
-        step_input = self._estimator.step_input
-        rewards = rollout.rewards
-        if step_input is None:
-            return None
-        turns = rollout.source.sampled_turns
-        # By completion and turn: the index where the turn ends, and for GiGPO the digest of its state
-        turns = [
-            [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
-        ]
-        by_function = gather_object(rewards.by_function)
-        turns = gather_object(turns)
-        has_steps = any(isinstance(reward, StepwiseReward) for reward in chain.from_iterable(by_function))
-        # GiGPO also discounts a completion's reward to each of its turns, so with tools it needs no rewards of turns
-        has_steps = has_steps or (step_input == "states" and bool(self.tools))
-        if rollout.step == 0 and self.model.training and not has_steps:
-            raise ValueError(
-                f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards of steps, and the first batch "
-                "has none; let a reward function return a number per turn, or use 'group_norm'."
-            )
-        return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
     def _timing_extra_scoring(self):
