@@ -33,6 +33,7 @@ MEDIA_COLUMNS = {
 
 # Prefix of the columns that a teacher reads in place of the columns without the prefix
 TEACHER = "teacher_"
+TEACHER_ID = f"{TEACHER}id"  # column that names the teacher of a row
 TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
 
 # Keys for media in other formats: OpenAI's in blocks, Ollama's next to the content of a message

@@ -12,7 +12,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import scored_mean
-from ...data.rows.columns import TEACHER_COLUMNS
+from ...data.rows.columns import TEACHER_COLUMNS, TEACHER_ID
 from ...engines.samplers import Sampler
 from ...forward.scores import ScoreRequest, Scores
 from ...models.parts import check_base_is_kept
@@ -27,6 +27,7 @@ from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalDistillationConfig
 from .method import DISTILLATION
+from .several import Teachers, load_teachers
 from .teacher import (
     Teacher,
     check_teacher,
@@ -95,6 +96,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Tools, as for [`MultimodalGRPOTrainer`].
         sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, as for [`MultimodalGRPOTrainer`].
+        teacher_models (`dict[str, str | PreTrainedModel]`, *optional*):
+            Several teachers in place of `teacher_model`, by the names that the rows' column `teacher_id` gives. Each
+            is a model or a model's name. They come to the `teacher_models` of `args`. A row without a name isn't
+            trained on.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -121,15 +126,18 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         peft_config: Adapter = None,
         tools: list[Callable] | None = None,
         sampler: Sampler | None = None,
+        teacher_models: dict[str, str | PreTrainedModel] | None = None,
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
-        arguments = arguments_of(locals(), "teacher_model")
-        teacher = load_teacher(teacher_model, args)
+        arguments = arguments_of(locals(), "teacher_model", "teacher_models")
+        _check_one_source(teacher_model, teacher_models, args)
+        several = load_teachers(teacher_models, args)
+        teacher = None if several else load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
         if teacher is not None and args.teacher_model_server_url is not None:
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
-        if tools and args.teacher_model_server_url is not None:
+        if tools and args.keeps_decoded:
             raise ValueError("A teacher on a server can only score completions of one turn; remove `tools`.")
         if args.self_teacher_settings.weights != "current" and (
             teacher is not None or args.teacher_model_server_url is not None
@@ -164,6 +172,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             self.add_callback(self.ema)
         head_rules = student_head_rule, teacher_head_rule or student_head_rule
         self._teacher = Teacher(self._run, self.teacher_model, self.ema, head_rules)
+        self._teachers = Teachers.of(self._run, several, student) if several else None
 
     # Rollout
 
@@ -172,25 +181,37 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
-        rollout, server = self._collect(rows), self.teacher_server
+        rollout, server, teachers = self._collect(rows), self.teacher_server, self._teachers
+        if teachers is not None:
+            teachers.choose(rollout, rows)
         prompts = teacher_prompts(self._run, rollout, rows)
         # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
+        requests_of_teachers = {} if teachers is None else teachers.requests_for(rollout, prompts)
         rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)
         if server is not None and requests is not None:
             score_on_server(self._run, server, rollout, requests)
+        if teachers is not None:
+            teachers.score_on_servers(rollout, requests_of_teachers)
         keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         self._check_sampler(rollout)
         self._run.leave_out_failed(rollout)
+        if teachers is not None:
+            teachers.leave_out_untaught(rollout)
         self._rollout_log.add_completions(rollout)
         log_media_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
         """Raises a `ValueError` if the student is its own teacher and both read the same prompts."""
-        teaches_itself = self.teacher_model is None and self.teacher_server is None
+        if self._teachers is None and any(row.stored.get(TEACHER_ID) is not None for row in rows):
+            raise ValueError(
+                f"row {rows[0].row_index} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
+                "`teacher_models`, or remove the column."
+            )
+        teaches_itself = self.teacher_model is None and self.teacher_server is None and self._teachers is None
         sees_more = self.args.teacher_view or self.args.student_view
         if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
             raise ValueError(
@@ -206,7 +227,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Computes a micro-batch's scores and divergences from the teacher, with gradients."""
-        target = self._teacher.target(rollout)
+        target = (self._teachers or self._teacher).target(rollout)
         request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
         self._scores = self._policy.score(model, request)
         return self._scores
@@ -221,7 +242,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = DISTILLATION.loss(scores.divergences, n_tokens)
-        return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
+        metrics = {"entropy": scored_mean(scores.entropies, mask)}
+        if self._teachers is not None:
+            metrics |= self._teachers.metrics(inputs, scores.divergences.detach())
+        return LossOutput(loss, metrics)
 
     # Checkpoints
 
@@ -238,7 +262,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         average = f', with an average of its weights, `self_teacher="ema(rate={args.self_teacher_settings.rate})"`'
         weights = {"current": "", "base": ", without its adapter", "ema": average}
         teacher = f"the model itself{weights[args.self_teacher_settings.weights]}"
-        if self.teacher_server is not None:
+        if self._teachers is not None:
+            teacher = f"{', '.join(map(in_code, self._teachers.names))}, by the column `{TEACHER_ID}`"
+        elif self.teacher_server is not None:
             teacher = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:
             teacher = in_code(
@@ -247,3 +273,17 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
         columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
         return ", ".join([teacher, *views, *columns])
+
+
+def _check_one_source(teacher_model: Any, teacher_models: Any, args: MultimodalDistillationConfig) -> None:
+    """Raises a `ValueError` if both one teacher and several are given."""
+    if teacher_models is None and args.teacher_models is None:
+        return
+    names = ("teacher_model_name_or_path", "teacher_model_server_url")
+    others = [name for name in names if getattr(args, name) is not None]
+    others += ["teacher_model"] if teacher_model is not None else []
+    others += ["self_teacher"] if args.self_teacher_settings.weights != "current" else []
+    if others:
+        raise ValueError(f"`teacher_models` and `{others[0]}` name teachers; leave out one of them.")
+    if not (teacher_models or args.teacher_models):
+        raise ValueError("`teacher_models` is empty; name at least one teacher, or leave it out.")
