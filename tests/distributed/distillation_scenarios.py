@@ -59,3 +59,13 @@ def distill_several(folder):
     dataset = [{**each, "teacher_id": name} for each, name in zip(rows(), ["near", "far", "far", None], strict=True)]
     teachers = {"near": teacher(), "far": teacher(0.2)}
     return distill(folder, dataset=dataset, beta=0.5, objects={"teacher_models": teachers})
+
+
+def distill_best(folder):
+    """The teacher sees the best other completion of the group, whose halves may be on two ranks."""
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    objects = {"reward_funcs": reward}
+    return distill(folder, self_teacher="current(shows_best=True, min_reward=2)", beta=0.5, objects=objects)

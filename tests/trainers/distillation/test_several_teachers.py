@@ -200,13 +200,11 @@ class Served:
     def top_k(self, prompts, completions, width, k):
         ids, logps = torch.zeros(len(prompts), width, k, dtype=torch.long), torch.zeros(len(prompts), width, k)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            inputs = {
-                "input_ids": prompt.input_ids[None],
-                "attention_mask": torch.ones(1, len(prompt)),
-                **prompt.media,
-            }
+            sequence = torch.cat([prompt.input_ids, torch.tensor(completion)])
+            positions = torch.cat([prompt.position_ids, prompt.positions_after(len(completion))], dim=-1)
             with torch.no_grad():
-                logits = self.model(**extended(inputs, torch.tensor(completion))).logits[0, -len(completion) - 1 : -1]
+                outputs = self.model(input_ids=sequence[None], position_ids=positions[:, None], **prompt.media)
+            logits = outputs.logits[0, -len(completion) - 1 : -1]
             top = logits.log_softmax(-1).topk(k, dim=-1)
             ids[i, : len(completion)], logps[i, : len(completion)] = top.indices, top.values
         return ids, logps

@@ -23,6 +23,8 @@ class SelfTeacher:
 
     weights: Literal["current", "base", "ema"] = "current"  # the student's: now, without adapter, or averaged
     rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
+    shows_best: bool = False  # whether the teacher sees the best other completion of the group
+    min_reward: float = 1.0  # that a completion needs to be shown
 
 
 def is_address(teacher: Any) -> bool:
@@ -61,7 +63,9 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             the weights at each update, without a gradient. `"base"` takes the weights without the adapter, which don't
             change. `"ema"` takes an exponential moving average of the weights. Its setting `rate`, as in
             `"ema(rate=0.05)"`, is the share of the student's weights in the average after each update, as in TRL's
-            SDFT and SDPO.
+            SDFT and SDPO. With the setting `shows_best=True`, as in `"ema(shows_best=True)"`, the teacher sees the
+            best other completion of the group behind the question, if its reward is at least `min_reward` (1.0); the
+            student never sees it. Completions without such a context aren't trained on. Needs `reward_funcs`.
 
         teacher_model_server_url (`str`, *optional*):
             Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
@@ -119,6 +123,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         super().__post_init__()
         if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
+        self._check_context()
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 split_settings(getattr(self, name), name)
@@ -149,6 +154,25 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         """`True` if a teacher on a server needs the decoded media."""
         servers = filter(is_address, mapping(self.teacher_models).values())
         return self.teacher_model_server_url is not None or any(servers)
+
+    def _check_context(self) -> None:
+        settings = self.self_teacher_settings
+        if not settings.shows_best:
+            if settings.min_reward != SelfTeacher().min_reward:
+                raise ValueError(
+                    "`min_reward` of `self_teacher` has no effect without `shows_best=True`; leave it out."
+                )
+            return
+        if self.num_generations < 2:
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` shows another completion of the group, but `num_generations` is "
+                f"{self.num_generations}; set it to 2 or more."
+            )
+        if self.eval_strategy != "no":
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
+                "prompt; set `eval_strategy='no'`, and evaluate with `GenerationEvalCallback`."
+            )
 
     def _check_teacher_models(self) -> None:
         self.teacher_models = dict(mapping(self.teacher_models))

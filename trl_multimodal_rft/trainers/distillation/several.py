@@ -25,7 +25,7 @@ from ..shared.loading import compile_models, enable_packing, prepare_reference
 from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
 from .config import is_address
-from .teacher import Teacher, check_teacher, divergence_head_rule, load_teacher, server_teacher
+from .teacher import Teacher, check_teacher, divergence_head_rule, leave_out, load_teacher, server_teacher
 
 
 if TYPE_CHECKING:
@@ -189,9 +189,7 @@ class Teachers:
     def leave_out_untaught(self, rollout: Rollout) -> None:
         """Excludes completions without a teacher from the loss. All ranks must call this."""
         index: Any = rollout.teacher.index
-        is_taught = (index >= 0)[:, None].to(rollout.completion_mask)
-        rollout.completion_mask = rollout.completion_mask * is_taught
-        rollout.num_items_in_batch = self.run.accelerator.reduce(rollout.loss_mask.sum())
+        leave_out(self.run, rollout, index >= 0)
 
     def _completions_of(self, rollout: Rollout, teacher_index: int) -> list[int]:
         """Returns the batch indices of a teacher's completions."""
