@@ -28,10 +28,11 @@ from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.cells import is_truth, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS, as_text, check_has_prompt, further_keys, strip_media
+from ..data.rows.columns import as_text, further_keys, strip_media
 from ..data.rows.counts import describe_empty_cells
 from ..data.rows.features import undecoded, with_class_names
 from ..data.rows.load import load_rows
+from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.pairs import COMPLETIONS, check_text_only, is_equal_pair, put_answer_media, read_answer
 from ..data.rows.unread import check_columns, check_ignored
 from ..encoding.media import decode_media

@@ -5,6 +5,7 @@ import argparse
 import difflib
 import functools
 import importlib.resources
+import itertools
 import json
 import os
 import re
@@ -281,20 +282,73 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+def _summary(name: str, text: str, default: Value = None) -> str:
+    """Returns a line of `--help`: the name of an option, the first sentence about it, and its default."""
+    width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
+    sentence = " ".join(text.split()).replace("`", "").partition(". ")[0].rstrip(".")
+    words = " ".join(map(str, default)) if isinstance(default, list) else default
+    stated = "" if default in (None, False, {}) or "efault" in sentence else f" ({words})"
+    return f"  {name:32} {textwrap.shorten(sentence + stated, max(width, 20), placeholder=' ...')}"
+
+
+def add_short_help(parser: Parser) -> None:
+    """Adds `--help`, which has a line for each option, `--help WORD` and `--help_all`, which explain them."""
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_ShortHelp, help=argparse.SUPPRESS)
+    parser.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
+
+
+class _ShortHelp(argparse.Action):
+    """Action of `--help` and `--help WORD` of a command that isn't launched."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        shown: dict[str, list[argparse.Action]] = {}
+        for group in parser._action_groups:
+            actions = shown.setdefault(str(group.title), [])
+            actions += [action for action in group._group_actions if _is_shown(action)]
+        if values:
+            self._explain(parser, shown, str(values))
+        else:
+            lines = [f"usage: {parser.usage}", "", str(parser.description)]
+            for title, actions in shown.items():
+                lines += ["", f"{title}:"] if actions else []
+                # Those that must be given come first
+                for action in sorted(actions, key=lambda action: not action.required):
+                    lines.append(_summary(action.option_strings[0], str(action.help), action.default))
+            words = "`--help WORD` explains options, such as `--help tokens`; `--help_all` explains all."
+            sys.stdout.write("\n".join([*lines, "", words, ""]))
+        parser.exit()
+
+    def _explain(self, parser: argparse.ArgumentParser, shown: dict[str, list[argparse.Action]], word: str) -> None:
+        word = _option_name(word.lstrip("-").lower())
+        actions = [*itertools.chain.from_iterable(shown.values())]
+        found = [action for action in actions if word in action.dest]
+        found = found or [action for action in actions if word in str(action.help).lower()]
+        if not found:
+            parser.error(f"no option has {word!r} in its name or help.{did_you_mean(word, [a.dest for a in actions])}")
+        formatter = parser._get_formatter()
+        formatter.add_arguments(found)
+        sys.stdout.write(formatter.format_help())
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.help is not argparse.SUPPRESS
+
+
 def _first_options(parser: Parser) -> str:
     """Returns the options of examples and recipes in groups, one line each."""
-    width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
     lines = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])]
     n_first = 0
     for group, title in GROUPS.items():
         rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
         lines += ["", f"{title}:"] if rows else []
         n_first += len(rows)
-        for option in rows:
-            sentence = " ".join(option["help"].split()).replace("`", "").partition(". ")[0].rstrip(".")
-            default = "" if option["default"] in (None, False) else f" ({option['default']})"
-            summary = textwrap.shorten(sentence + default, max(width, 20), placeholder=" ...")
-            lines.append(f"  --{option['name']:30} {summary}")
+        lines += [_summary(f"--{option['name']}", option["help"], option["default"]) for option in rows]
     n_others = len(parser.options) - n_first
     lines += ["", f"`--help WORD` explains options, such as `--help lora`; `--help_all` shows {n_others} more."]
     return "\n".join(

@@ -377,6 +377,11 @@ class DeferredParts:
             self.outputs.append(scores.map(_leaf))
         self.seconds = time.perf_counter() - start  # duration of these additional forwards
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Number of parts, and seconds of the additional forwards, of this rank."""
+        return {"token_budget/parts": float(len(self.parts)), "token_budget/extra_time": self.seconds}
+
     def joined(self) -> Scores:
         """Returns scores in the order of the batch, as one forward of the whole micro-batch would return them."""
         scores = Scores.join(self.outputs[: self.n_local], self.parts[: self.n_local])

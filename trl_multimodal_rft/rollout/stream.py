@@ -22,6 +22,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
+from ..algorithms.metrics import Latest, MetricLog
 from ..data.reading.refs import MediaError, OverlongRow, iter_refs
 from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
 from ..data.rows.columns import rows_to_messages
@@ -93,8 +94,8 @@ class RowStream:
 
     `encode` encodes the prompt of one row. It is `None` if environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teacher_prompt`
-    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all. `metrics` are TRL's
-    `_metrics`, and `state` returns the trainer's state.
+    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all. `state` returns the
+    trainer's state.
 
     With `on_media_error="skip"`, rows that can't be read are skipped. With `may_drop`, rows that raise an
     [`~data.reading.refs.OverlongRow`] are skipped; it returns whether a row may raise it. In training, other rows
@@ -111,7 +112,7 @@ class RowStream:
         encode_teacher_prompt: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
         may_drop: Callable[[Row], bool] | None = None,
-        metrics: Any,
+        metrics: MetricLog,
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
@@ -357,7 +358,7 @@ class RowStream:
             if not new_errors:
                 break
         if skipped_errors:
-            self._metrics["train"]["media/skipped"].append(float(len(batch_errors)))
+            self._metrics.add({"media/skipped": float(len(batch_errors))}, mode="train")
         groups = self._as_encoded_rows([read_rows[i] for i in sorted(read_rows)])
         # A completion's group is the last one that starts at or before it
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
@@ -501,7 +502,7 @@ class RowStream:
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
-        self._metrics["eval"]["media/skipped"] = [float(len(self._unreadable[dataset]))]
+        self._metrics.add({"media/skipped": Latest(float(len(self._unreadable[dataset])))}, mode="eval")
         return self._unreadable[dataset]
 
 

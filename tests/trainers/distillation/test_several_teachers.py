@@ -203,7 +203,7 @@ class Served:
             sequence = torch.cat([prompt.input_ids, torch.tensor(completion)])
             positions = torch.cat([prompt.position_ids, prompt.positions_after(len(completion))], dim=-1)
             with torch.no_grad():
-                outputs = self.model(input_ids=sequence[None], position_ids=positions[:, None], **prompt.media)
+                outputs = self.model(input_ids=sequence[None], position_ids=positions, **prompt.media)
             logits = outputs.logits[0, -len(completion) - 1 : -1]
             top = logits.log_softmax(-1).topk(k, dim=-1)
             ids[i, : len(completion)], logps[i, : len(completion)] = top.indices, top.values

@@ -48,7 +48,7 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     tokenizer = tokenizer_of(run.prompts.processor)
     first = run.accelerator.process_index * len(rollout)
     own = [
-        _Answer(group, first + i, totals[i], tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True))
+        _Answer(group, first + i, totals[i], str(tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True)))
         for i, group in enumerate(rollout.group_ids.tolist())
     ]
     by_group: dict[int, list[_Answer]] = {}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...algorithms.metrics import Metric, scored_mean
-from ...data.rows.columns import TEACHER_ID
+from ...data.rows.names import TEACHER_ID
 from ...encoding.prompts import EncodedPrompt
 from ...engines.vllm_client import EngineRequest, on_all_ranks
 from ...engines.vllm_teacher import ServerTeacher
@@ -21,9 +21,9 @@ from ...rollout.ranks import any_rank
 from ...rollout.rollout import Rollout
 from ...rollout.stream import EncodedRow
 from ..shared.configs import mapping
-from ..shared.loading import compile_models, enable_packing, prepare_reference
 from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
+from ..shared.scoring import compile_models, enable_packing, prepare_reference
 from .config import is_address
 from .teacher import Teacher, check_teacher, divergence_head_rule, leave_out, load_teacher, server_teacher
 

@@ -13,7 +13,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_c
 
 from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import scored_mean
-from ...data.rows.columns import TEACHER_COLUMNS, TEACHER_ID
+from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...engines.samplers import Sampler
 from ...forward.scores import ScoreRequest, Scores
 from ...models.parts import check_base_is_kept

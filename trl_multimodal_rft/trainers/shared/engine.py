@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -66,7 +67,7 @@ def make_engine(
     bias: dict[int, float],
     revision: str | None,
     max_media: dict[str, int],
-    host_memory: Callable[[], HostMemory | None],
+    host_memory: HostMemory | None,
 ) -> InProcess | Servers:
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
     args, accelerator = run.args, run.accelerator
@@ -103,8 +104,7 @@ def make_engine(
 
     def without_weights() -> AbstractContextManager[None]:
         """Returns a context that moves the policy's weights to the host, with `offload_during_generation`."""
-        memory = host_memory()
-        return nullcontext() if memory is None else memory.offloading(storages(weights(model)))
+        return nullcontext() if host_memory is None else host_memory.offloading(storages(weights(model)))
 
     arguments = {
         "model": model,
@@ -172,6 +172,38 @@ def transformers_sampler(
         continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,  # dtype for continuous batching
     )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What samples completions."""
+
+    sampler: Sampler
+    local: TransformersSampler  # of the self-check, and the sampler itself without another one
+    engine: InProcess | Servers | None = None
+    in_flight: InFlight | None = None  # requests for later batches
+    logit_bias: dict[int, float] = field(default_factory=dict)  # of the engine, by token id
+
+
+def make_sampling(
+    run: Run,
+    local: TransformersSampler,
+    sampler: Sampler | None,
+    placeholders: set[int],
+    *,
+    revision: str | None,
+    datasets: Iterable[Any],
+    host_memory: HostMemory | None,
+    is_in_train: Callable[[], bool],
+) -> Sampling:
+    """Returns the user's `sampler`, or the sampler of the config with its engine. `revision` is the model's."""
+    args = run.args
+    if not args.use_vllm:
+        return Sampling(local if sampler is None else sampler, local)
+    bias = logit_bias(args, placeholders)
+    engine_sampler = vllm_sampler(run, bias, revision, datasets, host_memory, is_in_train)
+    engine: Any = engine_sampler.engine
+    return Sampling(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
 
 
 def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
@@ -337,7 +369,7 @@ def vllm_sampler(
     bias: dict[int, float],
     revision: str | None,
     datasets: Iterable[Any],
-    host_memory: Callable[[], HostMemory | None],
+    host_memory: HostMemory | None,
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
     """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""

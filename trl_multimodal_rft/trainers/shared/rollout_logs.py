@@ -14,7 +14,7 @@ from huggingface_hub import CommitScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from ...algorithms.metrics import PendingMetrics
+from ...algorithms.metrics import MetricLog
 from ...checks.media_contribution import media_contribution
 from ...data.rows.columns import strip_media
 from ...encoding.prompts import EncodedPrompt
@@ -207,11 +207,11 @@ def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -
 class ReadMetrics(TrainerCallback):
     """Callback that reads pending metrics after an optimizer or evaluation step, before other callbacks log them."""
 
-    def __init__(self, pending: PendingMetrics):
-        self.pending = pending
+    def __init__(self, metrics: MetricLog):
+        self.metrics = metrics
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self.pending.read()
+        self.metrics.read()
 
     on_prediction_step = on_step_end
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from ...algorithms.metrics import Latest, MetricLog
 from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
-from ...data.rows.columns import check_has_prompt, check_reward_columns
+from ...data.rows.names import check_has_prompt, check_reward_columns
 from ...data.rows.unread import without_media
 from ...encoding.processors import ends_with, tokenizer_of
 from ...encoding.prompt_encoder import PromptEncoder
@@ -72,23 +73,6 @@ def attribute_of(holder: str, name: str) -> Any:
     `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`.
     """
     return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
-
-
-@dataclass
-class MetricLog:
-    """Metrics since the last log, of training and of evaluation."""
-
-    by_mode: Mapping[str, dict[str, list[float]]]  # TRL's `_metrics`
-    live: Live
-
-    @property
-    def current(self) -> dict[str, list[float]]:
-        """Metrics of the current mode, training or evaluation."""
-        return self.by_mode["train" if self.live.model.training else "eval"]
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.current[name].append(value)
 
 
 @dataclass
@@ -209,8 +193,7 @@ class Run:
         metrics, n_tokens = add_completions(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
             state.num_input_tokens_seen += n_tokens
-        self.metrics.current["num_tokens"] = [state.num_input_tokens_seen]
-        self.metrics.add(metrics)
+        self.metrics.add({"num_tokens": Latest(state.num_input_tokens_seen), **metrics})
         # Packing is decided once, so that old, reference and current log-probabilities are computed alike
         lengths, batch_size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, batch_size, self.prompts.model)
