@@ -38,7 +38,7 @@ from ..data.reading.decoding import (
     sample_indices,
 )
 from ..data.reading.refs import MediaError, MediaRef
-from ..data.rows.columns import QWEN_OPTIONS
+from ..data.rows.blocks import QWEN_OPTIONS
 from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding
 from ..views.views import View
 from .processors import Processor, audio_rate

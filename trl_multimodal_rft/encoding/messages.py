@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.reading.refs import MediaError, MediaRef
-from ..data.rows.columns import KNOWN_TYPES, block_modality, further_keys
+from ..data.rows.blocks import KNOWN_TYPES
+from ..data.rows.columns import further_keys
+from ..data.rows.find_media import block_modality
 from ..data.rows.thoughts import opened_thought
 from ..families import family_of_processor
 from .media import check_has_frames

@@ -10,7 +10,8 @@ import torch
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
-from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, check_has_prompt, rows_to_messages
+from ..data.rows.columns import rows_to_messages
+from ..data.rows.names import TEACHER, TEACHER_COLUMNS, check_has_prompt
 from ..views.views import View
 from .media import check_hears_videos
 from .processors import checked_prompt, checked_texts

@@ -20,8 +20,9 @@ from trl import is_conversational
 from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.batches import DatasetRows, Row
-from ..data.rows.columns import MEDIA_COLUMNS, as_text, check_has_prompt, strip_media
+from ..data.rows.columns import as_text, strip_media
 from ..data.rows.features import restore_rows
+from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of

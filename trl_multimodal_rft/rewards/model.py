@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import MEDIA_COLUMNS, has_media, read_messages, rows_to_messages, strip_media
+from ..data.rows.columns import has_media, read_messages, rows_to_messages, strip_media
 from ..data.rows.features import as_encoded
+from ..data.rows.names import MEDIA_COLUMNS
 from ..encoding.join import common_start, join_media, padded, same_prompt
 from ..encoding.media import decode_media
 from ..encoding.messages import write_chat

@@ -20,7 +20,8 @@ from trl.chat_template_utils import get_training_chat_template
 
 from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import block_modality, blocks_to_refs, file_modality, find_media
+from ..data.rows.columns import blocks_to_refs
+from ..data.rows.find_media import block_modality, file_modality, find_media
 from ..encoding.conversations import keeps_earlier_turns
 from ..families import MODALITIES
 from ..rewards.calls import Argument, distinct_names

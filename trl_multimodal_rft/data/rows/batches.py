@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
-from .columns import MEDIA_COLUMNS, TEACHER
 from .difficulty import DifficultySampler
 from .features import undecoded
+from .names import MEDIA_COLUMNS, TEACHER
 
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ from ..reading.refs import MediaError, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from .batches import Row
 from .cells import truth_value
-from .columns import MEDIA_COLUMNS, as_text, further_keys, has_media, read_messages, rows_to_messages, strip_media
+from .columns import as_text, further_keys, has_media, read_messages, rows_to_messages, strip_media
 from .features import with_class_names
+from .names import MEDIA_COLUMNS
 
 
 JUDGE_TEMPLATE = """\

@@ -39,7 +39,6 @@ from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
 from ...rollout.turns import ToolLoop, completions_without_tools
-from ..checkpoints.mixin import CheckpointMixin
 from .asynchronous import AsynchronousSampling
 from .configs import stops_of
 from .engine import (
@@ -71,12 +70,13 @@ from .run import CompletionSettings, Notices, RewardFunctions, Run, attribute_of
 from .scoring import compile_models, enable_packing, make_scoring
 from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
+from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(CheckpointMixin):
+class MultimodalTrainer(BaseTrainer):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.

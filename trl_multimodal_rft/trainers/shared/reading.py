@@ -38,7 +38,6 @@ from ...policy import Fallbacks, PolicyForward
 from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
-from ..checkpoints.mixin import CheckpointMixin
 from .arguments import check_arguments
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
@@ -47,6 +46,7 @@ from .scoring import compile_models
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
+from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
@@ -55,7 +55,7 @@ Batch = dict[str, Any]
 NumItems = torch.Tensor | int | None
 
 
-class CompletionTrainer(CheckpointMixin):
+class CompletionTrainer(BaseTrainer):
     """
     Base of the trainers on datasets with completions. A subclass sets TRL's `data_collator` to a
     [`~trainers.supervised.data.SupervisedCollator`].

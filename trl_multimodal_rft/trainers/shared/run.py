@@ -19,7 +19,7 @@ from trl.trainer.utils import use_adapter
 from ...algorithms.metrics import Latest, MetricLog
 from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
-from ...data.rows.columns import check_has_prompt, check_reward_columns
+from ...data.rows.names import check_has_prompt, check_reward_columns
 from ...data.rows.unread import without_media
 from ...encoding.processors import ends_with, tokenizer_of
 from ...encoding.prompt_encoder import PromptEncoder

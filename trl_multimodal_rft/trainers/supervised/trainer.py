@@ -16,8 +16,8 @@ from trl.data_utils import get_dataset_column_names
 
 from ...algorithms.metrics import Latest
 from ...checks.sequences import check_sequences
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import undecoded
+from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.supervised import PACKED_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
