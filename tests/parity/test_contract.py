@@ -61,6 +61,7 @@ from trl_multimodal_rft.versions import (
     CALLED,
     OVERRIDDEN,
     PACKAGE,
+    UNTESTED,
     WARNED,
     bounds,
     cache_name,
@@ -502,10 +503,13 @@ def test_versions_are_compared_by_their_releases(found, expected):
 
 
 def bounds_in(requirements) -> dict[str, str]:
-    """Bounds of each requirement that has both ends."""
+    """Bounds of each requirement that has both ends, or whose newer versions are warned of."""
     found = {}
     for each in map(Requirement, requirements):
         ends = {end.operator: end.version for end in each.specifier}
+        if each.name in UNTESTED:
+            assert ends.keys() == {">="}
+            ends["<"] = UNTESTED[each.name]
         if ends.keys() == {">=", "<"}:
             assert found.setdefault(each.name, f">={ends['>=']},<{ends['<']}") == f">={ends['>=']},<{ends['<']}"
     return found

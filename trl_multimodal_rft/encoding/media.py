@@ -32,11 +32,10 @@ from ..data.reading.decoding import (
     load_sound_of_video,
     load_video,
     open_video,
-    qwen_frame_indices,
-    qwen_resized,
     require_module,
     sample_indices,
 )
+from ..data.reading.qwen import qwen_frame_indices, qwen_resized
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.blocks import QWEN_OPTIONS
 from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding

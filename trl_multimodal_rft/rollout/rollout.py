@@ -113,7 +113,7 @@ class Source(_Part):
 
 
 @dataclass(eq=False)
-class Rewards(_Part):
+class RewardValues(_Part):
     """Rewards of completions, and the signal in their groups."""
 
     by_function: list[list[float | None]] = field(default_factory=list)  # rewards of each completion, by function
@@ -162,7 +162,7 @@ class TokenChoice(_Part):
     )  # whether the update skips completions, because they have no gradient; empty if none
 
 
-PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
+PARTS = (Flight, Source, RewardValues, ViewScores, Values, TeacherScores, TokenChoice)
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class Rollout(_Part):
     importance_sampling_ratio: torch.Tensor | None = _per_token()  # (N, C) or (N, 1), of the policy to the engine
     advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
     source: Source = field(default_factory=Source)
-    rewards: Rewards = field(default_factory=Rewards)
+    rewards: RewardValues = field(default_factory=RewardValues)
     view: ViewScores = field(default_factory=ViewScores)
     values: Values = field(default_factory=Values)
     teacher: TeacherScores = field(default_factory=TeacherScores)
