@@ -12,7 +12,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards
-from ..forward.layout import left_pad, rows_of, to_device
+from ..forward.prompts import left_pad, rows_of, to_device
 from ..policy import Completions
 
 
@@ -147,6 +147,7 @@ class TeacherScores(_Part):
     """Prompts of a teacher, and scores by a teacher on a server."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
+    index: torch.Tensor | None = None  # (N,), of the completion's teacher among several, -1 without a teacher
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
 
@@ -244,7 +245,8 @@ class Rollout(_Part):
         Returns a rollout of the completions at batch indices. A tensor or list with as many entries as completions has
         one entry per completion. All other values, such as an empty list, stay.
         """
-        indices, n = list(indices), len(self)
+        indices = list(indices)
+        n = len(self)
 
         def pick(_: Field, value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
@@ -272,7 +274,8 @@ class Rollout(_Part):
         Returns one rollout per group of `size` completions. Per-token tensors are cut to the group's longest
         completion in the mask, but keep at least one column.
         """
-        parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
+        parts = map(self.select, self.parts(size))
+        token_fields = self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
 
     def token_fields(self) -> set[Field]:
