@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from ...algorithms.advantages import Estimator
 from ...algorithms.returns import Steps
 from ...rewards.calls import StepwiseReward
-from ...rollout.reward import join_steps
+from ...rollout.estimates import join_steps
 from ...rollout.rollout import Rollout, require
 
 

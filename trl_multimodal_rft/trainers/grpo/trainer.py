@@ -25,8 +25,8 @@ from ...algorithms.metrics import MicroBatchSums, token_mean
 from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
+from ...rollout.estimates import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
 from ...rollout.ranks import gather_rows
-from ...rollout.reward import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
 from ...rollout.rollout import Rollout, require
 from ...rollout.token_filter import TokenFilter
 from ..shared.base import MultimodalTrainer

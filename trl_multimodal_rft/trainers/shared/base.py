@@ -33,8 +33,9 @@ from ...rewards.calls import distinct_names
 from ...rollout.completions import take_custom_rollout
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
+from ...rollout.estimates import Estimates, set_estimates, weighted_sum
 from ...rollout.groups import GroupExchange, group_exchange
-from ...rollout.reward import Estimates, set_estimates, weighted_sum
+from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
@@ -66,7 +67,7 @@ from .optimizer import freeze_and_check
 from .prompts import make_prompts
 from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import CompletionSettings, Notices, RewardFunctions, Run, attribute_of
+from .run import CompletionSettings, Notices, Run, attribute_of
 from .scoring import compile_models, enable_packing, make_scoring
 from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
@@ -96,16 +97,16 @@ class MultimodalTrainer(BaseTrainer):
     _logit_bias: dict[int, float]
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
-    _rewards = functools.cached_property(lambda self: RewardFunctions())
-    # TRL's attributes that are kept in `_live` and `_rewards`
+    _reward_functions = functools.cached_property(lambda self: RewardFunctions())
+    # TRL's attributes that are kept in `_live` and `_reward_functions`
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
     ref_model = attribute_of("_live", "ref_model")
     critic = attribute_of("_live", "critic")
     state = attribute_of("_live", "state")
-    reward_funcs = attribute_of("_rewards", "functions")
-    reward_func_names = attribute_of("_rewards", "names")
-    reward_processing_classes = attribute_of("_rewards", "processors")
+    reward_funcs = attribute_of("_reward_functions", "functions")
+    reward_func_names = attribute_of("_reward_functions", "names")
+    reward_processing_classes = attribute_of("_reward_functions", "processors")
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
@@ -182,7 +183,6 @@ class MultimodalTrainer(BaseTrainer):
         self._stream = prompts.stream
 
     def _set_rewards(self, sources: RewardSources) -> None:
-        """Lets reward models read media. TRL's constructor has loaded them by their names."""
         options = self.accelerator, self.args, self.chat_template_kwargs
         for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
@@ -190,9 +190,9 @@ class MultimodalTrainer(BaseTrainer):
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         # `stops` is a pair: token ids, and strings
-        rewards = self._rewards
         stops = stops_of(self.args)
         self._live.report_to = self.args.report_to
+        rewards = self._reward_functions
         rewards.template_kwargs = self.chat_template_kwargs
         rewards.loop = getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
@@ -214,7 +214,6 @@ class MultimodalTrainer(BaseTrainer):
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
-        """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
         self.tools = self.toolbox.tools
         self.environment_factories = self.toolbox.factories or None
         self.environments = None
@@ -307,9 +306,9 @@ class MultimodalTrainer(BaseTrainer):
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
         n_ranks = self.accelerator.num_processes
-        rank = self.accelerator.process_index
-        batch_size = args.generation_batch_size // n_ranks  # of this rank
-        shape = BatchShape(batch_size, args.num_generations, self._steps_per_rollout, n_ranks, rank)
+        size = args.generation_batch_size // n_ranks  # of this rank
+        place = n_ranks, self.accelerator.process_index
+        shape = BatchShape(size, args.num_generations, self._steps_per_rollout, *place)
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
@@ -317,21 +316,19 @@ class MultimodalTrainer(BaseTrainer):
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
         if self._stream.is_new(dataset):
             datasets = {"eval_dataset": dataset}
-            takes = input_modalities(self._run.prompts.model)
             if not self.toolbox.factories:
+                takes = input_modalities(self._run.prompts.model)
                 functions = () if self.rollout_func is not None else reward_funcs
                 warn_of_unread_media(self.args, datasets, takes, reward_funcs=functions)
             self._run.check_held_out(datasets)
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
-        """Returns the loader of a dataset for evaluation. `is_argument` tells whether it was passed to `evaluate`."""
         if is_argument:
             self.check_eval_dataset(dataset, self.reward_funcs)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property
     def _steps_per_rollout(self) -> int:
-        """Number of micro-batches that are trained on per generation batch. Each iteration counts them again."""
         return self.args.steps_per_generation * self.num_iterations
 
     # Rollout
@@ -340,7 +337,6 @@ class MultimodalTrainer(BaseTrainer):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows. Dynamic sampling and replay replace groups without signal."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
@@ -370,7 +366,6 @@ class MultimodalTrainer(BaseTrainer):
             self._checked_step = self.state.global_step
 
     def _roll_out_extra(self, n: int) -> Rollout:
-        """Returns the rollout of `n` further prompts, for dynamic sampling."""
         return self._draw(self._stream.draw(n))
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
@@ -383,7 +378,6 @@ class MultimodalTrainer(BaseTrainer):
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
-        """Samples completions, and continues them after calls of tools."""
         branches: Any = Branches() if self.tools else None
         run = self._run
         tool_mask = None
@@ -447,7 +441,7 @@ class MultimodalTrainer(BaseTrainer):
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
-        self._run.reward_together(rollout)
+        self._run.gather_rewards(rollout)
         self._run.leave_out_failed(rollout)
         if self.args.contrast_view is not None:
             rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
@@ -458,7 +452,6 @@ class MultimodalTrainer(BaseTrainer):
         self.sampler.invalidate_weights()
 
     def _rollout_state(self) -> dict[str, Any]:
-        """Returns the state from which this process resumes within a generation batch, as if it hadn't stopped."""
         return {
             **super()._rollout_state(),
             "batches": self._batch_settings(),
@@ -469,13 +462,11 @@ class MultimodalTrainer(BaseTrainer):
         }
 
     def _batch_settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the size and the contents of a generation batch."""
         names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
         sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
         return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that all ranks share, and this rank's completions if batches have the same settings."""
         super()._load_rollout_state(state)
         if state["batches"] == self._batch_settings():
             self._step = state["step"]
@@ -535,7 +526,6 @@ class MultimodalTrainer(BaseTrainer):
 
     @property
     def _n_on_policy_batches(self) -> int:
-        """Number of a rollout's micro-batches before the first update, which are on-policy."""
         return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
@@ -591,7 +581,6 @@ class MultimodalTrainer(BaseTrainer):
         return self._scores
 
     def _corrects_for_engine(self, rollout: Rollout) -> bool:
-        """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
         # As in TRL, log-probabilities of a `rollout_func` count only if the policy isn't the sampler
         uses_logps = self.rollout_func is None or not self.sampler.samples_policy
         has_logps = rollout.sampling_per_token_logps is not None
