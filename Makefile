@@ -129,10 +129,9 @@ vllm-families: $(VLLM)/ok
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py
 
-# Those that need no GPU, with their outputs
+# With their outputs
 notebooks: $(VENV)/tests
-	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb \
-		examples/notebooks/custom_advantage_and_reward.ipynb examples/notebooks/dpo_audio.ipynb
+	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/*.ipynb
 
 docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict
