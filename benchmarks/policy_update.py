@@ -106,7 +106,8 @@ from trl_multimodal_rft.models.parts import freeze
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from speech_model import language_model, speech_model  # noqa: E402
+from pretrained import language_model  # noqa: E402
+from speech_model import speech_model  # noqa: E402
 
 
 SHORTEST, LONGEST = 20, 64  # completion tokens

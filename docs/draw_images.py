@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
-from trl_multimodal_rft.reporting.curves import figure_of
+from trl_multimodal_rft.extras.curves import figure_of
 
 
 IMAGES = Path(__file__).parent / "images"

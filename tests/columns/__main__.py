@@ -66,8 +66,10 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "tests" in args.what:
-        files = [f"tests/test_{name}.py" for name in TESTS]
-        run(files, "-m", "not slow", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+        names = {f"test_{name}" for name in TESTS}
+        paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "engine"]
+        files = sorted(str(path) for path in paths if path.stem in names)
+        run(files, "-m", "not slow", "-n", "2", "--dist", "worksteal")
     if "signatures" in args.what:
         run(["tests/engine/test_signatures.py"])
     if "engine" in args.what:  # a process per file, as engines leave memory behind

@@ -353,6 +353,8 @@ ESTIMATED = []  # digests of the estimator's arguments
 ALGORITHMS = {
     "reinforce": {"advantage_estimator": "reinforce"},
     "reinforce_baseline": {"advantage_estimator": "reinforce_baseline"},
+    "token_baseline": {"advantage_estimator": "optimal_token_baseline", "loss_type": "dppo_tv", "epsilon": 0.02},
+    "best_of_two": {"advantage_estimator": "pass_at_k(k=2)", "loss_type": "fipo(decay_rate=2.0)"},
     "cpgd": {"advantage_estimator": "cpgd", "loss_type": "cpgd", "kl_estimator": "k2"},
     "gmpo": {"loss_type": "gmpo", "epsilon": 0.4, "kl_estimator": "k2"},
     "dual_clip": {

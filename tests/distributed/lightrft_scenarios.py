@@ -135,7 +135,7 @@ def refused_shards(folder):
 def actor_in_parts(folder):
     """An actor whose weights load in parts counts, scores and samples like a whole one."""
     import deepspeed
-    import test_actors
+    from lightrft import test_actors
 
     state, config = start(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     ((batch, expected),) = test_actors.cases("qwen2_audio")

@@ -5,12 +5,12 @@ import re
 
 import pytest
 import torch
-from engines import PARTS, engines_of
+from engine_lists import PARTS, engines_of
 from launcher import Run
 
 
 ALGORITHMS = "reinforce reinforce_baseline cpgd gmpo dual_clip adaptive_kl entropies_of_rollout".split()
-ALGORITHMS += ["current_entropies", "own_estimator"]
+ALGORITHMS += ["current_entropies", "own_estimator", "token_baseline", "best_of_two"]
 LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
@@ -45,6 +45,8 @@ ONE_MICRO_BATCH += [
     "greedy_isolated",
     "reinforce",
     "reinforce_baseline",
+    "token_baseline",
+    "best_of_two",
     "cpgd",
     "gmpo",
     "dual_clip",
@@ -133,7 +135,7 @@ def on(engines, *names):
 
 
 def with_engines(*names):
-    """Parametrizes a test with the engines that `engines.py` has for each scenario."""
+    """Parametrizes a test with the engines that `engine_lists.py` has for each scenario."""
     return of({engine: [name for name in names if engine in engines_of(name)] for engine in ("ddp", *PARTS)})
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
-from engines import engines_of
+from engine_lists import engines_of
 from helpers.marks import slow_but
 from helpers.trainer_utils import Gradients, Injected, image_rows, load, run, sound, text_rows
 from launcher import Run

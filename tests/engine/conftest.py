@@ -11,6 +11,8 @@ from helpers import families
 from trl.import_utils import is_vllm_available
 
 
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that tests of this folder share
+
 if not is_vllm_available():
     collect_ignore_glob = ["test_*.py"]
 else:

@@ -22,7 +22,7 @@ from PIL import Image
 from trl_multimodal_rft import TrainingCurvesCallback, cli
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.extras import chat as command
-from trl_multimodal_rft.reporting.curves import FILE_NAME
+from trl_multimodal_rft.reporting.model_card import CURVES
 
 
 pytest.importorskip("gradio", exc_type=ImportError)
@@ -167,7 +167,7 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     assert "# Ask seen" in {part.get("value") for part in parts if isinstance(part.get("value"), str)}
     ((example,),) = (part["examples"] for part in parts if part.get("examples"))
     question, image_path = example["text"], example["files"][0]["path"]
-    assert (folder / FILE_NAME).exists() and Path(image_path).read_bytes() == (folder / "view.png").read_bytes()
+    assert (folder / CURVES).exists() and Path(image_path).read_bytes() == (folder / "view.png").read_bytes()
     messages = [{"role": "system", "content": [text(prompt[0]["content"])]}]
     messages += chat({"type": "image", "image": picture}, text(question))
     expected = greedy(trainer.model, trainer.processing_class, messages)

@@ -6,9 +6,9 @@ import traceback
 
 import numpy as np
 import pytest
+from extras.test_remote_rewards import pixels, waveform
 from helpers.chats import image
 from helpers.trainer_utils import image_rows, make_trainer, sound
-from test_remote_rewards import pixels, waveform
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import JudgeReward

@@ -7,12 +7,12 @@ import sys
 import time
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
 import requests
+from helpers.folders import TESTS
 from helpers.openenv_server import COLORS, png
 from helpers.processes import free_port
 from helpers.tools import Saying, call, check_rewards, play
@@ -36,7 +36,7 @@ def serving(name: str):
     port = str(free_port())
     command = [sys.executable, "-m", "uvicorn", f"helpers.openenv_server:{name}", "--factory", "--port", port]
     url, quiet = f"http://127.0.0.1:{port}", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1], **quiet) as server:
+    with subprocess.Popen(command, cwd=TESTS, **quiet) as server:
         try:
             while server.poll() is None:
                 try:

@@ -5,13 +5,13 @@ import functools
 
 import pytest
 import torch
+from engines.test_generation import build as build_to_sample
+from engines.test_generation import config
 from helpers.completions import random_completions
 from helpers.devices import GPU, NO_STAND_IN, gpu_only
 from helpers.marks import by_turns
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
 from helpers.trainer_utils import relative_difference
-from test_generation import build as build_to_sample
-from test_generation import config
 from torch.nn.attention import varlen
 
 from trl_multimodal_rft.engines.transformers import generate_completions

@@ -7,9 +7,9 @@ through gloo, because NCCL refuses two on one GPU. `tests/distributed` tests the
 import importlib.util
 
 import pytest
+from distributed.test_distributed import assert_same_update
 from helpers.devices import DEVICE, GPU_OR_REHEARSAL, IS_REHEARSAL, NO_STAND_IN, gated_backward_obstacle
 from launcher import Run
-from test_distributed import assert_same_update
 
 
 # One worker starts them all, and they run side by side

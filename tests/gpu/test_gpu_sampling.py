@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from engines.test_decoding import assert_same, build, operations_of_a_token, options, sample
 from helpers.devices import GPU, GPU_OR_CPU, IS_STAND_IN, NO_STAND_IN, gpu_only
 from helpers.four_bits import NF4, save_wide
 from helpers.marks import by_turns
 from helpers.recorded_step import RecordedStep
-from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.engines.decoding import runner_on

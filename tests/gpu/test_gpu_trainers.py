@@ -8,7 +8,7 @@ import torch
 from helpers.devices import gpu_only
 from helpers.distillation_runs import teacher
 from helpers.trainer_utils import AS_SHIPPED, PLAIN, audio_rows, image_rows, load, make_trainer, video_rows
-from test_sft import picture_rows
+from trainers.supervised.test_sft import picture_rows
 
 from trl_multimodal_rft import (
     MultimodalDistillationTrainer,

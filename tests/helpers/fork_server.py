@@ -39,11 +39,11 @@ transformers.models.qwen2_audio.modeling_qwen2_audio transformers.models.qwen2_a
 transformers.models.qwen2_vl.video_processing_qwen2_vl transformers.models.qwen3_vl.processing_qwen3_vl
 transformers.models.whisper.feature_extraction_whisper transformers.tokenization_mistral_common
 trl_multimodal_rft.cli trl_multimodal_rft.evaluation trl_multimodal_rft.lightrft.trainer.experience_maker
-trl_multimodal_rft.cli.evaluate trl_multimodal_rft.cli.training
-trl_multimodal_rft.trainers.distillation_trainer trl_multimodal_rft.trainers.dpo_trainer
-trl_multimodal_rft.trainers.grpo_trainer
-trl_multimodal_rft.trainers.ppo_trainer trl_multimodal_rft.trainers.rloo_trainer
-trl_multimodal_rft.trainers.sft_trainer
+trl_multimodal_rft.extras.evaluate trl_multimodal_rft.cli.training
+trl_multimodal_rft.trainers.distillation.trainer trl_multimodal_rft.trainers.preference.dpo_trainer
+trl_multimodal_rft.trainers.grpo.trainer
+trl_multimodal_rft.trainers.ppo.trainer trl_multimodal_rft.trainers.rloo.trainer
+trl_multimodal_rft.trainers.supervised.trainer
 """.split()
 FORKABLE = "jemalloc_bg_thd"  # a thread of Arrow that Arrow starts again in a child
 

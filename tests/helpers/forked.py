@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from helpers import cpu_seconds
 from helpers.processes import PATIENCE
 
 
@@ -66,7 +65,6 @@ class Popen(subprocess.Popen):
         # Without an answer, the server has ended, and the command counts as killed
         status, seconds = (self._answers.readline() or f"{signal.SIGKILL:d} 0").split()
         self.seconds = float(seconds)
-        cpu_seconds.forked += self.seconds
         self._answers.close()
         self._connection.close()
         return self.pid, int(status)

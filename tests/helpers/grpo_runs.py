@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from helpers.trainer_utils import Recorded, by_key, image_rows, keys, length_and_sum, run
-from trl_multimodal_rft.algorithms.advantages import estimate_advantages
+from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.algorithms.losses import LossInputs, Normalizer, grpo_loss
 
 
@@ -44,14 +44,16 @@ def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward
     unscorable = drawn.rewards.isnan().all(1).tolist()
     rewards = [None if missing else shape(reward) for reward, missing in zip(total, unscorable, strict=True)]
     prompts = list(dict.fromkeys(prompt for prompt, _ in names))
-    scored = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps"}
+    scored = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps"} if beta else {}
+    if as_estimator(estimator).reads_logps:
+        scored["old_logps"] = "old_per_token_logps"
     expected = estimate_advantages(
         estimator,
         rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards]),
         rewards_per_func=drawn.rewards,
         group_ids=torch.tensor([prompts.index(prompt) for prompt, _ in names]),
         mask=batch["completion_mask"],
-        **{name: batch[field] if beta else None for name, field in scored.items()},
+        **{name: batch[field] for name, field in scored.items()},
         kl_coef=beta,
         **options,
     )

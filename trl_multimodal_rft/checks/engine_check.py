@@ -25,7 +25,8 @@ _N_PROBES = 4
 
 # The limit after an update is `_GROWTH_FACTOR` times the difference before it. An engine that lacks the new weights is
 # detectable once they have moved the policy's log-probabilities by `_DETECTION_FACTOR` times the limit.
-_GROWTH_FACTOR, _DETECTION_FACTOR = 4, 2
+_GROWTH_FACTOR = 4
+_DETECTION_FACTOR = 2
 
 
 class EngineCheck:
@@ -75,24 +76,28 @@ class EngineCheck:
         mask = mask * ~sampled.isnan()  # an engine may leave out log-probabilities
         indices = _diverse_rows(completions[0], mask)
         probes = _subset(completions, indices)
-        logps, mask = self._score(model, probes), mask[indices]
+        logps = self._score(model, probes)
+        mask = mask[indices]
         difference = self._difference(logps, sampled[indices], mask)
         if difference is None:  # no probe of any rank has a token with the engine's log-probability
             return False
         self._allow_noise(model, difference, probes, mask)
-        limit, first_difference = self._limit(), check.engine
+        limit = self._limit()
+        first_difference = check.engine
         # Noise may have raised the limit, so that an engine with old weights can't be told yet
         if not change > _DETECTION_FACTOR * limit:
             return False
         if first_difference is None:
-            check.engine, self.first_batch = difference, (probes, logps, mask)
+            check.engine = difference
+            self.first_batch = probes, logps, mask
             when = "on the first batch"
             reason = (
                 "the engine's settings, weights or processed media differ from the trainer's. Load model and "
                 "`processing_class` from one folder, and start servers with the same folder"
             )
         else:
-            check.engine_updated, self.first_batch = difference, None  # frees the media
+            check.engine_updated = difference
+            self.first_batch = None  # frees the media
             when = f"after {step} updates (before them, {first_difference[0]:.0e} on average)"
             reason = "the engine doesn't get all trained weights, or rounds them"
         self._check_difference(difference, limit, when, reason)
@@ -120,7 +125,8 @@ class EngineCheck:
         difference = self._difference(self._score(model, probes), sampled[indices], mask[indices])
         assert difference is not None
         self._allow_noise(model, difference, probes, mask[indices])
-        limit, self.check.engine_conversation = self._limit(), difference
+        limit = self._limit()
+        self.check.engine_conversation = difference
         reason = "the engine processes media of tool results differently, or gives them other positions"
         self._check_difference(difference, limit, "after tool media", reason)
         return True

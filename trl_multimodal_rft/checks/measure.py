@@ -56,6 +56,14 @@ def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in outputs.items()}
 
 
+def _relative_difference(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    """Returns the largest difference of two tensors, relative to the largest absolute value of `plain`, or to 1."""
+    if not plain.numel():
+        return 0.0
+    expected = plain.to(ours.dtype).double()  # trainers cast features when they read them
+    return ((ours.double() - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Returns whether an error or one of its causes is a lack of memory, and so says nothing about exactness."""
     while error is not None:
@@ -80,7 +88,8 @@ class Measure:
 
     def __init__(self, policy: PolicyForward, model: nn.Module, has_engine_positions: bool):
         assert policy.accelerator is not None
-        self.policy, self.prepared = policy, model  # `prepared` has the accelerator's wrappers, `model` hasn't
+        self.policy = policy
+        self.prepared = model  # `prepared` has the accelerator's wrappers, `model` hasn't
         self.model = policy.unwrapped(model)
         self.accelerator = policy.accelerator
         self.device = self.accelerator.device
@@ -109,7 +118,9 @@ class Measure:
         [`~forward.layout.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
-        row_prompts = [prompt for prompt in copies for _ in range(len(ids))]
+        row_prompts = []
+        for prompt in copies:
+            row_prompts += [prompt] * len(ids)
         ids_and_mask = [tensor.repeat(len(prompts), 1) for tensor in (ids, mask)]
         fallbacks = replace(self.fallbacks, isolate=isolate)
         model = self.prepared if model is None else model
@@ -230,12 +241,11 @@ class Measure:
         Returns the largest difference between two processors' outputs, relative to the largest absolute value of a
         tensor in `plain`, or to 1 if that is larger.
         """
-        largest = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
-        for name, value in plain.items() if largest == 0 else ():
-            if value.numel():
-                expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
-                relative = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
-                largest = max(largest, relative.item())
+        largest = math.inf
+        if _shapes(ours) == _shapes(plain):
+            largest = 0.0
+            for name, value in plain.items():
+                largest = max(largest, _relative_difference(ours[name], value))
         largest = self.max_over_ranks(largest)
         epsilons = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
         if not largest <= max([STRICT, *epsilons]):  # the limit depends on the features' dtype, not on the model's
@@ -323,10 +333,13 @@ class Measure:
         """
         # If the fallbacks are the defaults, the order with `tries_isolation` is: the fused head with `isolate` `None`,
         # "media" and "prompt", then the model's logits with the same three
-        scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
+        scores = None
+        differences = list[float]()
+        was_from_model = self.fallbacks.logits_from_model
         isolate_values = self.isolate_values() if tries_isolation else self.isolate_values()[:1]
         for from_model, isolate in itertools.product(sorted({was_from_model, True}), isolate_values):
-            self.fallbacks.logits_from_model, self.fallbacks.isolate = from_model, isolate
+            self.fallbacks.logits_from_model = from_model
+            self.fallbacks.isolate = isolate
             scores = self.attempt("scoring padded rows", lambda: score(False))
             difference, is_exact = self.compare(scores, truth, mask, noise)
             differences.append(difference)
@@ -356,7 +369,6 @@ class Measure:
         return self.attempt("measuring the noise", lambda: measure_noise(self.model, self.dtype, score, mask))
 
     def max_over_ranks(self, value: float) -> float:
-        """Returns the largest value over all ranks."""
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
     def attempt(self, name: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:

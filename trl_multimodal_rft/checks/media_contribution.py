@@ -76,8 +76,9 @@ def media_contribution(
     metrics = {}
     if means:
         metrics["media/contribution"] = (sums[:, 0].sum() / sums[:, 1].sum()).item()
-    for modality, mean in means.items() if len(means) > 1 else ():
-        metrics[f"media/contribution/{modality}"] = mean
+    if len(means) > 1:
+        for modality, mean in means.items():
+            metrics[f"media/contribution/{modality}"] = mean
     return metrics
 
 
@@ -87,7 +88,8 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
     for indices in group_by_prompt(prompts).values():
         # `encode` returns only the prompt before tool results, so completions with media of tools are left out
         candidates = [index for index in indices if mask[index].any() and len(prompts[index].parts) == 1]
-        cases += [(index, modality) for index in candidates[:1] for modality in sorted(prompts[index].modalities)]
+        if candidates:
+            cases += [(candidates[0], modality) for modality in sorted(prompts[candidates[0]].modalities)]
         if len({index for index, _ in cases}) == _N_PROMPTS:
             break
     return cases

@@ -74,7 +74,8 @@ def measure_noise(
     model: PreTrainedModel, dtype: torch.dtype, score: Callable[[], torch.Tensor], mask: torch.Tensor
 ) -> torch.Tensor:
     """Returns the noise `(B, N)` of a difference of `score`'s log-probabilities in a dtype, 0 where the mask is 0."""
-    repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
+    repeats = []
+    devices = [mask.device] if mask.device.type == "cuda" else []
     for seed in range(_N_REPEATS):
         with torch.random.fork_rng(devices=devices), _perturbed_inputs(model, dtype, seed):
             repeats.append(score()[mask.bool()])
@@ -85,7 +86,8 @@ def measure_noise(
 @contextmanager
 def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
     """Multiplies token embeddings and inputs of encoders by random factors, from 1 - eps / 2 to 1 + eps / 2."""
-    half_step, generators = torch.finfo(dtype).eps / 2, {}
+    half_step = torch.finfo(dtype).eps / 2
+    generators = {}
 
     def perturb(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():

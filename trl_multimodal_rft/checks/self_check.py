@@ -191,10 +191,13 @@ def check_conversation(
     measure = Measure(policy, model, has_engine_positions)
     is_holder = measure.accelerator.process_index == holders[0]
     prompt, completion = broadcast_object_list(local_case if is_holder else [None], from_process=holders[0])[0]
-    conversations, differences = [prompt], list[float]()
-    if (longer := longer_than_windows(measure.model, prompt, prompt.later)) is not None:
+    conversations = [prompt]
+    differences = list[float]()
+    longer = longer_than_windows(measure.model, prompt, prompt.later)
+    if longer is not None:
         conversations.append(_with_prompt(prompt, longer))
-    n, ids = len(prompt.later), torch.tensor([completion], device=measure.device)
+    n = len(prompt.later)
+    ids = torch.tensor([completion], device=measure.device)
     mask = torch.ones_like(ids)
     with measurement_mode(model, measure.device):
         for measured in conversations:
@@ -257,7 +260,8 @@ class _Check(Measure):
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         """Measures all but training mode. `scored_case` and `shortest_prompt` keep the data for training mode."""
         local_prompts = [(prompt, messages[indices[0]]) for prompt, indices in group_by_prompt(prompts).items()]
-        load_processor, settings = functools.cache(self.settings.load_processor), self.settings
+        load_processor = functools.cache(self.settings.load_processor)
+        settings = self.settings
         encoding_options = settings.audio_overlong, settings.template_kwargs
         targets, donors, partners = self.cases(
             [prompt for prompt, _ in local_prompts],
@@ -371,7 +375,8 @@ class _Check(Measure):
                         raise
             return True  # `attempt` takes `None` for a failure
 
-        for packed in (True, False) if self.fallbacks.packing else (False,):
+        packings = [True, False] if self.fallbacks.packing else [False]
+        for packed in packings:
             row_type = "packed" if packed else "padded"
             if self.attempt(f"the backward pass of {row_type} rows", lambda packed=packed: run_backward(packed)):
                 return
@@ -533,8 +538,9 @@ class _Check(Measure):
             score_functions = [
                 functools.partial(self.score, [prompt], ids, mask, packed=False) for prompt in prompts[:-1]
             ]
-            noises = [result for score in score_functions if (result := self.noise(score, mask)) is not None]
-            return torch.cat([*noises, noises[0]]) if len(noises) == len(score_functions) else None
+            results = [self.noise(score, mask) for score in score_functions]
+            noises = [result for result in results if result is not None]
+            return torch.cat([*noises, noises[0]]) if len(noises) == len(results) else None
 
         def compare_batched(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
             n = len(ids) if packed else 1  # completions per prompt
@@ -545,7 +551,8 @@ class _Check(Measure):
             rows = torch.arange(len(separate_scores), device=self.device).view(len(prompts), -1)[:, :n].flatten()
 
             def noise_of_rows() -> torch.Tensor | None:
-                return None if (result := noise()) is None else result[rows]
+                noise_of_all = noise()
+                return None if noise_of_all is None else noise_of_all[rows]
 
             return self.compare(scores, separate_scores[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
 

@@ -115,15 +115,16 @@ def check_pairs(
         rows += [] if longer_pair is None else [longer_pair]
     outputs_of_completions = {(pair, column): outputs for pair, column, outputs in media_completions}
     # Two sequences per pair: the prompt with the chosen, and with the rejected completion
-    sequences = [
-        _with_outputs(sequence, outputs_of_completions.get((pair, column)))
-        for pair in rows
-        for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
-    ]
-    completions = [torch.tensor(ids, dtype=torch.long) for pair in rows for ids in (pair.chosen, pair.rejected)]
+    sequences = []
+    completions = []
+    learned = []
+    for pair in rows:
+        for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True):
+            sequences.append(_with_outputs(sequence, outputs_of_completions.get((pair, column))))
+            learned.append(pair.learned(column))
+        completions += [torch.tensor(ids, dtype=torch.long) for ids in (pair.chosen, pair.rejected)]
     ids, mask = (tensor.to(measure.device) for tensor in padded(completions))
     is_last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _N_COMPARED
-    learned = [pair.learned(column) for pair in rows for column in COMPLETIONS]
     learned = pad_sequence(learned, batch_first=True).to(measure.device)
 
     def score_by_model() -> torch.Tensor:
@@ -136,11 +137,11 @@ def check_pairs(
         return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        prompts = [
-            with_answer(measure.model, pair.prompt_before(column), pair.answers.get(column))
-            for pair in rows
-            for column in COMPLETIONS
-        ]
+        prompts = []
+        for pair in rows:
+            for column in COMPLETIONS:
+                answer = pair.answers.get(column)
+                prompts.append(with_answer(measure.model, pair.prompt_before(column), answer))
         if rewards:
             batch = prompts, ids, mask
             return policy.rewards(model, batch, packed=packed, fallbacks=measure.fallbacks).values
@@ -169,7 +170,8 @@ def _media_completions(
             return []
         # Other ranks receive a copy. So that this rank does the same, it copies the pair, too: `check_pairs` replaces
         # rows by identity, and the original may already be one of the measured rows.
-        index, pair = first_with_media[0], replace(first_with_media[1])
+        index = first_with_media[0]
+        pair = replace(first_with_media[1])
         return [(pair, column, processor_outputs(index, column)) for column in pair.answers]
 
     subject = "its processor, as `AutoProcessor.from_pretrained` loads it,"
@@ -189,7 +191,9 @@ def _compare(
     Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
     scores under other media. Only scores where `mask` is true count. `media_completions` are those of one pair.
     """
-    (targets, donors, rows), feature_differences, effects = cases, list[float](), dict[str, float]()
+    targets, donors, rows = cases
+    feature_differences = list[float]()
+    effects = dict[str, float]()
     for ours, processor_outputs in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
         feature_differences.append(
             measure.compare_features(

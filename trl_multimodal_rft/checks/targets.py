@@ -60,11 +60,11 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     tokens. The prompts of 20 and 10 tokens are checked, the donor has 15 tokens, and the partners have 15 and 3.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
-    traits_by_modality = {
-        modality: matches
-        for modality in MODALITIES
-        if (matches := [trait for trait in longest if modality in trait.fingerprints])
-    }
+    traits_by_modality: dict[str, list[Traits]] = {}
+    for modality in MODALITIES:
+        matches = [trait for trait in longest if modality in trait.fingerprints]
+        if matches:
+            traits_by_modality[modality] = matches
     text_only = [trait for trait in longest if not trait.fingerprints]
     candidates = dict.fromkeys([*(matches[0] for matches in traits_by_modality.values()), *text_only[:1]])
     targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
@@ -81,11 +81,9 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
     partners = [trait for shapes, trait in shortest_of_shapes.items() if shapes != targets[0].shapes]
     # One partner of each modality comes first, beginning with the modalities of the first target
     modalities = sorted(MODALITIES, key=lambda modality: modality not in targets[0].fingerprints)
-    one_per_modality = [
-        trait
-        for modality in modalities
-        for trait in [partner for partner in partners if modality in partner.fingerprints][:1]
-    ]
+    one_per_modality = []
+    for modality in modalities:
+        one_per_modality += [partner for partner in partners if modality in partner.fingerprints][:1]
     partners = list(dict.fromkeys([*one_per_modality, *partners]))[:_MOST_PARTNERS]
     # If all media have the shapes of the first target's, a prompt with these shapes is the partner
     return (
@@ -104,7 +102,8 @@ def with_other_media(prompt: EncodedPrompt, modality: str, donor: EncodedPrompt 
     For 3 patches and a donor of 2 patches, the donor's patches 0, 1 and 0 replace the prompt's. Some models take zeros
     for padding and drop them. So zeros stay 0, and a number that would become 0 stays as it is.
     """
-    media, donor_features = dict(prompt.media), {} if donor is None else _features_of(donor, modality)
+    media = dict(prompt.media)
+    donor_features = {} if donor is None else _features_of(donor, modality)
     for name, value in _features_of(prompt, modality).items():
         new_value = donor_features.get(name)
         if new_value is None or new_value.dim() != value.dim() or not new_value.numel():
@@ -130,7 +129,8 @@ def longer_than_windows(model: PreTrainedModel, prompt: _Prompt, later: EncodedP
     is_possible = most is None or reach + 1 + 2 * len(later) <= most  # text follows the media
     if reach <= 2 or prompt.media or not later.token_fields or n_added <= 0 or not is_possible:
         return None
-    index, first_position = torch.arange(n_added) % len(prompt), prompt.position_ids[..., :1]
+    index = torch.arange(n_added) % len(prompt)
+    first_position = prompt.position_ids[..., :1]
     return replace(
         prompt,
         input_ids=torch.cat([prompt.input_ids[index], prompt.input_ids]),

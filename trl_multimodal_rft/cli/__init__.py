@@ -17,7 +17,7 @@ from .errors import input_error
 from .foreign import hide_lines
 from .options import Parser, launched_command_parser, options_of
 from .preflight import check_names
-from .registry import COMMANDS, EXTRAS, LAUNCHED
+from .registry import COMMANDS, LAUNCHED, command_module
 
 
 _PROG = "trl-multimodal-rft"
@@ -50,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            module = "suggest" if getattr(args, "suggest", False) else name  # `--suggest` is an option of `estimate`
-            folder = "..extras" if name in EXTRAS else ""
             with imports:
-                command = importlib.import_module(f"{folder}.{module}", __name__)
+                command = command_module("suggest" if getattr(args, "suggest", False) else str(name))
             try:
                 command.run(args)
             finally:

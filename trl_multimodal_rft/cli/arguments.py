@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ..rewards.named import load_reward_funcs, load_reward_recipe
+from ..rewards.named import load_reward_funcs
 from ..rollout.tools import load_tools
 from .option_table import options
 from .options import launched_command_parser
@@ -83,6 +83,8 @@ class RFTScriptArguments(PromptArguments):
     def load_rewards(self, default_names: Sequence[str]) -> list[Callable]:
         """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default_names`."""
         if self.reward_recipe is not None:
+            from ..rewards.ready.recipe import load_reward_recipe
+
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
         return load_reward_funcs(default_names if self.reward_funcs is None else self.reward_funcs)
 

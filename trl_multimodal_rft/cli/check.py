@@ -42,9 +42,7 @@ from ..encoding.supervised import SupervisedEncoder
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
 from ..progress import progress_bar
-from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
-from ..reporting.plots import check_plot, histograms
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
 from .options import config_path
 from .options import read_config as read_run_config
@@ -441,7 +439,10 @@ def _reward_names(args: argparse.Namespace, columns: Collection[str]) -> Sequenc
 def run(args: argparse.Namespace) -> None:
     """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
     check_ignored(args.ignored_media_columns)
-    check_plot(args.plot)
+    if args.plot is not None:
+        from ..extras.plots import check_plot
+
+        check_plot(args.plot)
     model_source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     config, model_class = read_config(args.model_name_or_path, **model_source)
     try:
@@ -493,6 +494,9 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
     if args.plot is not None:
+        from ..extras.curves import save_figure
+        from ..extras.plots import histograms
+
         tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
         save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
     if report.n_failed:

@@ -1,14 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scripts of the launched commands. A script is a module, or a trainer with its arguments."""
 
-import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
 from trl import ModelConfig
 
 from .. import trainers
-from ..trainers.configs import TrainerConfig
+from ..trainers.shared.configs import TrainerConfig
 from .arguments import (
     DistillationScriptArguments,
     PPOScriptArguments,
@@ -16,6 +15,7 @@ from .arguments import (
     RunArguments,
     SFTScriptArguments,
 )
+from .registry import command_module
 from .training import run
 
 
@@ -50,4 +50,4 @@ _SCRIPTS = {script.name: script for script in tuple(globals().values()) if isins
 
 def script_of(name: str) -> Script | ModuleType:
     """Returns the script of a command."""
-    return _SCRIPTS.get(name) or importlib.import_module(f".{name}", __package__)
+    return _SCRIPTS.get(name) or command_module(name)

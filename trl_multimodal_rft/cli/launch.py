@@ -17,6 +17,7 @@ from ..launchers import name_launcher
 from .errors import ERROR_FOLDER_VARIABLE
 from .options import TRACEBACK, config_path
 from .preflight import check_run, is_harness
+from .registry import command_module
 
 
 # Signals that end a run, at which processes may still save a checkpoint
@@ -28,8 +29,9 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     check_run(name, args)
     # Harnesses (lmms-eval and EvalScope) only send requests to a server, so this process runs them without a launch
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
-        from . import arguments, evaluate
+        from . import arguments
 
+        evaluate = command_module(name)
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={config_path('accelerate_configs', config)}"]

@@ -1,5 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The names and purposes of the commands, as `--help` prints them."""
+"""The names and purposes of the commands, as `--help` prints them, and their modules."""
+
+import importlib
+from types import ModuleType
+
 
 # Run by `accelerate launch`
 LAUNCHED = {
@@ -22,4 +26,17 @@ COMMANDS = {
     "families": "list the models with vision or audio, and their family-specific rules",
     "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
 }
-EXTRAS = {"chat", "estimate", "prepare"}  # commands whose modules are in the folder `extras`
+# Modules of the commands outside of the core, in the package
+OUTSIDE = {
+    "chat": "extras.chat",
+    "estimate": "extras.estimate",
+    "evaluate": "extras.evaluate",
+    "filter": "extras.filter",
+    "prepare": "extras.prepare.command",
+    "suggest": "extras.suggest",  # `estimate --suggest`
+}
+
+
+def command_module(name: str) -> ModuleType:
+    """Imports the module of a command."""
+    return importlib.import_module(f"..{OUTSIDE.get(name, f'cli.{name}')}", __package__)

@@ -19,14 +19,13 @@ from trl import ModelConfig
 from ..data.rows.load import only_split
 from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
-from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
 from ..trainers.checkpoints.files import checkpoints
 from ..trainers.checkpoints.mixin import CheckpointMixin
-from ..trainers.configs import TrainerConfig
-from ..trainers.dpo_config import MultimodalDPOConfig
-from ..trainers.kto_config import MultimodalKTOConfig
-from ..trainers.reward_config import MultimodalRewardConfig
+from ..trainers.preference.dpo_config import MultimodalDPOConfig
+from ..trainers.preference.kto_config import MultimodalKTOConfig
+from ..trainers.preference.reward_config import MultimodalRewardConfig
+from ..trainers.shared.configs import TrainerConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import FILE_NAME, write_run_file
@@ -127,6 +126,8 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
 def curves_callbacks() -> list[TrainerCallback]:
     """Returns the callback that draws the curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
+        from ..extras.curves import TrainingCurvesCallback
+
         return [TrainingCurvesCallback()]
     logger.warning('No curves are drawn without matplotlib; `pip install "trl-multimodal-rft[plots]"`.')
     return []

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loaders of published benchmarks and of other tools' layouts, a writer of Parquet folders, and rules for media."""
+"""Rows and media of datasets: rules, columns, reading. Loaders of other tools' rows stand in `extras.prepare`."""
 
 from typing import TYPE_CHECKING
 
@@ -7,10 +7,9 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
-    from .reading.rules import MediaRules
-    from .rows.benchmarks import load_audiomcq, load_avqa, load_mmau
-    from .rows.folders import write_folder
-    from .rows.layouts import (
+    from ..extras.prepare.benchmarks import load_audiomcq, load_avqa, load_mmau
+    from ..extras.prepare.folders import write_folder
+    from ..extras.prepare.layouts import (
         load_conversations,
         load_easyr1,
         load_geo3k,
@@ -18,15 +17,16 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
         load_verl,
         load_video_r1,
     )
+    from .reading.rules import MediaRules
     from .rows.pairs import judge_rows
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".reading.rules": ["MediaRules"],
-        ".rows.benchmarks": ["load_audiomcq", "load_avqa", "load_mmau"],
-        ".rows.folders": ["write_folder"],
-        ".rows.layouts": [
+        "..extras.prepare.benchmarks": ["load_audiomcq", "load_avqa", "load_mmau"],
+        "..extras.prepare.folders": ["write_folder"],
+        "..extras.prepare.layouts": [
             "load_conversations",
             "load_easyr1",
             "load_geo3k",

@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +33,7 @@ from ..families import input_modalities
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import dropped_tags, reward_loop
-from ..rewards.choices import extracted_answer
+from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.reward import checked_functions, reward_rollout
@@ -41,7 +42,7 @@ from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig
-from .result import GROUP, EvaluationResult, aggregate, mean
+from .result import GROUP, EvaluationResult, aggregate, flat, mean
 
 
 logger = get_logger(__name__)
@@ -85,14 +86,19 @@ class Evaluation:
                 f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with rows, "
                 "such as one split of a `DatasetDict`, or `list(stream.take(100))` for a stream."
             )
-        self.policy, self.toolbox, self.encoder = policy, policy.toolbox, policy.encoder
+        self.policy = policy
+        self.toolbox = policy.toolbox
+        self.encoder = policy.encoder
         if args.ignored_media_columns is not None:
             self.encoder = replace(self.encoder, ignored_media_columns=args.ignored_media_columns)
         rules = replace(self.encoder.media_rules, **budgets_of(args))
         self.encoder = replace(self.encoder, media_rules=rules)
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
-        self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
+        self.dataset = dataset
+        self.reward_funcs = reward_funcs
+        self.args = args
+        self.accelerator = accelerator
         self.skips_unreadable = (args.on_media_error or policy.on_media_error) == "skip"
         self.generation_config = _generation_config(self.encoder, self.tokenizer, args)
         for warning in dropped_tags([*reward_funcs.values()], self.tokenizer):
@@ -114,11 +120,15 @@ class Evaluation:
     @torch.no_grad()
     def run(self) -> EvaluationResult:
         """Evaluates this rank's batches, and returns the result of all ranks."""
-        args, n_ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
+        args = self.args
+        n_ranks = self.accelerator.num_processes
+        n = len(self.dataset)
         rows_per_batch = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + rows_per_batch, n)) for start in range(0, n, rows_per_batch)]
         records: list[dict[str, Any]] = []
-        functions, n_answers, n_correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
+        functions = [*self.reward_funcs.values(), *self.toolbox.tools]
+        n_answers = 0
+        n_correct = 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
             for first_index in range(0, len(batches), n_ranks):  # index of rank 0's batch
@@ -126,10 +136,9 @@ class Evaluation:
                 if batch_index < len(batches):
                     new_records = self._answer_batch(batch_index, batches[batch_index])
                     records += new_records
-                    verdicts = [
-                        verdict for record in new_records for verdict in record["correct"] if verdict is not None
-                    ]
-                    n_answers, n_correct = n_answers + len(verdicts), n_correct + sum(verdicts)
+                    verdicts = flat(record["correct"] for record in new_records)
+                    n_answers += len(verdicts)
+                    n_correct += sum(verdicts)
                     accuracy = f"accuracy {100 * n_correct / n_answers:.1f} %" if n_answers else ""
                     bar.set_postfix_str(accuracy, refresh=False)
                 elif self.policy.is_collective:  # other ranks' calls of `complete` wait for a call of this rank
@@ -145,9 +154,10 @@ class Evaluation:
         records = gather_object(
             [{name: value for name, value in record.items() if name not in unstorable_columns} for record in records]
         )
-        logged_metrics, skipped = gather_object(self.logged_metrics), dict(gather_object([*self.skipped.items()]))
+        logged_metrics = gather_object(self.logged_metrics)
+        skipped = dict(gather_object([*self.skipped.items()]))
         # All records get the same entries, and are sorted by row
-        names = dict.fromkeys(name for record in records for name in record)
+        names = dict.fromkeys(chain.from_iterable(records))
         records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
         if args.ablate is not None and not any(record.get("correct_without") for record in records):
             raise ValueError(
@@ -228,8 +238,9 @@ class Evaluation:
         Returns the rollout of readable rows, and the errors of unreadable rows by row index. The rollout is `None` if
         no row is readable. With `ablates`, a view replaces media of the ablated modality.
         """
-        for row in () if self.toolbox.factories else rows:
-            check_has_prompt(row)
+        if not self.toolbox.factories:
+            for row in rows:
+                check_has_prompt(row)
         try:
             return self._collect(rows, ablates), {}
         except MediaError:
@@ -251,16 +262,16 @@ class Evaluation:
 
     def _collect(self, rows: Sequence[Row], ablates: bool) -> Rollout:
         """Returns a rollout with `num_samples` entries per row, next to one another. Raises `MediaError`."""
-        n, messages = self.args.num_samples, self.encoder.messages(rows)
+        n = self.args.num_samples
+        messages = self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox.factories:
                 raise ValueError(f"The prompt of row {row.row_index} is a text, but tools need a list of messages.")
-        encoded_rows = [
-            EncodedRow(row.row_index, restored, row, prompt)
-            for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True)
-        ]
+        encoded_rows = []
+        for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True):
+            encoded_rows += [EncodedRow(row.row_index, restored, row, prompt)] * n
         return collect(
-            [encoded_row for encoded_row in encoded_rows for _ in range(n)],
+            encoded_rows,
             self.encoder,
             self.toolbox,
             encodes_text=True,
@@ -326,7 +337,7 @@ class Evaluation:
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
-        trajectories = [trajectory for part in parts for trajectory in self._sample_completions(part)]
+        trajectories = [*chain.from_iterable(map(self._sample_completions, parts))]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         final_texts = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
@@ -340,10 +351,8 @@ class Evaluation:
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras = self._reward_completions(rollout)
-        first_rewards, end_ids = (
-            next(iter(rewards.values())),
-            {*self.generation_config.eos_token_id, self.generation_config.pad_token_id},
-        )
+        first_rewards = next(iter(rewards.values()))
+        end_ids = {*self.generation_config.eos_token_id, self.generation_config.pad_token_id}
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
@@ -378,7 +387,9 @@ class Evaluation:
 
     def _sample_completions(self, rollout: Rollout) -> list[Trajectory]:
         """Samples a trajectory per prompt: one completion, or with tools all turns within the limits of `args`."""
-        policy, config, args = self.policy, self.generation_config, self.args
+        policy = self.policy
+        config = self.generation_config
+        args = self.args
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None, None)
             # Without messages, history and log-probabilities. The mask is 1 on all tokens
@@ -413,7 +424,8 @@ class Evaluation:
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
             "log_metric": lambda name, value: self.logged_metrics.append((name, float(value))),
         }
-        names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
+        names = [*self.reward_funcs]
+        functions = [*self.reward_funcs.values()]
         # Without processors and template arguments, which only reward models take
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
         rewards = reward_rollout(rollout, checked, arguments, self.loop)

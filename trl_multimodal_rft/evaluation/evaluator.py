@@ -32,8 +32,8 @@ from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.turns import ToolLoop
-from ..trainers.base import MultimodalTrainer
-from ..trainers.setup import prepare_for_tools
+from ..trainers.shared.base import MultimodalTrainer
+from ..trainers.shared.setup import prepare_for_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
 from .result import EvaluationResult
@@ -117,11 +117,7 @@ def evaluate(
     # An `Actor` is a wrapper of the policy's module
     module = model.model if hasattr(model, "model_for") and isinstance(model.model, nn.Module) else model
     base = unwrapped(accelerator, module)
-    if DistributedBackend(accelerator).is_zero3 or any(isinstance(weight, DTensor) for weight in base.parameters()):
-        raise ValueError(
-            "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
-            "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
-        )
+    _check_not_sharded(accelerator, base)
     if sharing_obstacle(base) is None:
         install_prefix_attention(base)
     else:
@@ -143,6 +139,14 @@ def evaluate(
         _add_tools(policy, forward.fallbacks.isolate)
     reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
     return Evaluation(policy, dataset, named_rewards(reward_funcs), args or EvaluationConfig(), accelerator).run()
+
+
+def _check_not_sharded(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    if DistributedBackend(accelerator).is_zero3 or any(isinstance(weight, DTensor) for weight in model.parameters()):
+        raise ValueError(
+            "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
+            "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
+        )
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:

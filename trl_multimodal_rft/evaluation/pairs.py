@@ -4,7 +4,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +25,12 @@ from ..data.rows.pairs import COMPLETIONS, TIE, check_all_is_read, check_pairs, 
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import call_rewards, checked_reward, reward_arguments, reward_loop
-from ..rewards.preference import verdict_in
+from ..rewards.ready.preference import verdict_in
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, estimate, mean
+
+
+_Item = TypeVar("_Item")
 
 
 # Entries of a row's record that are lists with an item for each completion
@@ -80,7 +84,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
             [np.mean([condition(*both_orders) for both_orders in samples]) for samples in samples_by_pair]
         )
         metrics |= estimate(name, shares, n == 1, args.confidence)
-    verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
+    verdicts = [*chain.from_iterable(pair["verdicts"] for pair in pairs)]
     metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
     metrics["unreadable"] = mean([verdict is None for verdict in verdicts])
     metrics["first_preferred"] = mean([verdict == "A" for verdict in verdicts if verdict in ("A", "B")])
@@ -150,17 +154,22 @@ def score_pairs(
     ```
     """
     check_pairs(dataset)
-    args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
-    dataset, func_name = with_class_names(dataset, TIE), get_callable_name(reward_func)
-    table, skips_rows = DatasetRows(dataset), args.on_media_error == "skip"
+    args = args or EvaluationConfig()
+    accelerator = accelerator or Accelerator()
+    dataset = with_class_names(dataset, TIE)
+    func_name = get_callable_name(reward_func)
+    table = DatasetRows(dataset)
+    skips_rows = args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     # If unreadable rows are skipped, a batch is one pair, so that other pairs aren't skipped with it
-    pairs, skipped, batch_size = [], {}, 1 if skips_rows else args.batch_size
+    pairs = []
+    skipped = {}
+    batch_size = 1 if skips_rows else args.batch_size
     bar = progress_bar(len(indices), "evaluate", "pair")
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
         for batch in (table.__getitems__([*indices[i : i + batch_size]]) for i in range(0, len(indices), batch_size)):
             bar.update(len(batch))
-            row_indices = [row.row_index for row in batch for _ in COMPLETIONS]  # one per completion
+            row_indices = _per_completion([row.row_index for row in batch])
             try:
                 placed_rows = [put_answer_media(row, rules=media_rules) for row in batch]
                 arguments = _arguments(batch, placed_rows, media_rules)
@@ -208,21 +217,25 @@ def _arguments(batch: Sequence[Row], placed_rows: Sequence[Row], media_rules: Me
         {name: value for name, value in row.items() if name in placed_rows[i] and name not in COMPLETIONS}
         for i, row in enumerate(restore_rows(batch, media_rules))
     ]
-    completions: list = [  # a row that `put_answer_media` returns itself has no media in its answers
-        restore_media(row[name]) if row is not batch[i] else strip_media(row[name])
-        for i, row in enumerate(placed_rows)
-        for name in COMPLETIONS
-    ]
+    completions: list = []
+    for row, original in zip(placed_rows, batch, strict=True):
+        # A row that `put_answer_media` returns itself has no media in its answers
+        read = strip_media if row is original else restore_media
+        completions += [read(row[name]) for name in COMPLETIONS]
     if not isinstance(prompts[0], str):
         completions = [
             [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
             for completion in completions
         ]
-    prompts, rows = ([item for item in items for _ in COMPLETIONS] for items in (prompts, rows))
     # Token ids are unknown, and values are logged only in training
     logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
-    arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
+    arguments = reward_arguments(_per_completion(prompts), completions, [[]] * len(completions), _per_completion(rows))
     return {**arguments, "trainer_state": TrainerState(), **logs}
+
+
+def _per_completion(items: Sequence[_Item]) -> list[_Item]:
+    """Repeats the item of each pair: two pairs give their items as 0, 0, 1, 1."""
+    return [*chain.from_iterable([item] * len(COMPLETIONS) for item in items)]
 
 
 def _outcome(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from ..credentials import without_secrets
-from ..rewards.choices import vote_of
+from ..rewards.ready.choices import vote_of
 from ..rollout.turns import LIMITS
 from .config import EvaluationConfig
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
@@ -147,22 +148,23 @@ def aggregate(
             add(f"accuracy_{name}_{args.ablate}", values, is_binary=n == 1)
         contribution = shares[0] - shares[1]
         name = f"{args.ablate}_contribution"
-        low, high = paired_interval(contribution, args.confidence) if ablated_records else (None, None)
-        metrics.update({name: mean(contribution), f"{name}_low": low, f"{name}_high": high})
+        metrics |= {name: mean(contribution), f"{name}_low": None, f"{name}_high": None}
+        if ablated_records:
+            metrics[f"{name}_low"], metrics[f"{name}_high"] = paired_interval(contribution, args.confidence)
         metrics[f"{args.ablate}_rows"] = len(ablated_records)
     for name in reward_names:
-        metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
+        metrics[f"reward/{name}"] = mean(flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
         # Records of preference pairs lack these columns, as their completions aren't sampled
         if not records or column in records[0]:
-            metrics[name] = mean(_flat(record[column] for record in records))
+            metrics[name] = mean(flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
-        calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
-        ends = [end for record in records for end in record["ended_by"]]
+        calls, failures = (sum(flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
+        ends = [*chain.from_iterable(record["ended_by"] for record in records)]
         metrics["tools/call_frequency"] = calls / len(ends)
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
-        metrics["tools/unparsed_frequency"] = sum(_flat(record["unparsed_calls"] for record in records)) / len(ends)
-        metrics["tools/environment_failures"] = len(_flat(record["environment_failures"] for record in records))
+        metrics["tools/unparsed_frequency"] = sum(flat(record["unparsed_calls"] for record in records)) / len(ends)
+        metrics["tools/environment_failures"] = len(flat(record["environment_failures"] for record in records))
         metrics |= {f"tools/ended_by_{limit}": ends.count(limit) / len(ends) for limit in LIMITS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored_records)}
 
@@ -203,7 +205,8 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
         column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
         scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
         differences = np.array(scores[0]) - np.array(scores[1])
-        if len(differences := differences[~np.isnan(differences)]):
+        differences = differences[~np.isnan(differences)]
+        if len(differences):
             low, high = paired_interval(differences, result.settings["confidence"])
             metrics |= {f"{name}_gain": mean(differences), f"{name}_gain_low": low, f"{name}_gain_high": high}
     return metrics
@@ -213,9 +216,9 @@ def mean(values: Sequence[float] | np.ndarray) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
 
 
-def _flat(values: Iterable[list]) -> list:
+def flat(values: Iterable[list]) -> list:
     """Returns the values of all lists, except `None`."""
-    return [value for row_values in values for value in row_values if value is not None]
+    return [value for value in chain.from_iterable(values) if value is not None]
 
 
 def summary(result: EvaluationResult) -> str:
@@ -234,10 +237,12 @@ def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> 
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
         if f"{name}_low" in metrics:
-            low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+            low = metrics[f"{name}_low"]
+            high = metrics[f"{name}_high"]
             level = f"{100 * settings.get('confidence', math.nan):.4g} %"
             interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
-            of_version = f" of {release}" if (release := settings.get("benchmark_version")) else ""
+            release = settings.get("benchmark_version")
+            of_version = f" of {release}" if release else ""
             scored = metrics.get("scored_rows", metrics.get("rows"))
             row_note = f", {scored} rows{of_version}" if name == "accuracy" else ""
             text = f"{_per_cent(value)}{interval}{row_note}"

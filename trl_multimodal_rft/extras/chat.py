@@ -32,8 +32,7 @@ from ..families import MODALITIES, input_modalities
 from ..models.parts import check_base_is_kept
 from ..models.pretrained import load_trained
 from ..reporting.card_notes import conversation_of
-from ..reporting.curves import FILE_NAME
-from ..reporting.model_card import in_text
+from ..reporting.model_card import CURVES, in_text
 
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     messages = json.loads(re.sub(r'"(image|audio)": \1(?=})', r'"\1": null', line[1]))
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     content = messages[-1]["content"]
-    files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
+    files = [path for path in sorted(Path(name).glob("*")) if path.name != CURVES]
     # First file of each modality: earlier files replace later ones
     first_files = {file_modality(path.name): str(path) for path in reversed(files)}
     modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()

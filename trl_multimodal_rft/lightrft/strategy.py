@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
 from ..spelling import check_choice, did_you_mean, join_settings, split_settings
-from ..trainers.ppo_config import MultimodalPPOConfig
+from ..trainers.ppo.config import MultimodalPPOConfig
 from .trainer.experience_config import NORMALIZED
 
 

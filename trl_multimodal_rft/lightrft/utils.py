@@ -11,7 +11,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..extras.remote import RemoteReward
-from ..rewards.recipe import add_rewards
+from ..rewards.ready.recipe import add_rewards
 
 
 def init_logger(name: str) -> logging.Logger:

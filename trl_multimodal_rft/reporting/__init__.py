@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reports of a run: console, media logs and tables, curves, model card, Hub."""
+"""Reports of a run: console, media logs and tables, model card, Hub."""

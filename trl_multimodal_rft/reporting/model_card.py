@@ -37,9 +37,9 @@ from ..models.wrapped import unwrapped
 from ..spelling import split_settings
 from ..views.options import sigmoid
 from .card_notes import CardNotes
-from .curves import FILE_NAME as CURVES
 
 
+CURVES = "training_curves.png"  # file of the picture of a run's curves, in its folder
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {

@@ -10,9 +10,10 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from ..extras.judge import JudgeReward
     from ..extras.remote import RemoteReward
     from .answers import accuracy_reward, boxed_format_reward, format_reward
-    from .bonuses import length_reward, tool_curiosity_reward
-    from .choices import choice_reward
-    from .grounding import (
+    from .model import RewardModel
+    from .ready.bonuses import length_reward, tool_curiosity_reward
+    from .ready.choices import choice_reward
+    from .ready.grounding import (
         box_iou_reward,
         counting_reward,
         detection_reward,
@@ -20,11 +21,10 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
         regression_reward,
         temporal_iou_reward,
     )
-    from .majority import majority_reward
-    from .model import RewardModel
-    from .preference import preference_reward
-    from .recipe import apply_recipe
-    from .transcripts import cer_reward, ocr_reward, wer_reward
+    from .ready.majority import majority_reward
+    from .ready.preference import preference_reward
+    from .ready.recipe import apply_recipe
+    from .ready.transcripts import cer_reward, ocr_reward, wer_reward
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -32,9 +32,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         "..extras.judge": ["JudgeReward"],
         "..extras.remote": ["RemoteReward"],
         ".answers": ["accuracy_reward", "boxed_format_reward", "format_reward"],
-        ".bonuses": ["length_reward", "tool_curiosity_reward"],
-        ".choices": ["choice_reward"],
-        ".grounding": [
+        ".ready.bonuses": ["length_reward", "tool_curiosity_reward"],
+        ".ready.choices": ["choice_reward"],
+        ".ready.grounding": [
             "box_iou_reward",
             "counting_reward",
             "detection_reward",
@@ -42,10 +42,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "regression_reward",
             "temporal_iou_reward",
         ],
-        ".majority": ["majority_reward"],
+        ".ready.majority": ["majority_reward"],
         ".model": ["RewardModel"],
-        ".preference": ["preference_reward"],
-        ".recipe": ["apply_recipe"],
-        ".transcripts": ["cer_reward", "ocr_reward", "wer_reward"],
+        ".ready.preference": ["preference_reward"],
+        ".ready.recipe": ["apply_recipe"],
+        ".ready.transcripts": ["cer_reward", "ocr_reward", "wer_reward"],
     },
 )

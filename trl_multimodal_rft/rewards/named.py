@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward functions that are loaded by name, with settings and recipes."""
+"""Reward functions that are loaded by name, with settings."""
 
 import difflib
 import inspect
@@ -17,9 +17,8 @@ from trl.trainer.utils import get_callable_name
 from .. import rewards
 from ..data.rows.counts import describe_empty_cells, empty_row_indices
 from ..data.rows.features import Rows
-from ..spelling import check_settings, load_dotted, recipe_names, split_settings
+from ..spelling import check_settings, load_dotted, split_settings
 from .calls import CALLED_WITH, check_signature
-from .recipe import apply_recipe
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Callable:
@@ -45,19 +44,6 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
     return reward_funcs
-
-
-def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -> list[Callable]:
-    """
-    Loads the reward functions of a recipe, `{label: {name: weight}}`, see [`~rewards.recipe.apply_recipe`].
-
-    Raises `ValueError` if the recipe has another form.
-    """
-    names = recipe_names(recipe)
-    functions = dict(zip(names, load_reward_funcs(names), strict=True))
-    # (kind, name, weight) of each reward, as `apply_recipe` expects
-    table = {label: [("named", name, weight) for name, weight in weights.items()] for label, weights in recipe.items()}
-    return apply_recipe(functions, table, label_column)
 
 
 def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> list[Any]:

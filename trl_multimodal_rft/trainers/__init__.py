@@ -7,41 +7,41 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
-    from .distillation_config import MultimodalDistillationConfig
-    from .distillation_trainer import MultimodalDistillationTrainer
-    from .dpo_config import MultimodalDPOConfig
-    from .dpo_trainer import MultimodalDPOTrainer
-    from .grpo_config import MultimodalGRPOConfig
-    from .grpo_trainer import MultimodalGRPOTrainer
-    from .kto_config import MultimodalKTOConfig
-    from .kto_trainer import MultimodalKTOTrainer
-    from .ppo_config import MultimodalPPOConfig
-    from .ppo_trainer import MultimodalPPOTrainer
-    from .reward_config import MultimodalRewardConfig
-    from .reward_trainer import MultimodalRewardTrainer
-    from .rloo_config import MultimodalRLOOConfig
-    from .rloo_trainer import MultimodalRLOOTrainer
-    from .sft_config import MultimodalSFTConfig
-    from .sft_trainer import MultimodalSFTTrainer
+    from .distillation.config import MultimodalDistillationConfig
+    from .distillation.trainer import MultimodalDistillationTrainer
+    from .grpo.config import MultimodalGRPOConfig
+    from .grpo.trainer import MultimodalGRPOTrainer
+    from .ppo.config import MultimodalPPOConfig
+    from .ppo.trainer import MultimodalPPOTrainer
+    from .preference.dpo_config import MultimodalDPOConfig
+    from .preference.dpo_trainer import MultimodalDPOTrainer
+    from .preference.kto_config import MultimodalKTOConfig
+    from .preference.kto_trainer import MultimodalKTOTrainer
+    from .preference.reward_config import MultimodalRewardConfig
+    from .preference.reward_trainer import MultimodalRewardTrainer
+    from .rloo.config import MultimodalRLOOConfig
+    from .rloo.trainer import MultimodalRLOOTrainer
+    from .supervised.config import MultimodalSFTConfig
+    from .supervised.trainer import MultimodalSFTTrainer
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".distillation_config": ["MultimodalDistillationConfig"],
-        ".distillation_trainer": ["MultimodalDistillationTrainer"],
-        ".dpo_config": ["MultimodalDPOConfig"],
-        ".dpo_trainer": ["MultimodalDPOTrainer"],
-        ".grpo_config": ["MultimodalGRPOConfig"],
-        ".grpo_trainer": ["MultimodalGRPOTrainer"],
-        ".kto_config": ["MultimodalKTOConfig"],
-        ".kto_trainer": ["MultimodalKTOTrainer"],
-        ".ppo_config": ["MultimodalPPOConfig"],
-        ".ppo_trainer": ["MultimodalPPOTrainer"],
-        ".reward_config": ["MultimodalRewardConfig"],
-        ".reward_trainer": ["MultimodalRewardTrainer"],
-        ".rloo_config": ["MultimodalRLOOConfig"],
-        ".rloo_trainer": ["MultimodalRLOOTrainer"],
-        ".sft_config": ["MultimodalSFTConfig"],
-        ".sft_trainer": ["MultimodalSFTTrainer"],
+        ".distillation.config": ["MultimodalDistillationConfig"],
+        ".distillation.trainer": ["MultimodalDistillationTrainer"],
+        ".grpo.config": ["MultimodalGRPOConfig"],
+        ".grpo.trainer": ["MultimodalGRPOTrainer"],
+        ".ppo.config": ["MultimodalPPOConfig"],
+        ".ppo.trainer": ["MultimodalPPOTrainer"],
+        ".preference.dpo_config": ["MultimodalDPOConfig"],
+        ".preference.dpo_trainer": ["MultimodalDPOTrainer"],
+        ".preference.kto_config": ["MultimodalKTOConfig"],
+        ".preference.kto_trainer": ["MultimodalKTOTrainer"],
+        ".preference.reward_config": ["MultimodalRewardConfig"],
+        ".preference.reward_trainer": ["MultimodalRewardTrainer"],
+        ".rloo.config": ["MultimodalRLOOConfig"],
+        ".rloo.trainer": ["MultimodalRLOOTrainer"],
+        ".supervised.config": ["MultimodalSFTConfig"],
+        ".supervised.trainer": ["MultimodalSFTTrainer"],
     },
 )

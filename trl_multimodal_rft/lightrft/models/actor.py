@@ -38,8 +38,8 @@ from .completions import mask_completions
 
 
 if TYPE_CHECKING:
-    from ...trainers.grpo_config import MultimodalGRPOConfig
-    from ...trainers.rloo_config import MultimodalRLOOConfig
+    from ...trainers.grpo.config import MultimodalGRPOConfig
+    from ...trainers.rloo.config import MultimodalRLOOConfig
 
 logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
 
@@ -134,11 +134,13 @@ class Actor(nn.Module):
             freeze_as_built(model)
         else:
             loading_arguments = ("use_flash_attention_2", "ds_config", "device_map", "load_in_4bit")
-            if passed := [name for name in loading_arguments if arguments[name]]:
+            passed = [name for name in loading_arguments if arguments[name]]
+            if passed:
                 raise ValueError(
                     f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or remove it."
                 )
-            model, base = pretrain_or_model, unwrapped(None, pretrain_or_model)
+            model = pretrain_or_model
+            base = unwrapped(None, pretrain_or_model)
             if lora_rank > 0 and model is not base:
                 raise ValueError("The instance already has an adapter; pass the base model, or set `lora_rank=0`.")
             if bf16 and not getattr(base, "is_quantized", False):
@@ -315,7 +317,9 @@ class Actor(nn.Module):
         Returns log-probabilities, `(B, A)`, and the output of the model's own forward, with the logits of all columns.
         Without `num_actions`, returns the output alone.
         """
-        base, (n_actions, length) = self.base_model, (num_actions or 0, sequences.size(1))
+        base = self.base_model
+        n_actions = num_actions or 0
+        length = sequences.size(1)
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         fields = {name: value for name, value in media.items() if name in TOKEN_FIELDS}
         if not fields:
@@ -333,7 +337,8 @@ class Actor(nn.Module):
         if num_actions is None:
             return output
         # The logits before a token predict the token
-        logits, ids = output.logits[:, length - 1 - n_actions : length - 1], sequences[:, length - n_actions :]
+        logits = output.logits[:, length - 1 - n_actions : length - 1]
+        ids = sequences[:, length - n_actions :]
         logps, entropy = scores_of_logits(logits, ids, self.temperature, entropy_requires_grad=False)
         if self.high_entropy_token_ratio > 0:
             output["action_entropy"] = torch.where(is_action, entropy, 0)
@@ -382,7 +387,8 @@ class Actor(nn.Module):
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         kwargs |= dict(zip(_VISION_NAMES, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        base, names = self.base_model, _media_names(self.base_model) | _GRIDS
+        base = self.base_model
+        names = _media_names(self.base_model) | _GRIDS
         # Tensors of media; all other arguments are options of generation
         tensor_names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
         media = _accepted_media(base, {name: kwargs.pop(name) for name in tensor_names})
@@ -390,13 +396,15 @@ class Actor(nn.Module):
         config = kwargs.pop("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
         generation_config = GenerationConfig(**{**base.generation_config.to_dict(), **config})
-        if unused := generation_config.update(**kwargs):
+        unused = generation_config.update(**kwargs)
+        if unused:
             raise ValueError(f"`{min(unused)}` is no option of sampling here; correct or remove it.")
         if (generation_config.num_return_sequences or 1) > 1:
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
         if (generation_config.num_beams or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
-        eos_ids, pad_id = generation_config.eos_token_id, generation_config.pad_token_id
+        eos_ids = generation_config.eos_token_id
+        pad_id = generation_config.pad_token_id
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
         suppressed = {*all_placeholder_ids(base, base), *(generation_config.suppress_tokens or [])}

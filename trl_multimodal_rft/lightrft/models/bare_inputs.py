@@ -87,7 +87,8 @@ def padded_completions(
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     # Without their padding, the rows are packed samples
     packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
-    n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
+    n_actions = is_action.sum(1).tolist()
+    lengths = mask.sum(1).tolist()
     completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed_media)
     completions.is_action = is_action
     return completions
@@ -170,7 +171,8 @@ def bare_prompt(
     Raises a [`MediaError`] if placeholders and media don't match, or if fields can't be derived because videos have
     the placeholders of images.
     """
-    ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
+    ids = input_ids.cpu()
+    media = {name: value.cpu() for name, value in media.items()}
     split_media(model, [ids], media)  # only checks
     if not fields:
         fields = token_fields(model, ids)
@@ -331,7 +333,8 @@ def _check_modalities(
     accepted = inspect.signature(type(model).forward).parameters
     audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
     for modality, features in tensors.items():
-        row_index, grid = first_row_indices[modality], f"{modality}_grid_thw"
+        row_index = first_row_indices[modality]
+        grid = f"{modality}_grid_thw"
         if (
             row_index is not None
             and modality not in present_modalities
@@ -359,8 +362,10 @@ def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]
     Raises a [`MediaError`] if the longest clips of rows differ in length, and the family's prompts are encoded in
     isolation, as its encoder may mix clips with their padding.
     """
-    names = {name for row in rows for name in row if modality_of(name) == "audio" and name.endswith("mask")}
-    for name in names if family_of(model).isolate is not None else ():
+    if family_of(model).isolate is None:
+        return
+    names = set().union(*rows)
+    for name in sorted(name for name in names if modality_of(name) == "audio" and name.endswith("mask")):
         if len({int(row[name].flatten(1).sum(1).max()) for row in rows if name in row}) > 1:
             raise MediaError(
                 f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
@@ -378,7 +383,6 @@ def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
 
 
 def _isin(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:
-    """Returns a boolean mask of the ids that are in `tokens`."""
     return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
 
 
@@ -415,9 +419,11 @@ def _count_media(
     """
     token_counts = _token_counts(model, modality, tensors)
     if token_counts is not None:
-        counts, n_used = [], 0
+        counts = []
+        n_used = 0
         for row, mask in enumerate(masks):
-            remaining, count = int(mask.sum()), 0
+            remaining = int(mask.sum())
+            count = 0
             while remaining > 0 and n_used + count < len(token_counts):
                 remaining -= token_counts[n_used + count]
                 count += 1

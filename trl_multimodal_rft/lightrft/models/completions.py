@@ -43,7 +43,8 @@ def mask_completions(
         the action mask `(B, S - input_len)` (`bool`), and whether each completion was truncated, `(B,)`.
     """
     eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    prompts, completions = sequences[:, :input_len], sequences[:, input_len:]
+    prompts = sequences[:, :input_len]
+    completions = sequences[:, input_len:]
     is_action = up_to_first_end(completions, eos_ids)
     truncated = ~torch.isin(
         completions, torch.tensor(eos_ids, dtype=completions.dtype, device=completions.device)

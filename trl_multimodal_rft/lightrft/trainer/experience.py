@@ -268,7 +268,9 @@ class Samples:
         lengths = [int(length) for length in self.packed_seq_lens]
         n_samples = len(lengths)
         numbers: Any = self.num_actions
-        n_actions = [int(number) for number in ([numbers] * n_samples if isinstance(numbers, int) else numbers)]
+        if isinstance(numbers, int):
+            numbers = [numbers] * n_samples
+        n_actions = [int(number) for number in numbers]
         n_tokens = sum(lengths) + (self.pad_len or 0)
         if self.sequences.shape != (1, n_tokens):
             raise ValueError(

@@ -83,7 +83,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         reward_fn_label_map (`dict[str, int]`, *optional*):
             Index of each source of reward by its name; models come before servers.
         reward_recipe (`dict`, *optional*):
-            Without `reward_fn`, the sources that count for each label, see [`~rewards.recipe.combine_rewards`].
+            Without `reward_fn`, the sources that count for each label, see [`~rewards.ready.recipe.combine_rewards`].
         processor ([`~transformers.ProcessorMixin`], *optional*):
             The policy's processor, for prompts with media.
 
@@ -122,17 +122,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.processor = processor
         self.prompt_max_len = prompt_max_len
         self._has_checked_columns = False
-        if initial_model is actor and actor.model is actor.base_model:
-            raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
-        if initial_model is not None and initial_model.temperature != actor.temperature:
-            raise ValueError(
-                f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
-                f"{actor.temperature}, so their KL divergence has no meaning; make the temperatures equal."
-            )
-        needs_critic = strategy.estimator.name == "gae"
-        if needs_critic != (critic is not None):
-            problem = "needs a `critic`; pass one" if needs_critic else "doesn't use the `critic`; pass `None`"
-            raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}` {problem}.")
+        _check_models(strategy, actor, critic, initial_model)
         self.advantage_estimator = strategy.advantage_estimator
         self.reward_model = reward_model
         self.remote_rm_url = remote_rm_url
@@ -202,7 +192,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _placeholder_ids(self) -> set[int]:
-        """Ids of the tokens that stand for media."""
         return all_placeholder_ids(self.actor.base_model, self.processor or self.tokenizer)
 
     # Experience
@@ -280,10 +269,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown, or if a prompt is too long or holds placeholders without media.
         """
         check_generation_options(generate_kwargs)
-        rows = [
-            prompt if isinstance(prompt, dict) else {"prompt": prompt}
-            for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
-        ]
+        if isinstance(all_prompts, str):
+            all_prompts = [all_prompts]
+        rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in all_prompts]
         if not self._has_checked_columns:  # the first rows alone are checked
             self._has_checked_columns = True
             ignored = self.strategy.ignored_media_columns
@@ -306,8 +294,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         # The encoder's prompts are all text or all messages. Reward functions get these prompts instead of the
         # caller's, so that all micro-batches have one format.
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
-        n, batch_size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
-        pairs = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
+        n = self.strategy.n_samples_per_prompt
+        batch_size = self.strategy.micro_rollout_batch_size
+        pairs = []
+        for row, prompt in zip(rows, encoded, strict=True):
+            pairs += [(row, prompt)] * n
         return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
@@ -389,14 +380,16 @@ class NaiveExperienceMaker(RolloutAdvantages):
         samples = samples.padded(self.tokenizer.pad_token_id)
         mask = samples.action_mask
         rollout = self._rollout(samples)
-        critic = self.critic
         base_logps = None
         logps, entropy = self._action_log_probs(self.actor, rollout)
         if self.initial_model is not None:
             reference_is_actor = self.initial_model is self.actor  # the reference is the policy without its adapter
             with self.actor.model.disable_adapter() if reference_is_actor else nullcontext():
                 base_logps, _ = self._action_log_probs(self.initial_model, rollout)
-        values, bootstrap = (None, None) if critic is None else self._state_values(critic, samples, rollout)
+        values = None
+        bootstrap = None
+        if self.critic is not None:
+            values, bootstrap = self._state_values(self.critic, samples, rollout)
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
@@ -431,13 +424,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
             scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
-        mask, entropy = rollout.completion_mask.bool(), scores.entropies
+        mask = rollout.completion_mask.bool()
+        entropy = scores.entropies
         entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
         """Converts samples to a rollout, which the trainers' scoring functions take."""
-        n_actions, prompts = samples.num_actions, samples.encoded_prompts
+        n_actions = samples.num_actions
+        prompts = samples.encoded_prompts
         if prompts is None:
             # Prompts without media, and their masks
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
@@ -458,7 +453,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         Returns values of the states before the actions, shape `(B, A)`. With `bootstrap_truncated`, also returns
         values of the states after truncated completions, shape `(B,)`, and 0 for complete ones.
         """
-        mask, truncated = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
+        mask = samples.action_mask
+        truncated = samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
             if isinstance(critic, Critic):
                 values, bootstrap = score_values(
@@ -466,11 +462,14 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 )
                 return values, None if truncated is None else bootstrap
             # A caller's module, which takes padded sequences
-            sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
+            sequences = samples.sequences
+            n_actions = samples.num_actions
+            attention_mask = samples.attention_mask
             if truncated is not None:
                 # A truncated completion reaches the last action column. With one more column, the critic also returns
                 # the value of the state after the completion, which doesn't depend on the token in that column.
-                sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
+                sequences = F.pad(sequences, (0, 1))
+                n_actions = n_actions + 1
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
                 )
@@ -506,13 +505,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return accelerator is None or accelerator.is_main_process
 
     def _autocast(self):
-        """Returns the autocast context of the accelerator's mixed precision."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
 
 
 def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
-    """Adds the media of prompts to their experience."""
     experience.media_rows = {}
     for name, value in join_media(prompts).items():
         field = MEDIA_FIELDS.get(name, name)
@@ -520,6 +517,20 @@ def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
         experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
     images = [next((decoded.media.get("image") for _, decoded in prompt.decoded), None) for prompt in prompts]
     experience.raw_images = images if any(images) else None
+
+
+def _check_models(strategy: ExperienceConfig, actor: Actor, critic: nn.Module | None, reference: Actor | None) -> None:
+    needs_critic = strategy.estimator.name == "gae"
+    if needs_critic != (critic is not None):
+        problem = "needs a `critic`; pass one" if needs_critic else "doesn't use the `critic`; pass `None`"
+        raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}` {problem}.")
+    if reference is actor and actor.model is actor.base_model:
+        raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
+    if reference is not None and reference.temperature != actor.temperature:
+        raise ValueError(
+            f"The reference is an actor for temperature {reference.temperature}, the policy for "
+            f"{actor.temperature}, so their KL divergence has no meaning; make the temperatures equal."
+        )
 
 
 def _sampling_config(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
-from ...trainers.ppo_trainer import MultimodalPPOTrainer
+from ...trainers.ppo.config import MultimodalPPOConfig
+from ...trainers.ppo.trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
 from .experience import Experience, info_of
@@ -119,7 +120,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
-        self.client_states, self.pending_logs = state["client_states"], state["pending_logs"]
+        self.client_states = state["client_states"]
+        self.pending_logs = state["pending_logs"]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         if isinstance(self.lr_scheduler, TwoSchedulers):
@@ -181,8 +183,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         Trains on the buffer, see [`PPOTrainerVL.ppo_train`]. With micro-batches of 2 samples and 4 accumulation steps,
         a buffer of 16 samples makes 2 optimizer steps per epoch.
         """
-        args, items = self.args, list(self.replay_buffer)
-        n_samples, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
+        args = self.args
+        items = list(self.replay_buffer)
+        n_samples = len(items)
+        size = args.per_device_train_batch_size
+        window = args.gradient_accumulation_steps
         # An optimizer step takes `window` micro-batches of `size` samples
         if n_samples == 0 or n_samples % (size * window) != 0:
             raise ValueError(
@@ -243,12 +248,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _check_last_update_complete(self, name: str) -> None:
         """Raises a `RuntimeError` if the last update lacks micro-batches before its optimizer step."""
         window = self.args.gradient_accumulation_steps
-        if n := self._n_micro_batches % window:
+        n = self._n_micro_batches % window
+        if n != 0:
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
     def _train_micro_batch(self, micro_batch: Rollout) -> None:
         """Trains on a micro-batch, and ends the update if it is complete, in the order of `Trainer`'s loop."""
-        args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
+        args = self.args
+        model = self.model_wrapped
+        metrics = self._metrics["train"]
         self._n_micro_batches += 1
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends_update)
@@ -287,13 +295,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
-        return [index for start in starts for index in range(start, min(start + size, n))]
+        return [*chain.from_iterable(range(start, min(start + size, n)) for start in starts)]
 
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
         """Checks samples and joins them to one rollout on the policy's device. Completions are padded on the right."""
-        args, device = self.args, self.actor.device
+        args = self.args
+        device = self.actor.device
         pins = args.dataloader_pin_memory and device.type == "cuda"
 
         def pad_on_device(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
@@ -320,7 +329,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
         # The media of each sample, by the argument names of the model's forward
-        names, media = self._media_names, map(media_tensors, items)
+        names = self._media_names
+        media = map(media_tensors, items)
         media_by_name = ({names.get(field, field): tensor for field, tensor in tensors.items()} for tensors in media)
         inputs = ((item.prompt_ids, tensors, None) for item, tensors in zip(items, media_by_name, strict=True))
         prompts = bare_prompts(self.actor.base_model, inputs)
@@ -384,19 +394,20 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         numbers = {name: values[~values.isnan()] for name, values in gather_metrics([local_metrics]).items()}
         statistics = {name: mean(numbers[name]) for name in ("kl", "values") if name in numbers}
         for name in ("step_reward", "response_length", "advantages", "returns"):
-            if len(values := numbers[name]):
+            values = numbers[name]
+            if len(values):
                 moments = {"mean": mean(values), "std": standard_deviation(values)}
                 moments |= {"min": values.min().item(), "max": values.max().item()}
                 statistics |= {f"{name}_{key}": moment for key, moment in moments.items()}
         if self.critic is not None:
-            values, returns = numbers["values"], numbers["returns"]
+            values = numbers["values"]
+            returns = numbers["returns"]
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics
 
     # Logs and checkpoints
 
     def log_pending(self) -> None:
-        """Logs the means of the pending metrics."""
         self.log({re.sub("^rollout_", "rollout/", name): mean(values) for name, values in self.pending_logs.items()})
         self.pending_logs.clear()
 
@@ -456,7 +467,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Copies the averaged weights into `actor`. Raises a `ValueError` unless `actor` is a copy of the policy."""
         if actor.model is self.actor.model:
             raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
-        weights, average = actor.model.state_dict(), self.ema.state_dict()
+        weights = actor.model.state_dict()
+        average = self.ema.state_dict()
         for name, value in average.items():
             if name not in weights or weights[name].shape != value.shape:
                 raise ValueError(
@@ -500,7 +512,7 @@ def gather_metrics(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]
         for name, numbers in batch.items():
             local[name].append(torch.as_tensor(numbers, dtype=torch.float64).flatten().cpu())
     gathered = gather_object([{name: torch.cat(parts) for name, parts in local.items()}])
-    names = sorted({name for rank in gathered for name in rank})
+    names = sorted(set().union(*gathered))
     return {name: torch.cat([rank[name] for rank in gathered if name in rank]) for name in names}
 
 
@@ -525,9 +537,10 @@ def evaluation_logs(
     Returns metrics, see [`PPOTrainerVL.evaluate`].
     """
     metrics = []
-    for samples in (micro_batch for rows in batches for micro_batch in maker.generate_samples(rows, **options)):
-        rewards, reward_metrics = maker.rewards(samples)
-        metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
+    for rows in batches:
+        for samples in maker.generate_samples(rows, **options):
+            rewards, reward_metrics = maker.rewards(samples)
+            metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
     for rows in surplus:
         maker.generate_samples(rows, **options)
     numbers = gather_metrics(metrics)

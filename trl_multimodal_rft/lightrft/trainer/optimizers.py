@@ -75,7 +75,8 @@ class TwoSchedulers:
 
     def get_last_lr(self) -> list[float]:
         """Returns the rate of each parameter group, first the policy's."""
-        return [float(rate) for scheduler in self.schedulers.values() for rate in scheduler.get_last_lr()]
+        rates = chain.from_iterable(scheduler.get_last_lr() for scheduler in self.schedulers.values())
+        return [*map(float, rates)]
 
     def state_dict(self) -> dict[str, Any]:
         return {part: scheduler.state_dict() for part, scheduler in self.schedulers.items()}
@@ -114,7 +115,7 @@ def check_optimizers(
             raise ValueError(f"`{side}_optim` is None, but the other side has its optimizer; pass both, or none.")
         if scheduler is not None and scheduler.optimizer is not optimizer:
             raise ValueError(f"`{side}_scheduler` was made for another optimizer; make it for `{side}_optim`.")
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {*map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups))}
         trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not held <= {id(parameter) for parameter in model.parameters()}:
             raise ValueError(f"`{side}_optim` holds weights of another model; make it from the `{side}`'s parameters.")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import Actor
 from .experience_config import check_discounts, check_generation_options
 from .experience_trainer import WHOLE_WEIGHTS
@@ -165,7 +165,8 @@ def rollout_sizes(
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")
-    prompts_per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
+    prompts_per_rollout = dataloader.batch_size * n_processes
+    n_prompts = len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
     if n_prompts < prompts_per_rollout or (n_prompts % prompts_per_rollout != 0 and not dataloader.drop_last):
         raise ValueError(
             f"{n_prompts} prompts don't fill whole batches of {dataloader.batch_size} on {n_processes} processes; set "

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ...models.modes import kept_random_state
 from ...models.parts import check_base_is_kept
 from ...spelling import join_settings
-from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
 from ..strategy import OPTIONS
@@ -151,18 +151,11 @@ class PPOTrainerVL:
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
-        options = {field: arguments[name] for name, field in OPTIONS.items() if name in arguments} | {
-            "kl_target": join_settings(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
-            # An optimizer of its own makes the weight of the value loss 1
-            "vf_coef": join_settings(
-                str(strategy.value_loss.coef if critic_optim is None else 1.0), {"cliprange": value_clip}
-            ),
-            "dataloader_pin_memory": dataloader_pin_memory,
-            "ema_decay": None if ema_model is None else ema_beta,
-            "save_only_model": disable_ds_ckpt,
-        }
+        options = _options_of_config(arguments, strategy.value_loss.coef)
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
-        self.strategy, self.actor, self.ema_model = config, actor, ema_model
+        self.strategy = config
+        self.actor = actor
+        self.ema_model = ema_model
         reference = initial_model if config.beta > 0 else None
         if reference is actor:
             check_base_is_kept(actor.model, None, "the reference of `init_kl_coef`", "pass `initial_model`")
@@ -277,7 +270,8 @@ class PPOTrainerVL:
             # state before the draw. A run that resumes within a pass restores the state after repeating the draw.
             if index_in_pass == 0:
                 trainer._load_rng_state(checkpoint)
-            for batch in skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts:
+            batches = skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts
+            for batch in batches:
                 if index_in_pass != 0:
                     trainer._load_rng_state(checkpoint)
                 checkpoint = None
@@ -289,7 +283,8 @@ class PPOTrainerVL:
                 self.replay_buffer.clear()
                 n_rollouts += 1
                 bar.update(trainer.state.global_step - bar.n)
-                client_states, step = {"consumed_samples": n_rollouts * prompts_per_rollout}, trainer.state.global_step
+                client_states = {"consumed_samples": n_rollouts * prompts_per_rollout}
+                step = trainer.state.global_step
                 self.save_logs_and_checkpoints(args, step, bar, logs, client_states, n_rollouts / rollouts_per_episode)
                 if n_rollouts % rollouts_per_episode == 0:
                     self._log_evaluate_save(args, "epoch", client_states)
@@ -378,7 +373,8 @@ class PPOTrainerVL:
             `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples` and the means of the
             metrics of `reward_fn`. Unscorable completions count in `num_samples` alone.
         """
-        accelerator, ignored = self.trainer.accelerator, ("gamma", "lambd", *SAMPLING_OPTIONS)
+        accelerator = self.trainer.accelerator
+        ignored = ("gamma", "lambd", *SAMPLING_OPTIONS)
         options = {name: value for name, value in self.generate_kwargs.items() if name not in ignored}
         maker = copy.copy(self.experience_maker)
         maker.strategy = replace(
@@ -422,7 +418,8 @@ class PPOTrainerVL:
             episode (`float`, *optional*, defaults to `0`):
                 Episodes so far, the log's `epoch`.
         """
-        trainer, last_step = self.trainer, self._last_step
+        trainer = self.trainer
+        last_step = self._last_step
         trainer.prepare_without_fit()
         self._last_step = trainer.state.global_step = global_step
         trainer.state.epoch = float(episode)
@@ -461,7 +458,8 @@ class PPOTrainerVL:
         action's interval must also have ended since that step: an interval of 10 ends between steps 8 and 12.
         """
         trainer = self.trainer
-        state, handler = trainer.state, trainer.callback_handler
+        state = trainer.state
+        handler = trainer.callback_handler
 
         def is_due(setting: str, interval: int) -> bool:
             """Returns whether an action is due, from its strategy `setting`, such as `save_strategy`, and interval."""
@@ -489,3 +487,20 @@ class PPOTrainerAL(PPOTrainerVL):
     """
 
     _possible_media_columns = (("audios",),)
+
+
+def _options_of_config(arguments: dict[str, Any], value_loss_coef: float) -> dict[str, Any]:
+    """Returns options of the config from the arguments of [`PPOTrainerVL`], whose names are LightRFT's."""
+    kl_target = None
+    if arguments["kl_target"]:
+        kl_target = join_settings(str(arguments["kl_target"]), {"horizon": arguments["kl_horizon"]})
+    # An optimizer of its own makes the weight of the value loss 1
+    value_weight = value_loss_coef if arguments["critic_optim"] is None else 1.0
+    return {
+        **{field: arguments[name] for name, field in OPTIONS.items() if name in arguments},
+        "kl_target": kl_target,
+        "vf_coef": join_settings(str(value_weight), {"cliprange": arguments["value_clip"]}),
+        "dataloader_pin_memory": arguments["dataloader_pin_memory"],
+        "ema_decay": None if arguments["ema_model"] is None else arguments["ema_beta"],
+        "save_only_model": arguments["disable_ds_ckpt"],
+    }

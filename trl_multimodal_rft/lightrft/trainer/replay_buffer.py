@@ -112,7 +112,8 @@ class ReplayBuffer:
         if attribute in self._normalized_fields:
             raise RuntimeError(f"`{attribute}` has been normalized before; call `clear` and append experiences first.")
         accelerator = None if strategy is None else strategy.accelerator
-        rows, masks = [], []
+        rows: list[torch.Tensor] = []
+        masks: list[Any] = []
         for index, item in enumerate(self._items):
             row = getattr(item, attribute)
             if row is None:

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import PIL.Image
@@ -129,12 +129,15 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     entries["info"] = _split_info(experience.info, size)
     item_type = BufferItem
     if isinstance(experience, ExperienceVL):
-        item_type, entries["raw_images"] = BufferItemVL, _raw_images(experience.raw_images, size)
+        item_type = BufferItemVL
+        entries["raw_images"] = _raw_images(experience.raw_images, size)
     items = [item_type(**{name: values[i] for name, values in entries.items()}) for i in range(size)]
     for index, item in enumerate(items):
         _check_lengths(item, index)
+    if not items:
+        return items
     media = media_tensors(experience)
-    for name, rows in _media_rows(experience, media).items() if items else ():
+    for name, rows in _media_rows(experience, media).items():
         for item, part in zip(items, media[name].split(rows), strict=True):
             if len(part):
                 set_media(item, name, part.clone())
@@ -230,7 +233,8 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
 def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
     """Cuts one sample, see [`remove_padding_in_sequences`]. `index` names the sample in errors."""
     _check_lengths(item, index)
-    length, n_actions = len(item.sequences), item.n_actions
+    length = len(item.sequences)
+    n_actions = item.n_actions
     if item.attention_mask is not None:
         is_token = item.attention_mask.bool()
     elif pad_token_id is not None:
@@ -242,7 +246,8 @@ def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> B
     tokens = is_token.nonzero()
     if len(tokens) == 0:
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
-    start, end = int(tokens[0]), int(tokens[-1]) + 1
+    start = int(tokens[0])
+    end = int(tokens[-1]) + 1
 
     # Action columns from `action_start` to `action_end - 1` stay. Both count from the sample's first action column.
     action_end = max(n_actions - (length - end), 0)
@@ -269,9 +274,11 @@ def _check_lengths(item: BufferItem, index: int) -> None:
     """Raises a `ValueError` if fields of a sample have different numbers of columns."""
     if item.sequences.dim() != 1:
         raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
-    n_tokens, n_actions = len(item.sequences), item.n_actions
+    n_tokens = len(item.sequences)
+    n_actions = item.n_actions
     for name in ("attention_mask", *_ACTION_FIELDS):
-        value, length = getattr(item, name), n_tokens if name == "attention_mask" else n_actions
+        value = getattr(item, name)
+        length = n_tokens if name == "attention_mask" else n_actions
         if value is not None and value.shape != (length,) and not _has_one_number(item, name):
             raise ValueError(
                 f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) fits its other fields."
@@ -338,7 +345,7 @@ def _join_info(infos: list[dict | None]) -> dict | None:
     """Joins `info`, or a dict in `info`, of all samples, key by key."""
     if all(info is None for info in infos):
         return None
-    keys = dict.fromkeys(key for info in infos for key in info or {})
+    keys = dict.fromkeys(chain.from_iterable(info or {} for info in infos))
     return {key: _join_values([(info or {}).get(key) for info in infos]) for key in keys}
 
 
@@ -357,10 +364,11 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     """Returns all media tensors of a batch or sample, by their names in experiences."""
     if not isinstance(record, MediaFields):
         return {}
-    names = [name for names_of_modality in _MEDIA.values() for name in names_of_modality]
-    media = {name: tensor for name in names if (tensor := getattr(record, name)) is not None}
+    tensors = {name: getattr(record, name) for name in chain.from_iterable(_MEDIA.values())}
+    media = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     extra = record.extra_media or {}
-    if duplicates := media.keys() & extra.keys():
+    duplicates = media.keys() & extra.keys()
+    if duplicates:
         raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time; remove them from `extra_media`.")
     return media | extra
 
@@ -384,7 +392,8 @@ def share_media(items: Sequence[Record]) -> None:
 
 def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """Returns how many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
-    size, info = len(experience.sequences), experience.info or {}
+    size = len(experience.sequences)
+    info = experience.info or {}
     rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
     for name, counts in rows.items():
         if name not in media:
@@ -396,7 +405,8 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
     # Media with fields of their own: by the grid, or by the number of images, videos or clips
     for modality, names in _MEDIA.items():
         for name in (name for name in names if name in media and name not in rows):
-            tensor, grid = media[name], f"{modality}_grid_thws"
+            tensor = media[name]
+            grid = f"{modality}_grid_thws"
             counts = _media_counts(f"{modality}_num", info.get(f"{modality}_num", 1), size)
             if name == grid and (tensor.dim() != 2 or tensor.size(1) != 3):
                 raise ValueError(f"`{grid}` must have shape (N, 3), but has {tuple(tensor.shape)}.")

@@ -19,7 +19,7 @@ from ...encoding.processors import completion_texts
 from ...extras.remote import RemoteReward
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments, reward_tensor
-from ...rewards.recipe import add_rewards, combine_rewards
+from ...rewards.ready.recipe import add_rewards, combine_rewards
 from .experience import Samples
 
 
@@ -51,7 +51,9 @@ class RewardSources:
             else:
                 function = RemoteReward(url, label_column=label_column)
             self.url_funcs.append(function)
-        self.reward_fn, self.label_map, self.recipe = reward_fn, label_map or {}, recipe
+        self.reward_fn = reward_fn
+        self.label_map = label_map or {}
+        self.recipe = recipe
         self.media_rules = media_rules
         # A server replaces the models, unless `reward_fn` or a recipe combines all sources
         is_replaced = bool(models and self.url_funcs and reward_fn is None and recipe is None)
@@ -67,7 +69,8 @@ class RewardSources:
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, media: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Returns rewards on the CPU, shape `(B,)`, `NaN` where no source applies, and metrics of `reward_fn`."""
-        n, arguments = len(samples.sequences), self._arguments(samples, tokenizer)
+        n = len(samples.sequences)
+        arguments = self._arguments(samples, tokenizer)
         rewards = []
         for model in self.models:
             with evaluation_mode(model):
@@ -84,7 +87,9 @@ class RewardSources:
             # If the only parameter of `reward_fn` has none of the arguments' names, it gets the other sources' rewards
             result = _call_reward_func(self.reward_fn, arguments, rewards_name)
             # With other sources, a tuple is `(rewards, metrics)`. Without them, it is rewards, as in TRL
-            result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
+            metrics = {}
+            if isinstance(result, tuple) and rewards:
+                result, metrics = result
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
             labels: Any = samples.labels or [None] * n

@@ -32,16 +32,15 @@ from ...models.wrapped import is_unsharded, unwrapped
 from ...policy import PolicyForward
 from ...reporting.card_notes import CardNotes
 from ...reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
-from ...reporting.curves import TrainingCurvesCallback
-from ...reporting.events import EventPart
+from ...reporting.events import ErrorCallback, EventPart
 from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.ranks import any_rank
 from ...rollout.stream import RowStream, named_dataset
-from ..arguments import check_keywords
-from ..finite import check_weights, skip_broken_update
-from ..optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
-from ..signals import EndOnSignal
+from ..shared.arguments import check_keywords
+from ..shared.finite import check_weights, skip_broken_update
+from ..shared.optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
+from ..shared.signals import EndOnSignal
 from .files import (
     PARTIAL,
     checkpoints,
@@ -211,7 +210,7 @@ class CheckpointMixin(Trainer):
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
             # When the run ends, also by an error, the stack calls the following functions, the last one first
-            stack.push(self._draw_curves_after_error)
+            stack.push(self._tell_callbacks_of_error)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
@@ -225,13 +224,13 @@ class CheckpointMixin(Trainer):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
-    def _draw_curves_after_error(
+    def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws the curves of a run that an error or Ctrl-C ends, because `Trainer` then calls no callback."""
-        for callback in self.callback_handler.callbacks if error is not None else ():
-            if isinstance(callback, TrainingCurvesCallback):
-                callback.on_train_end(self.args, self.state, self.control)
+        """Calls [`~reporting.events.ErrorCallback`]s at the end of a run by an error or Ctrl-C."""
+        for callback in self.callback_handler.callbacks:
+            if error is not None and isinstance(callback, ErrorCallback):
+                callback.on_error(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
         """Makes an engine load the weights again before it samples. By default, does nothing: there is no engine."""

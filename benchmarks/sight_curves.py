@@ -1,0 +1,213 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Updates of a pretrained model that sees by `trl.GRPOTrainer` and by `MultimodalGRPOTrainer`: `real_curves.py --sight`.
+
+Both trainers get the same folder, rows, options and seed, and train the projector in float32 while tower and language
+model are frozen. Each run is a command of its own, as those of TRL take long. It stores rewards, KL divergences and
+checksums of tokens in a JSON file, and the trained weights after the first and the last update beside it.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from measuring import conditions, markdown
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.models.modes import fix_batch_norms
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend(str(ROOT / folder) for folder in ("examples", "docs"))
+
+from draw_images import as_svg  # noqa: E402
+from reproduced import commit  # noqa: E402
+from sight_tasks import pictured_shapes  # noqa: E402
+
+
+STORED = ROOT / "benchmarks" / "sight_curves"  # JSON of each run
+WEIGHTS = ROOT / "outputs" / "sight_curves"
+TRL, TRL_AS_IS, OURS = "trl", "trl_as_is", "ours"
+LABELS = {
+    TRL: "TRL, tower in evaluation mode",
+    TRL_AS_IS: "TRL as it is: batch norms in training mode",
+    OURS: "ours",
+}
+UPDATES = {TRL: 40, TRL_AS_IS: 15, OURS: 40}
+OPTIONS = {
+    "per_device_train_batch_size": 32,
+    "num_generations": 8,
+    "max_completion_length": 4,
+    "learning_rate": 5e-4,
+    "lr_scheduler_type": "constant",
+    "beta": 0.01,
+    "temperature": 1.0,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "model_init_kwargs": {"dtype": "float32"},
+}
+OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
+TRAINED = "multi_modal_projector"
+WINDOW = 10  # updates of a mean
+
+
+class Snapshots(TrainerCallback):
+    """Keeps the trained weights as they were before training, and after the first and the last update."""
+
+    def __init__(self):
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+
+    def _keep(self, moment: str, model: PreTrainedModel) -> None:
+        named = model.named_parameters()
+        self.weights[moment] = {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._keep("before", model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            self._keep("first", model)
+        if state.global_step == state.max_steps:
+            self._keep("last", model)
+
+
+def train(args: argparse.Namespace, run: str) -> None:
+    """Trains by one of [`LABELS`], and stores what came of it."""
+    checksums = []
+
+    def is_right(completions, completion_ids, solution, **_) -> list[float]:
+        tokens = [[*map(int, each)] for each in completion_ids]
+        checksums.append([hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in tokens])
+        texts = [completion[-1]["content"].strip().lower() for completion in completions]
+        return [float(text == answer) for text, answer in zip(texts, solution, strict=True)]
+
+    trainer_class, config_class, own = GRPOTrainer, GRPOConfig, {}
+    if run == OURS:
+        trainer_class, config_class, own = MultimodalGRPOTrainer, MultimodalGRPOConfig, OWN
+    rows = pictured_shapes(train_rows=400, test_rows=4, seed=1)["train"]
+    snapshots = Snapshots()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_class(folder, seed=args.seed, max_steps=UPDATES[run], **OPTIONS, **own)
+        trainer = trainer_class(str(args.sight), is_right, config, rows, callbacks=[snapshots])
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_(TRAINED in name)
+        if run == TRL:
+            fix_batch_norms(trainer.model.model.vision_tower.modules())
+        start, cpu = time.time(), time.process_time()
+        trainer.train()
+        seconds = {"wall_s": time.time() - start, "cpu_s": time.process_time() - cpu}
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    curves = {name: [entry[name] for entry in logs] for name in ("reward", "kl", "loss", "grad_norm")}
+    result = {**curves, **seconds, "commit": commit(), "tokens": checksums, **conditions(args, "trl", "transformers")}
+    result["setting"] = {name: str(value) for name, value in result["setting"].items()}
+    STORED.mkdir(exist_ok=True)
+    (STORED / f"{run}_{args.seed}.json").write_text(json.dumps(result) + "\n")
+    WEIGHTS.mkdir(parents=True, exist_ok=True)
+    flat = {f"{moment}/{name}": p for moment, kept in snapshots.weights.items() for name, p in kept.items()}
+    save_file(flat, WEIGHTS / f"{run}_{args.seed}.safetensors")
+
+
+def compare() -> str:
+    """Returns the differences of the stored runs from each other as a table, and below it a line per run."""
+    runs = {path.stem: json.loads(path.read_text()) for path in sorted(STORED.glob("*.json"))}
+    rows = []
+    for one, other in combinations(runs, 2):
+        first, second = runs[one], runs[other]
+        n = min(len(first["reward"]), len(second["reward"]))
+        if one.rsplit("_", 1)[1] != other.rsplit("_", 1)[1] and not one.startswith(OURS):
+            continue
+        same = _same_updates(first["tokens"], second["tokens"])
+        means = [_means(found["reward"][:n]) for found in (first, second)]
+        rows.append(
+            [
+                f"{one}, {other}",
+                str(same),
+                f"{(means[0] - means[1]).abs().max():.3f}",
+                f"{_largest(first['kl'][:n], second['kl'][:n]):.3f}",
+                *(_of_weights(one, other, moment) for moment in ("first", "last")),
+            ]
+        )
+    header = ["runs", "updates on the same tokens", f"mean reward of {WINDOW}", "KL", "first update", "all updates"]
+    lines = [markdown(header, rows), ""]
+    for name, found in runs.items():
+        means = [f"{fmean(part):.3f}" for part in (found["reward"][:WINDOW], found["reward"][-WINDOW:])]
+        cost = f"{found['cpu_s']:.0f} CPU s ({found['cpu_s'] / len(found['reward']):.1f} an update)"
+        lines.append(f"{name}: {len(found['reward'])} updates, mean reward {' -> '.join(means)}; {cost}")
+    return "\n".join(lines)
+
+
+def _same_updates(one: list, other: list) -> int:
+    """Returns the number of first updates whose completions are all the same."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _means(rewards: list[float]) -> pd.Series:
+    return pd.Series(rewards).rolling(WINDOW).mean()
+
+
+def _largest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def _of_weights(one: str, other: str, moment: str) -> str:
+    """The norm of the difference of both runs' weights, relative to the change that the first run made to them."""
+    paths = [WEIGHTS / f"{name}.safetensors" for name in (one, other)]
+    if not all(path.exists() for path in paths):
+        return ""
+    ours, theirs = (load_file(path) for path in paths)
+
+    def vector(weights: dict[str, torch.Tensor], moment: str) -> torch.Tensor:
+        return torch.cat([p.flatten() for name, p in sorted(weights.items()) if name.startswith(moment)]).double()
+
+    change = vector(ours, moment) - vector(ours, "before")
+    return f"{(vector(ours, moment) - vector(theirs, moment)).norm() / change.norm():.1e}"
+
+
+def figure() -> Figure:
+    """Mean rewards and KL divergences of TRL's runs, and of ours with the range of their seeds."""
+    drawn = Figure(figsize=(8, 2.8), layout="constrained")
+    axes = drawn.subplots(1, 2)
+    for axis, quantity in zip(axes, ("reward", "kl"), strict=True):
+        _draw(axis, quantity)
+    axes[0].set(xlabel="update", ylabel=f"reward, mean of {WINDOW} updates")
+    axes[1].set(xlabel="update", ylabel="KL divergence")
+    axes[0].legend(edgecolor="none", framealpha=0)
+    return drawn
+
+
+def _draw(axis: Axes, quantity: str) -> None:
+    found = {}
+    for path in sorted(STORED.glob("*.json")):
+        values = pd.Series(json.loads(path.read_text())[quantity])
+        values.index += 1
+        found[path.stem] = values.rolling(WINDOW, min_periods=1).mean() if quantity == "reward" else values
+    seeds = pd.DataFrame({name: values for name, values in found.items() if name.startswith(OURS)})
+    axis.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color="C1", alpha=0.25, linewidth=0)
+    for name, color, style in ((TRL, "C0", "-"), (TRL_AS_IS, "C3", ":"), (OURS, "C1", "--")):
+        axis.plot(found[f"{name}_0"], style, color=color, label=LABELS[name])
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Trains the runs that `args` names, and draws the figure if it has a path."""
+    for each in args.runs or ():
+        train(args, each)
+    if args.figure:
+        args.figure.write_text(as_svg(figure))
+    return {"table": compare()}

@@ -1,0 +1,41 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The package doesn't exceed the bounds of `house.json`: ties to TRL's internals, layers, types."""
+
+import json
+
+import house
+
+
+def test_nothing_got_worse():
+    worse = house.worse(house.ties(), json.loads(house.BOUNDS.read_text()))
+    remedy = "Do without, or raise the number in tests/tools/house.json, and say why in the commit"
+    assert not worse, "\n".join([*worse, remedy])
+
+
+def test_bounds_only_fall():
+    """What has grown keeps its bound, what has no bound gets one, and what is no longer measured loses its own."""
+    found = {"names": ["a", "b"], "number": 3, "of": {"GRPO": ["a"], "new": 2}}
+    bounds = {"names": 3, "number": 2, "of": {"GRPO": 1}, "gone": 1}
+    assert house.lowered(found, bounds) == {"names": 2, "number": 2, "of": {"GRPO": 1, "new": 2}}
+    assert house.worse(found, bounds) == ["number: 3, at most 2"]
+
+
+def test_names_that_a_package_offers_are_of_their_modules(tmp_path, monkeypatch):
+    """Also attributes of a package that is imported, and names that a package has from one within it."""
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    texts = {
+        "p/__init__.py": "if 0:\n    from .a import f\n    from .q import g",
+        "p/a.py": "",
+        "p/q/__init__.py": "from .b import g",
+        "p/q/b.py": "from ..a import f",
+        "test_x.py": "import p.a\nfrom p import q\n\nq.g()",
+        "test_y.py": "from p import f, g",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    known = {"p": "p/__init__.py", "p.a": "p/a.py", "p.q": "p/q/__init__.py", "p.q.b": "p/q/b.py"}
+    known = {name: tmp_path / path for name, path in known.items()}
+    assert house.imports(known["p.q.b"], known) == {"p.a"}
+    assert house.imports(tmp_path / "test_x.py", known) == {"p.a", "p.q", "p.q.b"}
+    assert house.imports(tmp_path / "test_y.py", known) == {"p", "p.a", "p.q", "p.q.b"}

@@ -1,0 +1,165 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the distillation trainer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trl import DistillationConfig
+
+from ...data.rows.columns import TEACHER_COLUMNS
+from ...spelling import read_settings, split_settings
+from ...views.options import ContrastView, RolloutView
+from ...views.views import as_view
+from ..shared.arguments import Needs, help_from_docstring
+from ..shared.batches import batch_options, batch_size, check_batches
+from ..shared.multimodal_config import SamplingArguments
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """Settings of the option `self_teacher`."""
+
+    weights: Literal["current", "base", "ema"] = "current"  # the student's: now, without adapter, or averaged
+    rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
+
+
+@help_from_docstring
+@dataclass
+class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # pyrefly: ignore[inconsistent-inheritance]
+    r"""
+    Configuration class for the [`MultimodalDistillationTrainer`].
+
+    Holds every argument of [`~trl.DistillationConfig`] and of [`SamplingArguments`].
+
+    Parameters:
+        > Parameters that control the completions
+
+        num_generations (`int`, *optional*, defaults to `1`):
+            Number of completions per prompt in training. Student and teacher forward the prompt once for all its
+            completions. With 4, a batch of 32 completions has 8 prompts. Evaluation samples one completion per prompt.
+        steps_per_generation (`int`, *optional*):
+            Number of micro-batches per generation batch. By default `gradient_accumulation_steps`, as in TRL.
+        generation_batch_size (`int`, *optional*):
+            Number of completions that all processes sample at once. Set only this or `steps_per_generation`.
+
+        > Parameters that control what teacher and student see
+
+        teacher_view (`str`, *optional*):
+            View under which the teacher sees the media of the prompts, such as `"blank"`, see
+            [Views](https://trl-multimodal-rft.readthedocs.io/views); the student sees them as they are.
+        student_view (`str`, *optional*):
+            View under which the student samples and is trained; the teacher sees the media as they are.
+        self_teacher (`str`, *optional*, defaults to `"current"`):
+            Weights with which the student is its own teacher, if there is no other teacher. `"current"` takes
+            the weights at each update, without a gradient. `"base"` takes the weights without the adapter, which don't
+            change. `"ema"` takes an exponential moving average of the weights. Its setting `rate`, as in
+            `"ema(rate=0.05)"`, is the share of the student's weights in the average after each update, as in TRL's
+            SDFT and SDPO.
+
+        teacher_model_server_url (`str`, *optional*):
+            Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
+            in this process. A server returns only the most likely tokens, so set `loss_top_k`, at most the server's
+            `--max-logprobs`.
+
+        > Parameters that control the divergence
+
+        loss_top_k (`int`, *optional*, defaults to `0`):
+            Number of the teacher's most likely tokens over which the divergence is computed. 0 takes the whole
+            vocabulary, in chunks.
+        loss_add_tail (`bool`, *optional*, defaults to `True`):
+            With `loss_top_k`, whether the other tokens count as one token with the remaining probability. `False`
+            renormalizes the distributions over the chosen tokens.
+
+        > Parameters that control the logging
+
+        log_multimodal (`bool`, *optional*, defaults to `True`):
+            Whether tables of completions hold media, as in [`~trl.GRPOConfig`].
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    num_generations: Annotated[int, "[1, inf]"] = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    teacher_view: str | None = None
+    student_view: str | None = None
+    self_teacher: str = "current"
+    teacher_model_server_url: str | None = None
+    loss_top_k: Annotated[int, "[0, inf]"] = 0
+    loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
+    log_multimodal: bool = True
+
+    # Fixed values of other sampling trainers' options. `beta` interpolates between divergences here, and isn't the
+    # coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
+    needs_rewards = beta_is_kl = False
+    teacher_columns = TEACHER_COLUMNS
+    num_generations_eval = num_iterations = 1
+    sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
+    rollout_view = contrast_view = None
+    rollout_view_settings, contrast_view_settings = RolloutView(), ContrastView()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
+            raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
+        for name in ("teacher_view", "student_view"):
+            if getattr(self, name) is not None:
+                split_settings(getattr(self, name), name)
+                as_view(getattr(self, name))  # raises if the view is invalid
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
+                "`per_device_train_batch_size` instead."
+            )
+        if self.keeps_decoded:
+            self._check_server()
+        if not self.loss_add_tail and self.loss_top_k == 1:
+            raise ValueError(
+                "`loss_add_tail=False` renormalizes over `loss_top_k=1` token, whose probability is then always 1; "
+                "raise `loss_top_k`."
+            )
+        self._set_batches()
+
+    @property
+    def self_teacher_settings(self) -> SelfTeacher:
+        """Settings of `self_teacher`."""
+        return read_settings(SelfTeacher, "self_teacher", self.self_teacher)
+
+    @property
+    def keeps_decoded(self) -> bool:
+        """`True` if a teacher on a server needs the decoded media."""
+        return self.teacher_model_server_url is not None
+
+    def _check_server(self) -> None:
+        if self.loss_top_k == 0:
+            raise ValueError(
+                "A teacher on a server returns the log-probabilities of its most likely tokens alone; set "
+                "`loss_top_k`, at most the server's `--max-logprobs` (20 by default)."
+            )
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"A teacher on a server returns log-probabilities at a temperature of 1; `temperature` is "
+                f"{self.temperature}, so set it to 1."
+            )
+        for name in ("teacher_model_name_or_path", "teacher_model_init_kwargs", "teacher_model_revision"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`teacher_model_server_url` and `{name}` name two teachers; remove one of them.")
+
+    def _set_batches(self) -> None:
+        """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""
+        micro_batch_size = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is None:
+            names, self.generation_batch_size = batch_options(self), batch_size(self)
+            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+            check_batches(self, names)
+            return
+        steps, remainder = divmod(self.generation_batch_size, micro_batch_size)
+        if remainder != 0 or self.steps_per_generation not in (None, steps):
+            raise ValueError(
+                f"`generation_batch_size` ({self.generation_batch_size}) must be `steps_per_generation` times the "
+                f"{micro_batch_size} completions of a micro-batch over all processes; set only one of both options."
+            )
+        self.steps_per_generation = steps
+        check_batches(self, ["generation_batch_size"])

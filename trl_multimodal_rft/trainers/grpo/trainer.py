@@ -1,0 +1,502 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+
+"""
+GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay.
+
+In shapes, `N` is the number of completions on all ranks, `B` that of a micro-batch, and `C` that of token columns.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
+from trl import GRPOTrainer
+from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+
+from ...algorithms.advantages import estimate_advantages
+from ...algorithms.entropy import adapted_entropy_coef
+from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
+from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
+from ...algorithms.metrics import MicroBatchSums, log_metrics, token_mean
+from ...algorithms.returns import Steps
+from ...algorithms.shaping import RunningScale
+from ...engines.samplers import Sampler
+from ...forward.scores import Scores
+from ...rewards.calls import StepwiseReward
+from ...rollout.ranks import gather_rows
+from ...rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
+from ...rollout.rollout import Rollout, require
+from ...rollout.token_filter import TokenFilter
+from ..shared.base import MultimodalTrainer
+from ..shared.rollout_logs import reward_index
+from ..shared.setup import resolve_config
+from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from .config import MultimodalGRPOConfig
+from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
+
+
+class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
+    [DeepSeekMath](https://huggingface.co/papers/2402.03300).
+
+    Extends [`~trl.GRPOTrainer`] by audio and video. Losses, metrics and options are TRL's, and the config adds more.
+    The media of a prompt are decoded, encoded, prefilled and forwarded once for all its completions.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_multimodal_rft import MultimodalGRPOTrainer
+    from trl_multimodal_rft.rewards import accuracy_reward
+
+    dataset = load_dataset("path/to/spoken-questions", split="train")  # columns: prompt, audio, solution
+
+    trainer = MultimodalGRPOTrainer(
+        model="Qwen/Qwen2-Audio-7B-Instruct",
+        reward_funcs=accuracy_reward,
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            Reward functions, as for [`~trl.GRPOTrainer`], or their names on the command line, such as
+            `"accuracy_reward"`. Functions receive the media columns of the dataset as they are. A reward of `NaN`
+            raises an error; return `None` where a reward doesn't apply.
+        args ([`MultimodalGRPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with a `prompt` column, conversational or text. Media come in the columns `image` or `images`,
+            `audio` or `audios`, `video` or `videos`, or in the messages; `None` marks a row without media. Every other
+            column is passed to the reward functions.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
+            Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its
+            processor (see [`~rewards.RewardModel`]), by default the processor in the reward model's folder. With a
+            tokenizer, rows with media raise an error.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+        tools (`list[Callable]`, *optional*):
+            Tools, as for [`~trl.GRPOTrainer`]. They may return images, sounds and videos in content blocks.
+        rollout_func (`RolloutFunc`, *optional*):
+            Custom rollout, as for [`~trl.GRPOTrainer`]. Prompts hold their media; completions are text.
+        environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
+            Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media included, and may return
+            media as tools do.
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference of the KL divergence, by default the model that the policy's name loads. Pass it if the policy
+            has no name, or if another model is the reference.
+        sampler ([`~engines.samplers.Sampler`], *optional*):
+            Sampler of completions, in place of transformers and vLLM.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the processing class pads audio on the wrong side, if the model has no name by which to load
+            its processor, its reference or vLLM's weights, or if dynamic sampling or replay can't exchange groups.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
+    _config_class = MultimodalGRPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: MultimodalGRPOConfig | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        reward_processing_classes: Processor | list | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+        tools: list[Callable] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        ref_model: PreTrainedModel | None = None,
+        sampler: Sampler | None = None,
+    ):
+        args = resolve_config(self._config_class, args, model)
+        if ref_model is not None and args.cast_lm_head_to_fp32:
+            raise ValueError(
+                "`cast_lm_head_to_fp32` casts only the head of a reference that the trainer loads itself; drop "
+                "`ref_model`."
+            )
+        super().__init__(**arguments_of(locals()))
+
+        if args.soft_overlong_cache is not None:
+            penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
+            self._add_reward("soft_overlong_punishment", penalty)
+        self._estimator, self._policy_loss, self._kl_in_reward = args.estimator, args.loss, args.kl_in_reward
+        self._reward_scale = RunningScale()
+        if args.kl_control is None:
+            self._kl_controller = FixedKLController(args.beta)
+        else:
+            self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
+        # Sums over the micro-batches of an optimizer step, by which the coefficients of the KL divergence and of the
+        # entropy bonus adapt after the step
+        self._kl_sums = MicroBatchSums()
+        self._entropy_sums = MicroBatchSums()
+        gather = functools.partial(gather_rows, self.accelerator)
+        self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
+        # Scale and soft cap of the LM head, to compute divergences; else `None`
+        self._head_rule = (
+            dependency_head_rule(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
+        )
+        self._extra_scoring_time = 0.0  # seconds of scores that TRL doesn't compute, since the last optimizer step
+        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # raises if there is no such name
+
+    @property
+    def kl_coef(self) -> float:
+        """Current coefficient of the KL divergence, in the loss or in the rewards."""
+        return self._kl_controller.value
+
+    # Rollout
+
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        rollout = super()._roll_out(inputs)
+        # The dependency of a token on media is how much its distribution changes under the view
+        if rollout.view.dependency is not None:
+            weigh_by_dependency(self._run, rollout)
+        return rollout
+
+    def _score_rollout(self, rollout: Rollout) -> None:
+        args, scores_early = self.args, self._groups is not None or self._measures_dependency
+        if args.loss_view is not None and self.model.training:
+            add_view(self._run, rollout)
+        # Advantages, exchanged groups and the dependency on media need scores before the update
+        if (scores_early and self.model.training) or args.advantages_read_logps:
+            self._score_with_entropies([rollout])
+        if args.beta != 0:
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+
+    def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
+        """
+        Scores parts of a rollout under the sampling policy. Also measures the dependency on media, and keeps the
+        entropies that choose tokens, if the config asks for them.
+        """
+        # TRL scores a rollout, too, if updates are off-policy or corrected for an engine. Otherwise, these scores take
+        # extra time
+        trl_scores_too = self.args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
+            map(self._corrects_for_engine, parts)
+        )
+        score = functools.partial(self._run.score, self.model)
+        for part in parts:
+            lacks_dependency = self._measures_dependency and part.view.prompts and part.view.dependency is None
+            with nullcontext() if trl_scores_too else self._timing_extra_scoring():
+                if lacks_dependency:
+                    old_scores = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
+                else:
+                    old_scores = score(part)
+            part.old_per_token_logps = old_scores.logps
+            if self._filters_by_rollout_entropy and self.model.training:
+                part.tokens.entropies = old_scores.entropies
+
+    @property
+    def _filters_by_rollout_entropy(self) -> bool:
+        return self.args.top_entropy_quantile < 1 and self.args.entropy_settings.policy == "rollout"
+
+    @property
+    def _measures_dependency(self) -> bool:
+        return self.args.loss_view is not None and self.args.loss_view_settings.measures_dependency
+
+    def _reward(self, rollout: Rollout) -> None:
+        super()._reward(rollout)
+        if self.args.soft_overlong_cache is not None:
+            # The last column is the length penalty. A completion without another reward gets no penalty, either
+            rewards = require(rollout.rewards.per_func)
+            rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
+
+    def _estimate(self, rollout: Rollout) -> None:
+        super()._estimate(rollout)
+        if self._kl_in_reward:
+            logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
+            kl = approx_kl(*logps, rollout.loss_mask, "k1")
+            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.current)
+
+    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        args, shaped = self.args, rewards
+        if args.reward_running_scale:
+            if self.model.training:
+                self._reward_scale.update(rewards)
+            shaped = rewards / self._reward_scale.std
+        if args.reward_clip_range is not None:
+            shaped = shaped.clamp(*args.reward_clip_range)
+        if args.reward_running_scale or args.reward_clip_range is not None:
+            self._run.metrics.add({"shaped_reward": shaped.nanmean().item()})
+        return shaped
+
+    def _compare_rewards(
+        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        """Returns the advantages of all ranks' completions, and which groups have signal."""
+        args, size = self.args, self._run.group_size
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
+        advantages = self._estimate_advantages(rollout, shaped, group_ids)
+        if self._estimator.step_input:
+            return signal_of_steps(advantages, rewards, group_ids)
+        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
+
+    def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
+        args = self.args
+        needs_logps = args.advantages_read_logps
+        ref_logps = rollout.ref_per_token_logps
+        advantages = estimate_advantages(
+            args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
+            rewards=rewards,
+            rewards_per_func=require(rollout.rewards.per_func),
+            group_ids=group_ids,
+            mask=gather_rows(self.accelerator, rollout.loss_mask),
+            old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if needs_logps else None,
+            ref_logps=gather_rows(self.accelerator, ref_logps) if needs_logps and ref_logps is not None else None,
+            kl_coef=self.kl_coef if self._kl_in_reward else 0.0,
+            scale=args.scale_rewards,
+            steps=self._gather_steps(rollout),
+        )
+        per_completion = self._policy_loss.per_completion or args.importance_sampling_level == "sequence"
+        if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
+            option = "loss_type" if self._policy_loss.per_completion else "importance_sampling_level"
+            raise ValueError(
+                f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
+                "estimator return (N,)."
+            )
+        return advantages
+
+    def _gather_steps(self, rollout: Rollout) -> Steps | None:
+        """
+        Returns the parts of all ranks' completions with a reward of their own (steps), or `None` if the estimator
+        doesn't read them.
+        """
+        step_input, rewards = self._estimator.step_input, rollout.rewards
+        if step_input is None:
+            return None
+        turns = rollout.source.sampled_turns
+        # By completion and turn: the index where the turn ends, and for GiGPO the digest of its state
+        turns = [
+            [(turn.stop, turn.state if step_input == "states" else "") for turn in completion] for completion in turns
+        ]
+        by_function, turns = gather_object(rewards.by_function), gather_object(turns)
+        has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
+        # GiGPO also discounts a completion's reward to each of its turns, so with tools it needs no rewards of turns
+        has_steps = has_steps or (step_input == "states" and bool(self.tools))
+        if rollout.step == 0 and self.model.training and not has_steps:
+            raise ValueError(
+                f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards of steps, and the first batch "
+                "has none; let a reward function return a number per turn, or use 'group_norm'."
+            )
+        return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
+
+    @contextmanager
+    def _timing_extra_scoring(self):
+        """Adds the seconds within the context to `extra_scoring_time`, for scores that TRL doesn't compute."""
+        start = time.perf_counter()
+        yield
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._extra_scoring_time += time.perf_counter() - start
+
+    # High-entropy tokens
+
+    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        """
+        Sets token weights if entropies under the sampling policy choose tokens, and scores off-policy micro-batches.
+
+        Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
+        with each other, and so do tokens of the micro-batches 2 and 3.
+        """
+        if self._filters_by_rollout_entropy:
+            window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
+            # If tokens of several micro-batches compete, all micro-batches must be scored now. Otherwise, on-policy
+            # micro-batches get their entropies from the forward of their update
+            first_to_score = 0 if window > 1 else self._n_on_policy_batches
+            self._score_with_entropies(
+                [part for part in micro_batches[first_to_score:] if part.tokens.entropies is None]
+            )
+            for start in range(0, len(micro_batches), window):
+                parts = micro_batches[start : start + window]
+                if start >= first_to_score or parts[0].tokens.entropies is not None:
+                    self._token_filter.set_weights(parts, [part.tokens.entropies for part in parts])
+        super()._on_rollout(micro_batches)
+
+    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        """
+        Before an optimizer step, sets the weights of its tokens if the current policy's entropies choose among all
+        tokens of the step.
+        """
+        if self.args.top_entropy_quantile == 1:
+            return
+        args, window = self.args, self._token_filter.window
+        settings = args.entropy_settings
+        needs_window_entropies = (settings.policy, settings.scope) == ("current", "batch")
+        if needs_window_entropies and self._step % window == 0:  # the first micro-batch of the step
+            start = self._step % args.steps_per_generation
+            parts = micro_batches[start : start + window]
+            with self._timing_extra_scoring():
+                entropies = [self._run.score(self.model, part).entropies for part in parts]
+            self._token_filter.set_weights(parts, entropies)
+
+    def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
+        """Returns the weights of the tokens in the policy loss, `(B, C)`, or 1."""
+        if rollout.tokens.weights is not None or not self._token_filter.is_on:
+            return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
+        if self._token_filter.is_as_in_trl:  # TRL's method takes the share of tokens to leave out
+            return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
+        weights = self._token_filter.weights(entropies, rollout.loss_mask)
+        if self._filters_by_rollout_entropy:
+            rollout.tokens.weights = weights  # further iterations use the same weights
+        return weights
+
+    # Loss
+
+    def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
+        args, mask = self.args, inputs.loss_mask
+        tensors = LossInputs(
+            scores.logps,
+            require(inputs.old_per_token_logps),
+            require(inputs.advantages),
+            mask,
+            weights=self._token_weights(inputs, scores.entropies),
+            sampling_logps=inputs.sampling_per_token_logps,
+            sampling_ratio=inputs.importance_sampling_ratio,
+            ref_logps=inputs.ref_per_token_logps if args.beta != 0 and not self._kl_in_reward else None,
+            entropies=scores.entropies,
+            aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
+            scored=inputs.scored_mask,
+        )
+        output = grpo_loss(
+            self._policy_loss,
+            tensors,
+            args.loss_options(),
+            self._normalizer(inputs),
+            kl_coef=self.kl_coef,
+            entropy_coef=self._active_entropy_coef(),
+            aux_coef=self.router_aux_loss_coef,
+        )
+        if self.model.training:
+            if args.loss_view_settings.has_term:
+                output = with_view_term(output, scores, inputs, args, self._normalizer(inputs))
+            self._adapt_entropy(tensors)
+            self._adapt_kl(scores.logps, mask, inputs)
+        if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
+            self._run.metrics.add({"extra_scoring_time": self._extra_scoring_time})
+            self._extra_scoring_time = 0.0
+        return output
+
+    @property
+    def _uses_every_score(self) -> bool:
+        """Whether completions with an advantage of 0 must be forwarded, too."""
+        args = self.args
+        # Tokens of completions that aren't forwarded couldn't compete for the highest entropies
+        tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
+        has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
+        has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
+        return has_terms or tokens_compete or not self._policy_loss.needs_advantage
+
+    def _normalizer(self, inputs: Rollout) -> Normalizer:
+        """Returns the counts in the denominator of a micro-batch's loss."""
+        n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        # In training, `num_items_in_batch` counts a generation batch, which may hold several optimizer steps
+        if self.model.training:
+            n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
+        return Normalizer(self._n_accumulation_steps(), self.max_completion_length, n_tokens)
+
+    def _n_accumulation_steps(self) -> int:
+        return self.current_gradient_accumulation_steps if self.model.training else 1
+
+    def _active_entropy_coef(self) -> float | None:
+        """Returns the coefficient of the entropy bonus in this optimizer step, or `None` without a bonus."""
+        if not self._entropy_bonus_enabled:
+            return None
+        is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
+        return self.entropy_coef if is_low else 0.0
+
+    def _adapt_entropy(self, tensors: LossInputs) -> None:
+        """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints store."""
+        args, ends_step = self.args, self.accelerator.sync_gradients
+        if self.use_adaptive_entropy:
+            self._entropy_sums.add(*entropy_sums(tensors))
+            if ends_step:
+                total, count = self._entropy_sums.pop(self.accelerator.reduce)
+                self._last_world_entropy = total / max(count, 1.0)
+                self.entropy_coef = adapted_entropy_coef(
+                    self.entropy_coef,
+                    self._last_world_entropy,
+                    target=args.entropy_target,
+                    step=args.entropy_coef_delta,
+                    min_coef=args.entropy_coef_min,
+                    max_coef=args.entropy_coef_max,
+                )
+        if self._entropy_bonus_enabled and ends_step:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
+        """
+        Adds a micro-batch to the estimate of the KL divergence. After the last micro-batch of an optimizer step,
+        adapts the coefficient.
+        """
+        if self.args.kl_target is None:
+            return
+        if self._counts_for_kl():
+            kl = approx_kl(logps.detach(), require(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
+            self._kl_sums.add(kl.sum(), mask.sum(), len(mask))
+        if self.accelerator.sync_gradients:
+            sums = self._kl_sums.pop(self.accelerator.reduce)
+            if sums:  # empty in later iterations on the same rollout
+                total, n_tokens, n_completions = sums
+                estimate = total / max(n_tokens, 1.0)
+                self._kl_controller.update(estimate, int(n_completions))
+                self._metrics["train"]["kl/estimate"].append(estimate)
+            self._metrics["train"]["kl_coef"].append(self.kl_coef)
+
+    def _counts_for_kl(self) -> bool:
+        """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""
+        return self._step % self._steps_per_rollout < self.args.steps_per_generation
+
+    # Checkpoints
+
+    def _batch_settings(self) -> dict[str, Any]:
+        args, settings = self.args, self.args.loss_view_settings
+        # The view, and whether the dependency on media is measured by entropies
+        view = {} if settings.view is None else {"view": [settings.view.spelling, settings.temperature is not None]}
+        return {
+            **super()._batch_settings(),
+            "advantage_estimator": args.to_dict()["advantage_estimator"],
+            "entropies": args.entropy_settings.policy if args.top_entropy_quantile < 1 else None,
+            **view,
+        }
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {
+            **super()._rollout_state(),
+            "kl_controller": self._kl_controller.state_dict(),
+            "reward_scale": self._reward_scale.state_dict(),
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        # A run without an adaptive coefficient ignores the controller's state in the checkpoint
+        if self.args.kl_target is not None:
+            self._kl_controller.load_state_dict(state["kl_controller"])
+        self._reward_scale.load_state_dict(state["reward_scale"])

@@ -1,0 +1,218 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The base of trainers that compare completions with a reference model: DPO and KTO."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, ProcessorMixin
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import ModelOutput
+
+from ...checks.measure import Measure
+from ...checks.media_contribution import media_contribution
+from ...data.rows.unread import lists_columns
+from ...encoding.processors import tokenizer_of
+from ...encoding.supervised import PreferencePair, SupervisedSequence
+from ...forward.scores import ScoreRequest, Scores
+from ...models.modes import evaluation_mode
+from ...models.parts import check_base_is_kept
+from ...models.wrapped import is_unsharded, replaced
+from ..shared.loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
+from ..shared.reading import Batch, CompletionTrainer, map_splits
+from ..shared.rollout_logs import is_due
+from ..shared.signatures import Processor, Rows
+from .data import completions_to_score
+
+
+def _check_no_stream(dataset: Rows) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "`precompute_ref_log_probs=True` is not supported with IterableDataset, whose rows are read only once; "
+            "pass a `Dataset`, or drop the option."
+        )
+
+
+class PreferenceTrainer(CompletionTrainer):
+    """
+    Base of trainers with a loss that compares log-probabilities of completions under policy and reference.
+
+    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`. The
+    dataset has these columns, or the log-probabilities are computed for the micro-batch.
+    """
+
+    compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
+    _reference_columns: tuple[str, ...]  # columns of the reference's log-probabilities
+    _keeps_outputs = True
+    _contribution_step = -1  # latest step at which the contribution of media was measured
+
+    def _call_trl_constructor(
+        self,
+        constructor: Callable[..., None],
+        arguments: dict[str, Any],
+        loaded: LoadedParts,
+        stand_in_columns: dict[str, list],
+    ) -> None:
+        """Runs TRL's constructor on a few stand-in rows, since it would tokenize the real datasets."""
+        args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
+        self._reference_is_initial_policy = arguments["ref_model"] is None
+        if self._reference_is_initial_policy:
+            check_base_is_kept(loaded.model, arguments["peft_config"], "the reference", "pass `ref_model`")
+            arguments["ref_model"] = load_reference(
+                loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
+            )
+        with (
+            loading_in_trl(loaded.by_name),
+            # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and refuse
+            # to cut the beginning of rows with images
+            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **CONSTRUCTOR_OPTIONS),
+            replaced(args, max_length=None),
+        ):
+            arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
+            if datasets["train_dataset"] is not None:  # without a dataset, TRL raises an error
+                arguments["train_dataset"] = _stand_in_rows(
+                    datasets["train_dataset"], loaded.processing_class, stand_in_columns
+                )
+            if datasets["eval_dataset"] is not None:
+                arguments["eval_dataset"] = _stand_in_rows(None, loaded.processing_class, stand_in_columns)
+            constructor(**arguments)
+        self.train_dataset, self.eval_dataset = datasets.values()
+        self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
+        self.precompute_ref_logps = args.precompute_ref_log_probs
+
+    # Reference
+
+    def _precompute_reference(self, batch_size: int, eval_batch_size: int | None = None) -> None:
+        """
+        Adds columns with the reference's log-probabilities to the datasets, and drops the reference. `batch_size` is
+        the batch size for the training dataset, and `eval_batch_size` for others, by default that of evaluations.
+        """
+        if self.ref_model is None and not is_unsharded(self.accelerator):
+            raise ValueError(
+                "With an adapter, `precompute_ref_log_probs=True` scores with the model before training begins, "
+                "when FSDP or DeepSpeed hasn't sharded it yet; drop the option."
+            )
+        with replaced(self.args, per_device_eval_batch_size=batch_size):
+            self.train_dataset = self._with_reference_columns(self.train_dataset)
+        with replaced(self.args, per_device_eval_batch_size=eval_batch_size or self.args.per_device_eval_batch_size):
+            self.eval_dataset = map_splits(self.eval_dataset, self._with_reference_columns)
+        self.ref_model = None
+
+    def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        """Returns the reference's log-probabilities of a micro-batch, by the names of their columns."""
+        logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        return dict(zip(self._reference_columns, logps, strict=False))
+
+    def _with_reference_columns(self, dataset: Rows) -> Dataset:
+        """
+        Returns a dataset with columns of the reference's log-probabilities. Skipped rows get NaN, and -1 as an index.
+        """
+        _check_no_stream(dataset)
+        assert isinstance(dataset, Dataset)
+        batch_columns: list[dict[str, torch.Tensor]] = []
+        with evaluation_mode(self.model):
+            for batch in self.get_eval_dataloader(dataset):
+                columns = self._score_reference(self._prepare_inputs(batch))
+                batch_columns.append(
+                    {name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns}
+                )
+        kept_indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        for name in batch_columns[0]:
+            column = torch.cat([columns[name] for columns in batch_columns])
+            if len(column) != len(kept_indices):
+                raise ValueError(
+                    f"The reference scored {len(column)} of {len(kept_indices)} rows; with "
+                    "`precompute_ref_log_probs=True`, don't set `dataloader_drop_last`."
+                )
+            fill_value = torch.nan if column.is_floating_point() else -1
+            whole_column = torch.full((len(dataset),), fill_value, dtype=column.dtype)
+            whole_column[kept_indices] = column
+            dataset = dataset.add_column(name, whole_column.tolist())
+        if not lists_columns(dataset) and self._reference_columns[0] not in dataset[0]:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let the "
+                "transform keep all columns, or use `map` in its place."
+            )
+        return dataset
+
+    def _with_reference_logps(self, inputs: Batch) -> Batch:
+        """Adds the reference's log-probabilities to a micro-batch, unless its rows have columns with them."""
+        if all(name in inputs for name in self._reference_columns):
+            return inputs
+        # Without its adapter, or before the first update, the policy can score as the reference
+        policy_is_reference = is_peft_model(self.model) or (
+            self._reference_is_initial_policy and self.state.global_step == 0
+        )
+        if self.args.precompute_ref_log_probs and self.ref_model is None and not policy_is_reference:
+            raise ValueError(
+                "Cannot compute reference log-probs for a dataset passed to `evaluate()`, because "
+                "`precompute_ref_log_probs=True` keeps no reference; pass it to the trainer as `eval_dataset`."
+            )
+        return inputs | self._score_reference(inputs)
+
+    def _eval_loader(self, dataset: Dataset | IterableDataset, is_argument: bool) -> DataLoader:
+        if self.precompute_ref_logps:
+            _check_no_stream(dataset)
+        return super()._eval_loader(dataset, is_argument)
+
+    # Update
+
+    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
+        with replaced(self, precompute_ref_logps=True):  # TRL's loss then reads them from its inputs
+            return super()._loss_of_trl(rows, *outputs)
+
+    def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
+        """Returns scores of all completions of a micro-batch, in the order of `completion_ids`."""
+        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
+
+    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """Returns a pair as TRL's own forward reads it: one row per completion."""
+        return pair.sequences(model)
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        measure, pairs = Measure(self._policy, model, has_engine_positions=False), inputs["sequences"]
+        # In the order of `completion_ids`: the first completions of all pairs, then the second ones
+        sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
+        rows = [row for side in sides for row in side]
+        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
+        # TRL's `prediction_step` returns `input_ids` as labels
+        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)
+        return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
+
+    def _log_media_contribution(self, model: nn.Module, inputs: Batch) -> None:
+        """
+        Logs how far media move the log-probabilities of some completions: in training, of the first micro-batch of an
+        update every `media_contribution_steps`; in evaluation, of the first micro-batch with media.
+        """
+        step, interval, is_training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        metrics, n = self._metrics["train" if is_training else "eval"], len(inputs["sequences"])
+        is_unmeasured = step != self._contribution_step if is_training else "media/contribution" not in metrics
+        if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
+            return
+        self._contribution_step = step if is_training else self._contribution_step
+        ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
+        completions = inputs["prompts"][:n], ids, mask
+        measured = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
+        for name, value in (self.checks.smoothed(measured) if is_training else measured).items():
+            metrics[name].append(value)
+
+
+def _stand_in_rows(
+    dataset: Rows, processing_class: Processor, stand_in_columns: dict[str, list]
+) -> Dataset | IterableDataset:
+    """
+    Returns rows for TRL's constructor, as a stream if the dataset is one. With a processor, rows have an empty column
+    of images, so that TRL doesn't tokenize them.
+    """
+    image_column = (
+        {"image": [None] * len(stand_in_columns["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
+    )
+    rows = Dataset.from_dict(stand_in_columns | image_column)
+    return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows

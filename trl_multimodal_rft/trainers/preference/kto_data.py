@@ -1,0 +1,240 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Dataset columns and collator of completions that are labelled as good or bad."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from trl.data_utils import extract_prompt, unpair_preference_dataset
+
+from ...data.rows.batches import Row
+from ...data.rows.cells import Cell, finite_number, truth_value
+from ...data.rows.columns import MEDIA_COLUMNS, other_layout
+from ...data.rows.features import with_class_names
+from ...data.rows.unread import lists_columns
+from ...encoding.join import padded
+from ...encoding.prompts import EncodedPrompt, check_ids
+from ...encoding.supervised import PreferencePair
+from ..supervised.data import missing_columns_error
+from .data import PreferenceCollator
+
+
+logger = get_logger(__name__)
+
+# Columns of the reference's log-probabilities: of the row's completion, and of the completion in the KL estimate
+REFERENCE_COLUMNS = ("ref_logps", "ref_KL_logps")
+# Column with the index of the row whose completion `ref_KL_logps` scores
+KL_ROW = "KL_row"
+COLUMNS = (
+    "prompt",
+    "completion",
+    "label",
+    "tools",
+    "chat_template_kwargs",
+    *MEDIA_COLUMNS,
+    *REFERENCE_COLUMNS,
+    KL_ROW,
+)
+# TRL unpairs a dataset in blocks of this many pairs, and puts the chosen completions of a block first
+_PAIRS_PER_BLOCK = 1000
+
+
+def label_of(cell: Cell, row: int) -> bool:
+    """Returns the label in a cell. Raises a `ValueError` unless it is a truth value, see [`truth_value`]."""
+    return truth_value(cell, "label", row, is_required=True)
+
+
+@dataclass(eq=False)
+class LabelledCompletion(PreferencePair):
+    """A prompt with its own completion (`chosen`) and another row's completion (`rejected`), for the KL estimate."""
+
+    def example(self) -> tuple[list[int], list[int], None]:
+        """Returns ids of the prompt and of its completion."""
+        return self.input_ids.tolist(), self.chosen, None
+
+
+@dataclass
+class LabelledCollator(PreferenceCollator):
+    """
+    Collator that encodes a prompt and its media once for two completions: its own, and the completion of the previous
+    row in the micro-batch. TRL estimates the KL divergence from the second completion. If a batch of evaluation is
+    larger than a micro-batch of training, rows are paired within parts of training's size.
+    """
+
+    calculate_kl: bool = True  # whether the loss has a KL estimate
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        Encodes the rows of a micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: `sequences` ([`LabelledCompletion`]), length `B`. `prompts`, `completion_ids` and
+            `completion_mask`, `(2 * B, C)`, and `lengths` hold the rows' own completions, then the completions of the
+            KL estimate. If the loss has no KL estimate, they are `(B, C)`. `KL_row`, `(B,)`, has the row indices of
+            the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, has an entry for
+            each token of the prompts and their own completions. The reference's log-probabilities, `(B,)`, are
+            included if rows have them. `plain` and `encode_view` are described in
+            [`~trainers.preference.data.PreferenceCollator`].
+        """
+        encoded, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        # An encoded row has its whole completion as `rejected`. Row `i` lends this completion to the pair
+        others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
+        pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]
+        completions = [pair.chosen for pair in pairs]
+        completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
+        ids, mask = padded([torch.tensor(tokens, dtype=torch.long) for tokens in completions])
+        n_tokens = sum(len(pair) + len(pair.chosen) for pair in pairs)
+        return {
+            "sequences": pairs,
+            "prompts": pairs * (2 if self.calculate_kl else 1),
+            "completion_ids": ids,
+            "completion_mask": mask,
+            "lengths": list(map(len, completions)),
+            "attention_mask": mask.new_ones(1, n_tokens),
+            "plain": lambda load, i: self._plain_outputs(stored[i], load()),
+            "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
+            **self._column_tensors(stored),
+        }
+
+    def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """
+        Returns labels, and log-probabilities of the reference if rows have them. Raises `ValueError` if the reference
+        scored the rows in other micro-batches.
+        """
+        labels = [label_of(row.get("label"), row.row_index) for row in rows]
+        kl_rows = torch.tensor([rows[i].row_index for i in self._kl_indices(len(rows))])
+        columns = {"label": torch.tensor(labels), KL_ROW: kl_rows}
+        for name in REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]:
+            logps = [finite_number(row.get(name), name, row.row_index) for row in rows]
+            if None not in logps:  # otherwise the trainer scores the reference itself
+                columns[name] = torch.tensor(logps)
+        if REFERENCE_COLUMNS[1] in columns:
+            for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
+                if row.get(KL_ROW) != kl_row:
+                    raise ValueError(
+                        f"row {row.row_index}: `ref_KL_logps` scores the completion of row {row.get(KL_ROW)}, but "
+                        f"this micro-batch has the completion of row {kl_row} in its place; score the reference with "
+                        "the same batch size and order, or drop the column."
+                    )
+        return columns
+
+    def _kl_indices(self, n: int) -> list[int]:
+        """
+        Returns, for each of `n` rows, the batch index of the row that lends its completion to the KL estimate.
+
+        This is the previous row. For the first row of a micro-batch, it is the last row. With micro-batches of 3, the
+        indices for 5 rows are 2, 0, 1, 4 and 3.
+        """
+        size = self.args.per_device_train_batch_size
+        micro_batch_starts = [i - i % size for i in range(n)]
+        return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(micro_batch_starts)]
+
+    def encode(self, row: Row) -> LabelledCompletion:
+        """
+        Encodes a row. `chosen` is its completion, cut to `max_length`. `rejected` is its whole completion, which
+        `__call__` lends to another row for the KL estimate. Raises `OverlongRow` if the prompt leaves no room.
+        """
+        prompt, tokens = self._encoder_of(row).encode_completion(row)
+        check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
+        self._check_room(prompt, row)
+        chosen = self._cut_completion(prompt, tokens)
+        return LabelledCompletion(**vars(prompt), chosen=chosen, rejected=tokens, is_cut=len(chosen) < len(tokens))
+
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        prompt, tokens = self._encoder_of(row).encode_completion(row)
+        return {"prompt_ids": prompt.input_ids.tolist(), "completion_ids": tokens}
+
+    def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
+        """Returns the tokens of a completion within `max_length`, or all after a prompt with media."""
+        max_length = self.args.max_length
+        return completion if max_length is None or prompt.modalities else completion[: max_length - len(prompt)]
+
+    def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+        if isinstance(dataset, Dataset) and not lists_columns(dataset):
+            return dataset  # the dataset's transform may return other columns
+        columns, _ = self._columns_of(dataset, name)
+        if {"chosen", "rejected"} <= columns and "completion" not in columns:
+            dataset = unpair_dataset(dataset, columns)
+            columns = columns - {"chosen", "rejected"} | {"prompt", "completion", "label"}
+        if not {"prompt", "completion", "label"} <= columns:
+            needed = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+            raise missing_columns_error(
+                name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns))
+            )
+        dataset = with_class_names(dataset, "label")
+        if isinstance(dataset, Dataset):
+            labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
+            if name == "train":
+                warn_of_balance(labels, self.args.desirable_weight, self.args.undesirable_weight)
+        return dataset
+
+
+def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset | IterableDataset:
+    """
+    Returns a dataset of pairs as labelled completions, in TRL's order, without decoding media.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with `chosen` and `rejected`, and with or without `prompt`.
+        columns (`set[str]`):
+            Names of the dataset's columns.
+
+    Returns:
+        Rows with `prompt`, `completion` and `label`, and the other columns of their pairs. In a block of 1,000 pairs,
+        the chosen completions come first: two pairs give chosen 0, chosen 1, rejected 0 and rejected 1.
+    """
+    if not isinstance(dataset, Dataset):
+        dataset = dataset if "prompt" in columns else dataset.map(extract_prompt)
+        return unpair_preference_dataset(dataset)
+    if "prompt" not in columns:
+        prompts_and_completions = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
+        dataset = concatenate_datasets(
+            [dataset.remove_columns(["chosen", "rejected"]), prompts_and_completions], axis=1
+        )
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of pairs
+    n, completion_columns = len(dataset), ("chosen", "rejected")
+    labelled_datasets = [
+        dataset.remove_columns(other).rename_column(column, "completion").add_column("label", [column == "chosen"] * n)
+        for column, other in (completion_columns, completion_columns[::-1])
+    ]
+    starts = range(0, n, _PAIRS_PER_BLOCK)
+    blocks = [np.arange(start, min(start + _PAIRS_PER_BLOCK, n)) for start in starts]
+    # Once concatenated, the chosen completion of pair `i` has the index `i`, and the rejected one `n + i`
+    order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
+    return concatenate_datasets(labelled_datasets).select(order)
+
+
+def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable_weight: float) -> None:
+    """
+    Warns if weights don't make up for unequal numbers of labels. By equation 8 of
+    [KTO](https://huggingface.co/papers/2402.01306), weight times number should be 1 to 1.33 times as large for
+    desirable completions as for undesirable ones.
+    """
+    if len({*labels}) == 1:
+        logger.warning(
+            f"All labels are {labels[0]}, so that KTO has no {'un' * labels[0]}desirable completions to learn from; "
+            "check the column 'label', or add some."
+        )
+        return
+    n_desirable = max(sum(labels), 1)
+    n_undesirable = max(len(labels) - n_desirable, 1)
+    if (
+        n_desirable == n_undesirable
+        or 1 <= desirable_weight * n_desirable / (undesirable_weight * n_undesirable) <= 1.33
+    ):
+        return
+    desirable_range = [round(factor * n_undesirable * undesirable_weight / n_desirable, 2) for factor in (1, 1.33)]
+    undesirable_range = [round(n_desirable * desirable_weight / n_undesirable / factor, 2) for factor in (1.33, 1)]
+    logger.warning(
+        f"{n_desirable} completions are desirable and {n_undesirable} aren't, and the weights of their losses don't "
+        f"make up for the difference: set `desirable_weight` in {desirable_range}, or `undesirable_weight` in "
+        f"{undesirable_range}."
+    )

@@ -1,0 +1,184 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Kahneman-Tversky optimization with media, from completions that are labelled as good or bad."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
+from trl import KTOTrainer
+
+from ...encoding.supervised import PreferencePair, SupervisedSequence
+from ...forward.scores import Scores
+from ...models.parts import kept_requires_grad
+from ...models.wrapped import unwrapped
+from ...reporting.model_card import common_lines
+from ..shared.reading import Batch, NumItems, load_for_scoring
+from ..shared.setup import resolve_config
+from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from .base import PreferenceTrainer
+from .kto_config import MultimodalKTOConfig
+from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator
+
+
+class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
+    """
+    Trainer for Kahneman-Tversky Optimization (KTO) of models that see and hear, see
+    [KTO](https://huggingface.co/papers/2402.01306).
+
+    Extends [`~trl.KTOTrainer`] by audio, video and images in prompts. Losses, metrics and options are TRL's. A prompt
+    and its media are encoded once, and forwarded once for two completions: its own, and the completion of the row
+    before it in the micro-batch, for the KL estimate.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.KTOTrainer`].
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference model. If `None`, it is loaded from the path that the model was loaded from. With PEFT, it is the
+            model without its adapter.
+        args ([`MultimodalKTOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        data_collator (`None`, *optional*):
+            Has its place as in TRL, and takes only `None`, since the trainer encodes and joins rows itself.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with `prompt` and `completion`, as text or messages, and `label`, which is `True` if the completion
+            is desirable. Pairs (`prompt`, `chosen`, `rejected`) give two rows each. Media of the prompt are in the
+            columns that [`MultimodalGRPOTrainer`] takes.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.KTOTrainer`]. Predictions are logits of the rows, from a further forward pass, and labels are
+            the tokens of the rows.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own, or if `ref_model` isn't a model.
+        `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
+            parallelism), if a micro-batch of the `"kto"` loss has one row, or if a dataset lacks columns.
+    """
+
+    _tag_names = ["trl", "kto", "trl-multimodal-rft"]
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: PreTrainedModel | None = None,
+        args: MultimodalKTOConfig | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+    ):
+        args = resolve_config(MultimodalKTOConfig, args, model)
+        arguments = arguments_of(locals())
+        loaded = load_for_scoring(arguments, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        calculate_kl = args.loss_type == "kto"
+        collator = LabelledCollator(
+            unwrapped(None, loaded.model), loaded.processing_class, args, calculate_kl=calculate_kl
+        )
+        datasets = {
+            "train_dataset": collator.prepare(train_dataset, "train"),
+            "eval_dataset": collator.prepare(eval_dataset, "eval"),
+        }
+        arguments |= {**datasets, "data_collator": collator}
+        stand_in_columns = {"prompt": ["-"] * 2, "completion": ["-"] * 2, "label": [True, False]}
+        self._call_trl_constructor(super().__init__, arguments, loaded, stand_in_columns)
+        self._set_up_scoring(
+            datasets,
+            columns=COLUMNS if args.remove_unused_columns else None,
+            packs=args.packing == "prefix",
+            outputs=("log_probs", "entropy", "mean_logits"),
+            load_processor=loaded.load_processor,
+        )
+        self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
+        if args.precompute_ref_log_probs:
+            # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
+            self._precompute_reference(args.per_device_train_batch_size)
+        self._show_tokens()
+        self._finish_setup()
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """
+        Computes the reference's log-probabilities of a micro-batch.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
+            inputs (`dict`):
+                Micro-batch of the collator.
+
+        Returns:
+            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, `(B,)`, and of the completions in the
+            KL estimate, `(B,)`. The second is `None` if the loss has no KL estimate.
+        """
+        n, logps_by_call = len(inputs["sequences"]), []
+
+        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
+            # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
+            # first call scores both at once. The second call finds its scores in the list
+            logps_by_call[:] = logps_by_call[1:] or self._score(model, inputs).logps.split(n)
+            return SimpleNamespace(log_probs=logps_by_call[0])
+
+        with kept_requires_grad(self._unwrapped(self.model)):
+            return super().compute_ref_log_probs(score, _as_trl_batch(inputs))
+
+    def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        logps_by_column = super()._score_reference(inputs)
+        return {**logps_by_column, KL_ROW: inputs[KL_ROW]} if self.calculate_KL else logps_by_column
+
+    def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
+        self._log_media_contribution(model, inputs)
+        inputs, n = self._with_reference_logps(inputs), len(inputs["sequences"])
+        scores = self._score(model, inputs, self.aux_loss_enabled)
+        row_scores = scores.rows(slice(n))
+        outputs = SimpleNamespace(
+            log_probs=row_scores.logps,
+            entropy=row_scores.entropies,
+            mean_logits=row_scores.mean_logits,
+            aux_loss=row_scores.aux_loss,
+        )
+        # TRL's loss calls the model for the KL estimate first, if there is one, and then for the rows' completions
+        kl_outputs = [SimpleNamespace(log_probs=scores.logps[n:].detach())] if self.calculate_KL else []
+        return self._loss_of_trl(_as_trl_batch(inputs), *kl_outputs, outputs), scores
+
+    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """Returns the row with its own completion only, since the pair's second completion is of another row."""
+        return super()._sequences(pair, model)[:1]
+
+    # Card
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        weights = f"{self.desirable_weight} desirable, {self.undesirable_weight} undesirable"
+        lines = [("Loss", f"`{self.loss_type}`"), ("Weights", weights), ("`beta`", f"`{self.beta}`")]
+        return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
+
+
+def _as_trl_batch(inputs: Batch) -> Batch:
+    """
+    Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
+    loss doesn't score the first token. A completion of the tokens 7 and 8 becomes the row 0, 7, 8 with the mask
+    0, 1, 1.
+    """
+    ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
+    n = len(inputs["sequences"])
+    batch = {"input_ids": ids[:n], "completion_mask": mask[:n]}
+    if len(ids) > n:
+        batch |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
+    return batch | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE_COLUMNS) if name in inputs}

@@ -1,0 +1,193 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Asynchronous rollouts: servers sample completions while the trainer still updates the weights."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, cycle, islice
+from typing import Any
+
+import torch
+
+from ...data.rows.batches import Row
+from ...encoding.prompt_encoder import PromptEncoder
+from ...encoding.prompts import EncodedPrompt
+from ...engines.in_flight import EarlyRewards, InFlight, Key, request_keys
+from ...engines.samplers import Samples
+from ...engines.vllm import MultimodalVLLMGeneration
+from ...engines.vllm_prompts import EnginePrompts
+from ...engines.vllm_requests import ServerSample
+from ...engines.vllm_server import on_all_ranks, server_features
+from ...rollout.completions import add_completions
+from ...rollout.reward import checked_functions, only_waits, reward_early
+from ...rollout.rollout import Flight, Rollout
+from ...rollout.turns import completions_without_tools
+from .rollout_views import prompts_under_views, record_views
+from .run import Run
+
+
+# Number of completions that each rank samples to compare the engine with the policy, and their maximum length
+_N_PROBES, _PROBE_LENGTH = 4, 16
+
+
+def row_encoder(
+    prompt_encoder: PromptEncoder, engine_prompts: Callable[[], EnginePrompts]
+) -> Callable[..., EncodedPrompt | None]:
+    """
+    Returns a function that encodes a row and renders its media for servers. The process that reads the row calls it.
+    """
+
+    def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
+        encoded = prompt_encoder.encode_row(row, prompt)
+        if encoded is not None:
+            encoded.decoded = server_features(engine_prompts().engine_input(encoded, None, row.row_index))
+        return encoded
+
+    return encode
+
+
+@dataclass
+class AsynchronousSampling:
+    """Asynchronous sampler: servers get the requests of a batch before the batch is due."""
+
+    run: Run
+    flight: InFlight
+    engine: MultimodalVLLMGeneration
+
+    def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
+        """
+        Returns the samples of the batch with this index in the run. First sends the current weights to the servers,
+        and requests all batches up to `max_staleness` ahead. All ranks must call this.
+
+        With `max_staleness=2`, the call for batch 0 requests the batches 0, 1 and 2, and the call for batch 1 requests
+        batch 3, which the servers sample during the updates on the batches 1 and 2.
+        """
+        run, flight, n = self.run, self.flight, len(rollout)
+        accelerator = run.accelerator
+        self.engine.generation_batch_index = batch_index
+        with sampler.explain():
+            sampler.load_weights(run.step)
+        flight.version = batch_index
+        for index in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
+            if index not in flight:
+                self._request_batch(index)
+        with sampler.explain(), sampler.profile("vLLM.generate"):
+            pending, answers, wait_seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
+            self.engine.check_restarts()
+        completions = [completion for answer in answers for completion in answer.completions]  # (ids, logps)
+        ids, logps = ([*column] for column in zip(*completions, strict=True))
+        versions = [[answer.first_version, answer.last_version] for answer in answers for _ in answer.completions]
+        # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
+        rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
+        if pending.rewards:
+            rewards = on_all_ranks(accelerator, lambda: [future.result() for future in pending.rewards.values()])
+            rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
+        flight.probes = pending.probes
+        ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
+        # (ranks, 2): the trainer's wait for answers, and the answers' wait for the trainer
+        waits = accelerator.gather(torch.tensor([wait_seconds], device=ages.device))
+        run.metrics.add(
+            {
+                "staleness/mean": ages.mean().item(),
+                "staleness/max": ages.max().item(),
+                "wait/rollout": waits[:, 0].max().item(),
+                "wait/trainer": waits[:, 1].mean().item(),
+            }
+        )
+        return record_views(run, rollout, pending.views, ids, logps)
+
+    def _request_batch(self, batch_index: int) -> None:
+        """
+        Requests the completions of this rank's part of a batch from the servers. All ranks must call this.
+
+        With 2 ranks of 2 completions, the completions of rank 1 have the global indices 2 and 3. An extra completion
+        for the prompt of index 3 under `contrast_view` has the global index 7.
+        """
+        run, accelerator = self.run, self.run.accelerator
+        batch, step = run.stream.batch(batch_index)
+        rows = list(batch)
+        rollout = run.collect(rows)
+        rollout.group_ids = rollout.group_ids.cpu()  # so that threads that reward completions can read the ids
+        for row, prompt in zip(rows, rollout.prompts, strict=True):
+            row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
+        views = prompts_under_views(run, rollout, step)
+        n, offset = len(rollout), accelerator.process_index * len(rollout)
+        batch_indices, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+        # Seeds depend on the indices over all ranks. Completions under the contrast view come after those of all
+        # ranks. `i` is the batch index of the completion, or of the one that it contrasts with, and `j` counts both
+        global_indices = [
+            offset + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(batch_indices)
+        ]
+        row_indices = [rollout.source.row_indices[i] for i in batch_indices]
+        # A key is (batch index, row index, seed, number of completions)
+        keys = request_keys(prompts, row_indices, global_indices, batch_index, run.args.seed)
+        requests = self.engine.server_requests(prompts)
+        if not run.toolbox.tools:  # with tools, later turns need the decoded media
+            for prompt in prompts:
+                prompt.decoded = ()
+        requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
+        check = run.checks.self_check
+        # Probes compare engine and policy once after an update
+        needs_probes = check is not None and check.engine_updated is None
+        # Maps keys to the position of their request's first completion in `prompts`
+        starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
+        probes = [(prompts[start], requests[key]) for key, start in starts.items()] if needs_probes else []
+        # Requests that start at `n` or later are under the contrast view, and aren't rewarded early
+        rollouts = {key: rollout.select(range(start, start + key[3])) for key, start in starts.items() if start < n}
+        reward_functions = self._early_rewards(rollouts)
+        self.flight.ask(
+            batch_index,
+            batch,
+            rollout.source.row_indices,
+            requests,
+            reward_functions=reward_functions,
+            views=views,
+            probes=probes,
+        )
+
+    def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
+        """
+        Returns one function per request, which rewards the request's completions on arrival. Threads call it, so it
+        uses only reward functions that wait for other processes, see [`only_waits`]. `rollouts` has the parts of the
+        rollout by request.
+        """
+        run, flight, rewards = self.run, self.flight, self.run.rewards
+        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
+        # Triples of a name, a function and a processing class
+        triples = [triple for triple in functions if only_waits(triple[1])]
+        # With tools, an arriving completion isn't final yet, and with `rollout_view` two requests share a group
+        if not triples or run.toolbox.tools or run.args.rollout_view is not None:
+            return {}
+        names, funcs, processors = zip(*triples, strict=True)
+        if flight.processor is None:  # threads can't share the trainer's processor
+            flight.processor = copy.deepcopy(run.prompts.processor)
+
+        def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
+            """Rewards the completions of one request, `samples`. `part` is the request's part of the rollout."""
+            source = part.source
+            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
+            source.completions = completions_without_tools(part, source.ids, flight.processor)
+            arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
+            return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
+
+        return {key: partial(reward, part) for key, part in rollouts.items()}
+
+
+def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
+    """
+    Samples a few tokens after some prompts of the last batch with the engine's current weights. Returns the rollout of
+    these completions, at most `n` of them. All ranks must call this.
+    """
+    n_probes, accelerator = min(n, _N_PROBES), run.accelerator
+    prompts, requests = zip(*islice(cycle(flight.probes), n_probes), strict=True)
+    short_requests = [item._replace(count=1, max_tokens=min(item.max_tokens, _PROBE_LENGTH)) for item in requests]
+    ids, logps = (
+        [*column] for column in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
+    )
+    # Group ids don't matter, since probes get no advantages
+    group_ids = torch.zeros(n_probes, dtype=torch.long, device=accelerator.device)
+    rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
+    options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
+    add_completions(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)
+    return rollout

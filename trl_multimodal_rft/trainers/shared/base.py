@@ -1,0 +1,642 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Base of the trainers that sample completions: the constructor, the stages of a rollout, and the update."""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
+from datasets import IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader
+from trl.distributed import DistributedBackend
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import is_async_callable
+
+from ...algorithms.losses import LossOutput
+from ...algorithms.metrics import PendingMetrics
+from ...checks.run_checks import Checks
+from ...data.rows.batches import BatchShape, repeat_order
+from ...data.rows.columns import MEDIA_COLUMNS
+from ...data.rows.features import Rows, restore_media
+from ...encoding.prompt_encoder import PromptEncoder
+from ...encoding.prompts import all_placeholder_ids
+from ...engines.samplers import Sampler
+from ...engines.transformers import Branches
+from ...families import input_modalities
+from ...forward.scores import Scores
+from ...models.modes import has_dropout
+from ...policy import Live, PolicyForward
+from ...reporting.card_notes import CardNotes
+from ...rewards.calls import distinct_names
+from ...rewards.named import as_reward_funcs
+from ...rollout.completions import take_custom_rollout
+from ...rollout.engine_ratios import engine_metrics, rollout_ratios
+from ...rollout.environments import Environments, rows_for_environments, template_for_tools
+from ...rollout.groups import GroupExchange, group_exchange
+from ...rollout.reward import Estimates, set_estimates, weighted_sum
+from ...rollout.rollout import Rollout, TRLInputs, require
+from ...rollout.score import score_with_view
+from ...rollout.skipped_forwards import n_on_policy, without_gradient
+from ...rollout.stream import RowStream
+from ...rollout.turns import ToolLoop, completions_without_tools
+from ..checkpoints.mixin import CheckpointMixin
+from .arguments import check_arguments
+from .asynchronous import AsynchronousSampling, row_encoder
+from .configs import stops_of
+from .engine import (
+    check_prompts,
+    check_sampler,
+    continue_after_tools,
+    logit_bias,
+    requests_in_flight,
+    sample_prompts,
+    self_check_settings,
+    transformers_sampler,
+    vllm_sampler,
+)
+from .finite import check_weights
+from .loading import (
+    around_trl_constructor,
+    compile_models,
+    enable_packing,
+    first_fallbacks,
+    load_for_sampling,
+    prepare_reference,
+    reward_sources,
+    start_loop,
+    with_media_reader,
+)
+from .offload import HostMemory, idle_storages
+from .optimizer import freeze_and_check
+from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
+from .rollout_views import bonus_of_contrast, sample_with_views
+from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
+from .setup import (
+    check_kept_columns,
+    check_launch,
+    modalities,
+    unchecked_datasets,
+    warn_of_excluded_tokens,
+    warn_of_unread_media,
+    warn_of_unused_recommendations,
+)
+from .signatures import Model, Processor
+
+
+logger = get_logger(__name__)
+
+
+class MultimodalTrainer(CheckpointMixin):
+    """
+    Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
+    are TRL's.
+
+    `_draw` runs the stages of a rollout: rows are collected, completions are sampled, scored and rewarded, and
+    advantages are estimated. Each stage fills fields of a [`~rollout.rollout.Rollout`]. `_prepare_inputs` splits the
+    rollout into micro-batches, and `compute_loss` gets one of them at a time.
+    """
+
+    _micro_batch: Rollout | None = None  # set while its loss is computed
+    _scores: Scores | None = None  # scores of `_micro_batch`
+    _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
+    _groups: GroupExchange | None = None  # set with dynamic sampling or replay
+    _checked_step: int | None = None  # step at which the weights were last checked before sampling
+    _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
+    sampler: Sampler
+    _logit_bias: dict[int, float]
+    # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
+    _live = functools.cached_property(lambda self: Live(type(self).__name__))
+    _rewards = functools.cached_property(lambda self: RewardFunctions())
+    # TRL's attributes that are kept in `_live` and `_rewards`
+    model = attribute_of("_live", "model")
+    model_wrapped = attribute_of("_live", "model_wrapped")
+    ref_model = attribute_of("_live", "ref_model")
+    critic = attribute_of("_live", "critic")
+    state = attribute_of("_live", "state")
+    reward_funcs = attribute_of("_rewards", "functions")
+    reward_func_names = attribute_of("_rewards", "names")
+    reward_processing_classes = attribute_of("_rewards", "processors")
+    # Defaults and types of attributes that TRL sets
+    num_generations_eval: Any = 1
+    num_iterations: Any = 1
+    aux_loss_enabled = mask_truncated_completions = False
+    _knows_rows = True  # whether the datasets hold all prompts of the run
+    lr_scheduler: Any
+    _buffered_inputs: Any
+    vllm_generation: Any
+
+    def __init__(
+        self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
+    ):
+        # 1. Arguments and datasets are checked before anything is loaded
+        check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
+        check_launch(args, model)
+        warn_of_excluded_tokens(args)
+        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
+        check_kept_columns(args, reward_funcs, kwargs.get("train_dataset"))
+        tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
+        rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
+        processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
+        datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
+        if factory is None:  # environments may read any column
+            functions = () if rollout_func else reward_funcs or ()
+            warn_of_unread_media(args, datasets, modalities(model, args), reward_funcs=functions)
+        if datasets["train_dataset"] is None:
+            kwargs["train_dataset"] = rows_for_environments(factory, args)
+        # 2. Models, processors, environments and rewards are loaded in TRL's order, which determines random numbers
+        set_seed(args.seed)  # as TRL does before it loads a model
+        loaded = load_for_sampling(
+            model,
+            args,
+            processing_class,
+            quantization_config=kwargs.get("quantization_config"),
+            ref_model=ref_model,
+            sampler=sampler,
+            peft_config=kwargs.get("peft_config"),
+            datasets=[*datasets.values()],
+            uses_tools=bool(tools) or factory is not None,
+        )
+        self.toolbox = Environments(tools or (), factory, args.rules)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, args)
+        self.card_notes = CardNotes()
+
+        # 3. TRL's constructor prepares the model and the optimizer
+        placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
+        with around_trl_constructor(args, loaded, placeholders):
+            super().__init__(
+                model=loaded.model, args=args, processing_class=loaded.processing_class, **sources.for_trl(), **kwargs
+            )
+        # 4. Parts of the run, with the model that TRL prepared
+        freeze_and_check(self.model, args, self.optimizer)
+        self._load_processor = loaded.load_processor
+        self._policy = PolicyForward(
+            self.accelerator,
+            self.processing_class,
+            fallbacks=first_fallbacks(self.accelerator, self.model, self.ref_model, args),
+            temperature=self.temperature,
+            max_tokens=args.max_tokens_per_microbatch,
+        )
+        self.checks = Checks(self._policy, self.accelerator)
+        self.rollout_func, self.tools = rollout_func, self.toolbox.tools
+        self._shuffles_completions = rollout_func is not None or args.packing_settings.shuffle
+        self._set_tools(sources.environment_funcs)
+        self.prompts = PromptEncoder(
+            self._unwrapped(self.model),
+            self.processing_class,
+            {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None},
+            args.audio_overlong,
+            args.rules,
+            args.ignored_media_columns or (),
+            args.special_tokens_in_text,
+            keep_decoded=args.keeps_decoded,
+            for_engine=args.use_vllm if sampler is None else sampler.is_engine,
+            feature_dtype=self._live.feature_dtype,
+        )
+        # For asynchronous sampling, the process that reads a row also renders its media for servers. With tools, the
+        # media stay decoded for later turns
+        renders_early = args.max_staleness > 0 and not self.tools
+        encode = (
+            row_encoder(self.prompts, lambda: self.vllm_generation.prompts)
+            if renders_early
+            else self.prompts.encode_row
+        )
+        self._stream = RowStream(
+            args,
+            self.accelerator,
+            encode=None if self.toolbox.factories or rollout_func is not None else encode,
+            messages=self.prompts.messages,
+            encode_teacher_prompt=self.prompts.encode_teacher_prompt if args.teacher_columns else None,
+            columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            metrics=self._metrics,
+            state=lambda: self._live.state,
+        )
+        if loaded.ref_model is not None:
+            reference: Any = prepare_reference(loaded.ref_model, args, self.accelerator)
+            self.beta, self.ref_model = args.beta, reference
+            if args.sync_ref_model:
+                self.add_callback(SyncRefModelCallback(reference, self.accelerator))
+        # TRL's constructor has loaded the reward models by their names
+        options = self.accelerator, args, self.chat_template_kwargs
+        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
+        self._run = self._make_run(unchecked_datasets(datasets))
+        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        if args.needs_rewards:
+            makes_prompts = rollout_func is not None or factory is not None
+            self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
+        # 5. Samplers, which read the run, then packing and compilation, which change the models, then callbacks
+        self.use_vllm = args.use_vllm
+        self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
+        self._make_samplers(sampler, placeholders, loaded.revision)
+        self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
+        compile_models(self.accelerator, args, self.model, self.ref_model)
+        self._finish_setup()
+        self._add_log_callbacks()
+        self._stream.is_new(self.train_dataset)
+        self._run.check_held_out({"eval_dataset": self.eval_dataset})
+
+    def _make_run(self, unchecked_datasets: set[str]) -> Run:
+        log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
+        # `stops` is a pair: token ids, and strings
+        rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
+        rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
+        rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
+        group_sizes = self.args.num_generations, self.num_generations_eval
+        end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
+        return Run(
+            self.args,
+            self._policy,
+            self.prompts,
+            self.toolbox,
+            self._stream,
+            self.checks,
+            MetricLog(self._metrics, self._live),
+            rewards,
+            self.card_notes,
+            self._live,
+            CompletionSettings(end_ids, stops[1], group_sizes, encodes_text=self.rollout_func is None),
+            Notices(unchecked_datasets),
+        )
+
+    def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
+        """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
+        self.environment_factories, self.environments = self.toolbox.factories or None, None
+        self._environment_pool = self.toolbox.pools
+        self._env_tools = {
+            name: [*self.toolbox.tools_in(environment).values()]
+            for name, [environment, *_] in self.toolbox.pools.items()
+        }
+        limit = self.args.max_tool_calling_iterations
+        self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
+        self.chat_template = template_for_tools(self.processing_class) if self.tools else None
+        if self.reward_funcs:
+            self.reward_func_names[:] = distinct_names(self.reward_func_names)
+        for name, reward_func in reward_funcs.items():
+            self._add_reward(name, reward_func)
+        needs_loop = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
+        if needs_loop and getattr(self, "async_loop", None) is None:
+            self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
+
+    def _add_reward(self, name: str, reward_func: Callable) -> None:
+        self.reward_funcs.append(reward_func)
+        self.reward_func_names[:] = distinct_names([*self.reward_func_names, name])
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+
+    def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
+        args, run = self.args, self._run
+        settings = self.generation_config, self.generation_kwargs, DistributedBackend(self.accelerator)
+        batching = getattr(self, "continuous_batching_config", None)
+        self._transformers_sampler = transformers_sampler(run, *settings, batching, placeholders)
+        self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+        if not args.use_vllm:
+            self.sampler = self._transformers_sampler if sampler is None else sampler
+            return
+        has_rows = self.rollout_func is None and self._knows_rows
+        datasets = [self.train_dataset, self.eval_dataset] if has_rows else []
+        getters = (lambda: self.host_memory), (lambda: self.is_in_train)  # `is_in_train` changes during the run
+        engine_sampler = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
+        self.sampler, self.vllm_generation = engine_sampler, engine_sampler.engine
+        self.in_flight = requests_in_flight(args, engine_sampler.engine)
+
+    def _add_log_callbacks(self) -> None:
+        extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
+        handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
+        main_handler = handler if self.is_world_process_zero() else None
+        self._unread_metrics = PendingMetrics()
+        means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
+        self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
+        callbacks = (ReadMetrics(self._unread_metrics), means, *self._rollout_log.callbacks(handler, scheduler))
+        for callback in callbacks:
+            self.add_callback(callback)
+        self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
+
+    def offloading(self) -> AbstractContextManager[None]:
+        """
+        Returns a context that moves tensors that sampling doesn't need to the host, if `offload_during_generation` is
+        set.
+        """
+        if self.host_memory is None:
+            return nullcontext()
+        # A `rollout_func` may use these models, so they then stay on the device
+        models: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
+        return self.host_memory.offloading(idle_storages(self.model, self.optimizer, *models))
+
+    def _check_sampler(self, rollout: Rollout) -> None:
+        options: Any = {"corrects_for_engine": self._corrects_for_engine(rollout), "flight": self.in_flight}
+        check_sampler(self._run, self.sampler, rollout, logit_bias=self._logit_bias, **options)
+
+    # Rows and prompts
+
+    def _train_loader(self) -> DataLoader:
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        n_ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        batch_size = args.generation_batch_size // n_ranks  # of this rank
+        shape = BatchShape(batch_size, args.num_generations, self._steps_per_rollout, n_ranks, rank)
+        order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
+        return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
+
+    def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
+        """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
+        if self._stream.is_new(dataset):
+            datasets, takes = {"eval_dataset": dataset}, input_modalities(self._run.prompts.model)
+            if not self.toolbox.factories:
+                functions = () if self.rollout_func is not None else reward_funcs
+                warn_of_unread_media(self.args, datasets, takes, reward_funcs=functions)
+            self._run.check_held_out(datasets)
+
+    def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+        """Returns the loader of a dataset for evaluation. `is_argument` tells whether it was passed to `evaluate`."""
+        if is_argument:
+            self.check_eval_dataset(dataset, self.reward_funcs)
+        return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        """Number of micro-batches that are trained on per generation batch. Each iteration counts them again."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    # Rollout
+
+    def _generate_and_score_completions(self, inputs: Sequence[Any]) -> Any:
+        return self._roll_out(inputs).for_loss()
+
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        """Returns the rollout of a batch of rows. Dynamic sampling and replay replace groups without signal."""
+        rollout = self._draw(inputs)
+        if self._groups is not None and self.model.training:
+            rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
+            self._run.metrics.add(metrics)
+            if has_old_groups and self._loss_needs_reference and rollout.ref_per_token_logps is not None:
+                # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
+                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+        return rollout
+
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        """Returns the rollout of a batch of rows after all stages: sampled, scored, rewarded, with advantages."""
+        self._check_policy()
+        rollout = self._collect(inputs)
+        with self.offloading():
+            self._sample(rollout)
+        self._score_rollout(rollout)
+        self._check_sampler(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        log_media_contribution(self._run, rollout, self._steps_per_rollout)
+        return rollout
+
+    def _check_policy(self) -> None:
+        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
+        if self._checked_step != self.state.global_step:
+            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
+            self._checked_step = self.state.global_step
+
+    def _roll_out_extra(self, n: int) -> Rollout:
+        """Returns the rollout of `n` further prompts, for dynamic sampling."""
+        return self._draw(self._stream.draw(n))
+
+    def _collect(self, inputs: Sequence[Any]) -> Rollout:
+        rollout = self._run.begin_rollout(inputs)
+        self.environments, prompts = rollout.source.environments, rollout.prompts
+        if self.args.self_check and self.model.training and prompts:
+            arguments = self._run, self.sampler, self._transformers_sampler, self._load_processor
+            check_prompts(self._run, rollout, functools.partial(self_check_settings, *arguments))
+        return rollout
+
+    def _sample(self, rollout: Rollout) -> None:
+        """Samples completions, and continues them after calls of tools."""
+        branches: Any = Branches() if self.tools else None
+        run, tool_mask = self._run, None
+        if self.rollout_func is not None:
+            self.sampler.load_weights(run.step)
+            # As in TRL, the function gets prompts that hold their media
+            output = self.rollout_func(restore_media(rollout.source.messages), self)
+            placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
+            ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
+        elif self.in_flight is None or rollout.source.batch_index is None:  # no index: evaluation, or extra prompts
+            sample_completions = sample_with_views if run.samples_views else sample_prompts
+            ids, logps = sample_completions(run, self.sampler, rollout, branches)
+        else:
+            sample_asynchronously = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
+            ids, logps = sample_asynchronously(self.sampler, rollout, rollout.source.batch_index)
+        if self.tools:
+            arguments = self.sampler, rollout, (ids, logps), branches, self.tool_loop
+            ids, logps, tool_mask = continue_after_tools(run, *arguments)
+            self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
+        else:
+            rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)
+            for prompt in rollout.prompts:
+                prompt.decoded = ()  # the sampler has read the decoded media
+
+        run.look_for_media(rollout)
+        multiple, mask_truncated = self.pad_to_multiple_of, self.mask_truncated_completions
+        run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
+        run.metrics.add(self.sampler.metrics())
+
+    def tool_loop(self, **options) -> ToolLoop:
+        """Returns a loop of tool calls with the limits of training, unless `options` sets other limits."""
+        limits = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
+        return self._run.tool_loop(self.sampler, **{**limits, **options})
+
+    def _score_rollout(self, rollout: Rollout) -> None:
+        """Sets log-probabilities under the sampling policy and the reference, if they are needed before the update."""
+        raise NotImplementedError
+
+    def _estimate(self, rollout: Rollout) -> None:
+        """Sets advantages and marks groups with signal, by `_shape_rewards` and then `_compare_rewards`."""
+        group_ids = self.accelerator.gather(rollout.group_ids)
+        rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
+        shaped = self._shape_rewards(rewards)
+        estimates = self._compare_rewards(rollout, rewards, shaped, group_ids)
+        set_estimates(rollout, estimates, self.accelerator)
+        self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
+        self._rollout_log.add(rollout, rewards, estimates)
+
+    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Returns the scaled and clipped rewards of all ranks' completions. `rewards` and the result are `(N,)`."""
+        raise NotImplementedError
+
+    def _compare_rewards(
+        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        """
+        Returns advantages, and which groups have signal, from the rewards of all ranks' completions before and after
+        shaping. All arguments except `rollout` are `(N,)`.
+        """
+        raise NotImplementedError
+
+    def _reward(self, rollout: Rollout) -> None:
+        self._run.reward_together(rollout)
+        self._run.leave_out_failed(rollout)
+        if self.args.contrast_view is not None:
+            rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
+
+    # Checkpoints
+
+    def _invalidate_engine(self) -> None:
+        self.sampler.invalidate_weights()
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """Returns the state from which this process resumes within a generation batch, as if it hadn't stopped."""
+        return {
+            **super()._rollout_state(),
+            "batches": self._batch_settings(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
+            "in_flight": self.in_flight and self.in_flight.state_dict(),
+            "groups": self._groups and self._groups.state_dict(),
+        }
+
+    def _batch_settings(self) -> dict[str, Any]:
+        """Returns the settings that determine the size and the contents of a generation batch."""
+        names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
+        sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
+        return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Restores the state that all ranks share, and this rank's completions if batches have the same settings."""
+        super()._load_rollout_state(state)
+        if state["batches"] == self._batch_settings():
+            self._step = state["step"]
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [part.to(self.accelerator.device) for part in state["buffered_inputs"]]
+            for batch in self._buffered_inputs or ():  # this run may have fallen back to padded rows
+                batch.packed = batch.packed and self._policy.fallbacks.packing
+            if self._groups is not None and state["groups"] is not None:
+                self._groups.load_state_dict(state["groups"])
+            if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
+                self._stream.restore_batches(state["in_flight"]["rows"])
+                self.in_flight.load_state_dict(state["in_flight"])
+        else:
+            logger.warning(
+                f"The settings of batches have changed from {state['batches']} to {self._batch_settings()}, so the "
+                "run continues with new completions."
+            )
+
+    # Update
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """
+        Returns the next micro-batch, from a new rollout if the last one is used up. In evaluation, returns a rollout.
+
+        With `steps_per_generation=4` and `num_iterations=2`, eight calls return the micro-batches 0, 1, 2, 3, 0, 1, 2
+        and 3 of one rollout, and the ninth call makes a new rollout.
+        """
+        if not self.model.training:
+            return self._generate_and_score_completions(inputs)
+        steps = self.args.steps_per_generation
+        index = self._step % (steps * self.num_iterations)
+        if index == 0 or self._buffered_inputs is None:
+            for part in self._buffered_inputs or ():
+                part.release_media()
+            rollout: Any = self._generate_and_score_completions(inputs)
+            # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
+            # forward would draw other random numbers
+            if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
+                rollout.tokens.without_gradient = without_gradient(rollout)
+            self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles_completions)
+            self._on_rollout(self._buffered_inputs)
+        self._on_micro_batch(self._buffered_inputs, index)
+        return self._buffered_inputs[self._step % steps]
+
+    @property
+    def _uses_every_score(self) -> bool:
+        """`True` if completions with advantages of 0 affect the loss, or the choice of the tokens in the loss."""
+        return True
+
+    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        """Scores the micro-batches of a new rollout that come after its first update, and so are off-policy."""
+        for part in micro_batches[self._n_on_policy_batches :]:
+            if part.old_per_token_logps is None:
+                part.old_per_token_logps = self._run.score(self.model, part).logps
+        if self._corrects_for_engine(micro_batches[0]) and self._n_on_policy_batches == 0:
+            self._log_engine_metrics(micro_batches)
+
+    @property
+    def _n_on_policy_batches(self) -> int:
+        """Number of a rollout's micro-batches before the first update, which are on-policy."""
+        return n_on_policy(self.args, self._steps_per_rollout)
+
+    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        """
+        Prepares a micro-batch. By default, does nothing. `index` counts the calls for a rollout, over all iterations.
+        """
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
+        if return_outputs:
+            raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        self._evaluation_means.n_rows = len(inputs)
+        self._micro_batch, self._scores = inputs, None
+        try:
+            loss = self._compute_loss(model, TRLInputs(inputs))
+            deferred = None if self._scores is None else self._scores.deferred
+        finally:
+            self._micro_batch = self._scores = None
+        if deferred is None:
+            return loss
+        # `training_step` divides the loss of the last part by this number, and the earlier parts need the same divisor
+        divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
+        return self._backward_by_parts(model, loss, deferred, divisor)
+
+    def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
+        """
+        Computes the loss of a micro-batch from its scores, and records the metrics of the trainer's algorithm.
+
+        A subclass may override this method as in TRL, since `_get_per_token_logps_and_entropies` scores with media.
+        """
+        rollout = inputs.rollout
+        loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
+        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.current)
+        return loss
+
+    def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
+        """Computes the scalar loss and the metrics of a micro-batch from its scores."""
+        raise NotImplementedError
+
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
+        """Computes a micro-batch's scores with gradients. On-policy, they are also the old log-probabilities."""
+        self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
+        if rollout.old_per_token_logps is None:
+            rollout.old_per_token_logps = self._scores.logps.detach()
+        if self._corrects_for_engine(rollout) and rollout.importance_sampling_ratio is None:
+            rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
+            if not self.model.training:
+                self._log_engine_metrics([rollout])
+            # The last on-policy micro-batch
+            elif self._step % self._steps_per_rollout == self._n_on_policy_batches - 1:
+                self._log_engine_metrics(self._buffered_inputs or ())
+        return self._scores
+
+    def _corrects_for_engine(self, rollout: Rollout) -> bool:
+        """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
+        # As in TRL, log-probabilities of a `rollout_func` count only if the policy isn't the sampler
+        uses_logps = self.rollout_func is None or not self.sampler.samples_policy
+        has_logps = rollout.sampling_per_token_logps is not None
+        return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
+
+    def _log_engine_metrics(self, parts: Sequence[Rollout]) -> None:
+        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.current)
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""
+        if self._micro_batch is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        scores = self._score(model, self._micro_batch)
+        return scores.logps, scores.entropies, scores.aux_loss
+
+
+def _overrides_loss(trainer_class: type) -> bool:
+    """Returns whether a subclass outside this package defines a loss, which may have a gradient on any token."""
+    package = __name__.partition(".")[0]
+    # Classes of the MRO before this package's trainer
+    subclasses = itertools.takewhile(lambda cls: cls.__module__.partition(".")[0] != package, trainer_class.__mro__)
+    return any(name in vars(cls) for cls in subclasses for name in ("_loss", "_compute_loss"))

@@ -1,0 +1,301 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Logs of a rollout: TRL's metrics and table of completions, media, the first example, and hints about rewards."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from huggingface_hub import CommitScheduler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from ...algorithms.metrics import PendingMetrics
+from ...checks.media_contribution import media_contribution
+from ...data.rows.columns import strip_media
+from ...encoding.prompts import EncodedPrompt
+from ...reporting.console import console_of
+from ...reporting.events import EventPart
+from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
+from ...rollout.ranks import local_rows, sum_over_ranks
+from ...rollout.reward import Estimates, out_of_range, reward_metrics
+from ...rollout.rollout import Rollout, require
+from ...views.views import View
+from .rollout_views import view_metrics
+from .run import Run
+
+
+logger = get_logger(__name__)
+
+
+class EvaluationMeans(TrainerCallback):
+    """
+    Callback that keeps one value of each metric of an evaluation: the mean over the rows so far. TRL logs the mean of
+    batches, in which a row of a smaller last batch would count more. Metrics that are merged already stay as they are.
+    """
+
+    def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
+        self.metrics, self.accelerator = metrics, accelerator
+        self.n_rows = 0  # of this rank's last batch, or completions
+        # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
+        self.counts: dict[str, float] = {}
+        self._totals: dict[str, float] = {}  # by metric, the number of rows, or values, of the batches so far
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
+    ):
+        [n_rows] = sum_over_ranks(self.accelerator, [float(self.n_rows)])
+        for name, values in self.metrics.items():
+            earlier, count = self._totals.get(name, 0.0), self.counts.get(name, n_rows)
+            new_values = [value for value in values[name in self._totals :] if not math.isnan(value)]
+            if new_values and count:
+                mean, self._totals[name] = sum(new_values) / len(new_values), earlier + count
+                mean += (values[0] - mean) * earlier / (earlier + count) if earlier else 0.0
+                self.metrics[name] = [mean]
+        self.counts = {}
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+        self._totals = {}
+
+
+@dataclass
+class RolloutLog:
+    """Logger of rollouts: TRL's metrics and tables, media, and the first example of a run."""
+
+    run: Run
+    tables: Mapping[str, Any]  # TRL's table of completions, by column
+    extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
+    pending_metrics: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
+    main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
+    means: EvaluationMeans
+
+    def __post_init__(self):
+        args, self.media, self.hint = self.run.args, None, None
+        if args.log_completions:
+            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
+        if self.run.rewards.names:
+            self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
+
+    def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
+        """Yields callbacks for hints about equal rewards, and for logs of media, which TRL's scheduler publishes."""
+        if self.hint is not None:
+            yield self.hint
+        if self.media is not None:
+            run = self.run
+            has_tools, columns = bool(run.toolbox.tools), run.notes.columns
+            callback = MediaLogCallback(self.media, run.args, handler, self.tables, columns, has_tools)
+            if scheduler is not None:
+                scheduler.folder_path = (callback.folder / TABLES).resolve()
+            yield callback
+
+    def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
+        """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
+        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
+        advantages = estimates.advantages
+        run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
+        rewards_by_metric = {
+            "reward": rewards,
+            **{f"rewards/{name}/mean": per_func[:, i] for i, name in enumerate(names)},
+        }
+        self.means.counts = {name: (~values.isnan()).sum().item() for name, values in rewards_by_metric.items()}
+        if rollout.source.from_view is not None:
+            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
+        for i, name in enumerate(names):
+            self.tables["rewards"][name].extend(per_func[:, i].tolist())
+        self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
+        self._add_reward_logs(len(rollout))
+        self.add_completions(rollout)
+
+    def add_completions(self, rollout: Rollout) -> None:
+        """Logs prompts and completions, and shows the first ones of a run on the console."""
+        self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
+        self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
+        if self.media is not None:
+            completions = rollout.source.completions if self.run.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.run.group_size, completions)
+        console = None
+        if self.main_handler is not None and self.run.is_training:
+            console = console_of(self.main_handler.callbacks)
+        if console is not None and console.needs_example:
+            ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
+            rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
+            console.show_example(
+                self.run.prompts.model,
+                self.run.prompts.processor,
+                rollout.prompts[0].input_ids.tolist(),
+                rollout.source.messages[0],
+                ids[mask].tolist(),
+                solution=rollout.source.rows[0].get("solution"),
+                rewards=dict(zip(self.run.rewards.names, rewards, strict=True)),
+            )
+
+    def measure_groups(
+        self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, has_signal: torch.Tensor
+    ) -> None:
+        """
+        Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, groups without
+        signal (for a hint), and pass rates of rows (for difficulty sampling).
+
+        Shapes: `rewards`, `group_ids`, and `has_signal` of each completion's group, all `(N,)` of all ranks.
+        """
+        run, per_func, difficulty_sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
+        name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
+        if bounds is not None:
+            bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
+            outside = out_of_range(bounded_rewards, group_ids, bounds)
+            rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
+        if run.is_training and self.hint is not None:
+            self.hint.record_rewards(rewards, has_signal, run.step)
+        if difficulty_sampler is not None and run.is_training:
+            row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
+            difficulty_sampler.update_pass_rates(
+                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
+            )
+            known_frac, mean_pass_rate = difficulty_sampler.coverage()
+            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
+
+    def _add_reward_logs(self, n: int) -> None:
+        """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
+        for column in sorted(set(gather_object(list(self.extra_logs)))):
+            self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * n)))
+        self.extra_logs.clear()
+        for name in sorted(set(gather_object(list(self.pending_metrics)))):
+            values = self.pending_metrics.get(name, [])
+            total, count = sum_over_ranks(self.run.accelerator, [float(sum(values)), len(values)])
+            self.run.metrics.add({name: total / count})
+        self.pending_metrics.clear()
+
+
+def reward_index(name: str | None, names: Sequence[str]) -> int:
+    """Returns the index of the reward function with a name, 0 for `None`. Raises `ValueError` for unknown names."""
+    if name is None:
+        return 0
+    if name not in names:
+        raise ValueError(
+            f"`dynamic_sampling_reward` is {name!r}, but the reward functions are {', '.join(map(repr, names))}; name "
+            "one of them."
+        )
+    return names.index(name)
+
+
+def is_due(interval: int, step: int, n_steps: int) -> bool:
+    """
+    Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`. With an
+    interval of 10 and 4 updates, step 8 is due, since update 10 is among the updates 9 to 12.
+    """
+    return (step + n_steps) // interval > step // interval
+
+
+def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
+    """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
+    args, interval = run.args, run.args.media_contribution_steps
+    n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
+    if interval and run.is_training and is_due(interval, run.step, n_steps):
+
+        def encode(i: int, view: View) -> EncodedPrompt:
+            source = rollout.source
+            return run.prompts.encode(source.messages[i], source.row_indices[i], view, **source.template_tools(i))
+
+        batch = rollout.completions, rollout.loss_mask
+        run.metrics.add(run.checks.smoothed(media_contribution(run.policy, run.model, *batch, encode)))
+
+
+class ReadMetrics(TrainerCallback):
+    """Callback that reads pending metrics after an optimizer or evaluation step, before other callbacks log them."""
+
+    def __init__(self, pending: PendingMetrics):
+        self.pending = pending
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+        self.pending.read()
+
+    on_prediction_step = on_step_end
+
+
+def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
+    """
+    Returns the reward functions that gave all completions of a run the same reward, by name, with the number of their
+    steps and the reward. Leaves out functions whose rewards differed at any step, such as one for a learned format.
+    """
+    constant = {}
+    mean_keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
+    for key in dict.fromkeys(mean_keys):
+        name = key.removeprefix("rewards/").removesuffix("/mean")
+        reward_logs = [logs for logs in history if key in logs]
+        reward = reward_logs[0][key]
+        means_and_stds = [(logs[key], logs[f"rewards/{name}/std"]) for logs in reward_logs]
+        # Up to rounding, stds must be 0, and means the first reward. The std of fewer than two rewards is `None`
+        if all(
+            None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in means_and_stds
+        ):
+            # Steps count from the log before the first one with the function
+            previous_index = next(i for i, logs in enumerate(history) if key in logs) - 1
+            constant[name] = (
+                history[-1]["step"] - (0 if previous_index < 0 else history[previous_index]["step"]),
+                reward,
+            )
+    return constant
+
+
+class EqualRewardsHint(TrainerCallback):
+    """
+    Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function with such
+    rewards.
+
+    With `grouped`, rewards are compared within groups. With `by_steps`, advantages depend on the positions of rewards
+    in a completion, so equal rewards may have a signal, and the only warning is about advantages that all stay 0.
+    """
+
+    def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
+        self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
+        # Functions of earlier warnings; `None` stands for all functions
+        self._warned_functions: set[str | None] = set()
+        self._equal_since: int | None = None  # the step before rewards became equal
+
+    def record_rewards(self, rewards: torch.Tensor, has_signal: torch.Tensor, step: int) -> None:
+        """
+        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Logs don't
+        tell whether rewards differ, because RLOO's logged rewards include the KL penalty, as in TRL.
+
+        Shapes: `rewards`, and `has_signal` of each completion's group, `(N,)`, of all ranks.
+        """
+        numbers = rewards[~rewards.isnan()]
+        differs = has_signal if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
+        # Keeps the step at which rewards became equal. `None` if they differ, or if all are NaN
+        self._equal_since = (
+            None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since
+        )
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
+        history = state.log_history
+        n_equal_steps = (
+            0 if None in self._warned_functions or self._equal_since is None else state.global_step - self._equal_since
+        )
+        # By function: the number of steps, and the reward
+        steps_and_rewards = {} if self.by_steps else constant_rewards(history)
+        constant = {name: pair for name, pair in steps_and_rewards.items() if pair[0] >= self.patience}
+        if n_equal_steps >= self.patience:
+            self._warned_functions |= {None, *constant}
+            equal = "an advantage of 0" if self.by_steps else "the same reward"
+            mean_reward = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
+            functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
+            logger.warning(
+                f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {n_equal_steps} steps "
+                f"(mean {mean_reward:.3g}{functions}), so the model learns nothing. Look at the completions "
+                "(`log_completions=True`): whether the reward functions find the answer, whether "
+                "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
+                "higher `temperature` and more `num_generations` make completions more diverse."
+            )
+        for name in constant.keys() - self._warned_functions:
+            self._warned_functions.add(name)
+            steps, reward = constant[name]
+            logger.warning(
+                f"The reward function '{name}' has given all completions the same reward for {steps} steps "
+                f"({reward:.3g}), so the model learns nothing from it. Look at the completions "
+                "(`log_completions=True`): whether they have what the function rewards, and whether the prompts "
+                "request it."
+            )

@@ -1,0 +1,423 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Checks of a trainer's config, launch, datasets and model, and warnings about them."""
+
+import inspect
+import os
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+)
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
+from trl.trainer.utils import (
+    get_callable_name,
+    get_config_model_id,
+)
+
+from ...data.reading.refs import MediaError, iter_refs
+from ...data.rows.batches import Row
+from ...data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ...data.rows.counts import describe_empty_cells, max_media_per_row
+from ...data.rows.features import undecoded
+from ...data.rows.unread import check_columns, lists_columns
+from ...encoding.processors import tokenizer_of
+from ...encoding.prompts import check_encodes
+from ...families import MODALITIES, family_of_processor, input_modalities
+from ...models.modes import ignore_deprecated_names, kept_random_state
+from ...models.pretrained import read_config
+from ...policy import check_one_run
+from ...rewards.named import check_reward_columns
+from ...rollout.stream import RowStream
+from ...views.options import changed_media
+from .arguments import check_instances, check_output_dir, check_parallelism
+from .configs import SamplingConfig, TrainerConfig, mapping
+from .signatures import Rows
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+logger = get_logger(__name__)
+
+Config = TypeVar("Config", bound=TrainingArguments)
+
+# Number of rows of a dataset that are searched for media before training
+_N_ROWS_TO_SEARCH = 16
+
+# Options of vLLM and transformers in `generation_kwargs` that don't change log-probabilities of sampled tokens. The
+# trainer's scores account for suppressed tokens and biases.
+_NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize", "logit_bias"}
+_NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_implementation", "suppress_tokens"}
+
+# Fields of a checkpoint's generation config that training sets itself, or that aren't about sampling
+_NOT_RECOMMENDATIONS = {"max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
+_NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "transformers_version"}
+
+
+def resolve_config(
+    config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
+) -> Config:
+    """
+    Returns `args`, or a default config whose `output_dir` is named after the model and the algorithm. Raises
+    `TypeError` for configs of other classes.
+    """
+    ignore_deprecated_names()
+    check_instances(model=model, args=args)
+    if model is None or isinstance(model, os.PathLike):
+        raise TypeError(f"`model` is a {type(model).__name__}; pass a name or a folder as a string, or a model.")
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
+        args = config_class(f"{name.split('/')[-1]}-{algorithm}")
+    # PPO's config is an instance of GRPO's, whose trainer would ignore the critic
+    ignores_critic = getattr(args, "_has_critic", False) and not getattr(config_class, "_has_critic", False)
+    if not isinstance(args, config_class) or ignores_critic:
+        raise TypeError(
+            f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
+            "of this package."
+        )
+    if args.should_save and args.save_strategy != "no":
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+        check_output_dir(str(args.output_dir), name)
+    return args
+
+
+# Start of error messages, which continue with the part of the run that needs the name
+NO_NAME = "The model was passed as an instance, and has no name (`_name_or_path` of its config is empty) by which"
+
+
+def check_kept_columns(args: SamplingConfig, reward_funcs: Sequence[Callable] | None, dataset: Rows) -> None:
+    """Raises a `ValueError` if `remove_unused_columns` removes a column that is a reward function's parameter."""
+    if not args.remove_unused_columns or not isinstance(dataset, Dataset):
+        return
+    removed = {*dataset.column_names} - {"prompt", *args.teacher_columns, *MEDIA_COLUMNS}
+    for func in reward_funcs or ():
+        is_function = callable(func) and not isinstance(func, PreTrainedModel)
+        names = removed.intersection(inspect.signature(func).parameters) if is_function else ()
+        if names:
+            raise ValueError(
+                f"`remove_unused_columns=True` removes {min(names)!r}, which {get_callable_name(func)} reads; set it "
+                "to False, the default."
+            )
+
+
+def needs_reference(args: SamplingConfig) -> bool:
+    """Returns whether a reference is loaded if none is passed."""
+    return args.beta_is_kl and args.beta != 0
+
+
+def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config) -> None:
+    """Raises `ValueError` if a model has no name, and vLLM or a reference would be loaded by its name."""
+    if get_config_model_id(model.config):
+        return
+    if args.use_vllm:
+        raise ValueError(
+            f"{NO_NAME} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
+            "from there, or set `use_vllm=False`."
+        )
+    if needs_reference(args) and ref_model is None and peft_config is None and not is_peft_model(model):
+        raise ValueError(
+            f"{NO_NAME} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, "
+            "or set `beta=0`."
+        )
+
+
+def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError` for models that vLLM supports only in their makers' format of tokens and weights."""
+    # The family that takes audio in base64 is Mistral's
+    if family_of_processor(processing_class).takes_base64_audio:
+        raise ValueError(
+            f"vLLM doesn't take prompts of {type(processing_class).__name__}: it supports this model only with "
+            "Mistral's own tokenizer and weight names, not with the names of transformers. Set `use_vllm=False`."
+        )
+
+
+def check_takes_media(
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets
+) -> None:
+    """Raises an error if rows have media and the processing class is only a tokenizer."""
+    if isinstance(processing_class, ProcessorMixin):
+        return
+    for _, dataset in named_splits(dict(enumerate(datasets))):
+        if not isinstance(dataset, Dataset):
+            continue  # streams can be read only once, so training checks their rows
+        rows = undecoded(dataset).__getitems__(list(range(min(_N_ROWS_TO_SEARCH, len(dataset)))))
+        for i, row in enumerate(rows):
+            prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
+            try:
+                (row_with_messages,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
+            except MediaError:  # training raises it when it reads the row
+                continue
+            check_encodes(list(iter_refs(row_with_messages)), processing_class)
+
+
+def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields each dataset with its name in messages. An entry is a dataset, a dictionary of them, or `None`."""
+    for argument, entry in datasets.items():
+        for split, dataset in entry.items() if isinstance(entry, dict) else [(None, entry)]:
+            if dataset is not None:
+                yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
+
+
+def warn_of_unread_media(
+    args,
+    datasets: dict[str, Any],
+    model_modalities: Collection[str] = (),
+    *,
+    dataset_part: Literal["all", "first"] = "all",
+    supervised: bool = False,
+    reward_funcs: Sequence[Any] = (),
+) -> None:
+    """
+    Warns of media that no prompt contains and of cells that reward functions need, or raises an error, see
+    [`check_columns`] and [`~rewards.named.check_reward_columns`]. The keys of `datasets` are the names of the
+    trainer's arguments. With `dataset_part="first"`, datasets hold only their first rows.
+    """
+    ignored = args.ignored_media_columns or ()
+    columns = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
+    message_columns = "prompt", *columns
+    for name, dataset in named_splits(datasets):
+        is_training = name == "`train_dataset`"
+        if isinstance(dataset, IterableDataset) and is_training:
+            _check_not_dispatched(args, name)
+        if isinstance(dataset, IterableDataset) and is_training and args.max_steps <= 0:
+            raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
+        options: Any = {
+            "needs_prompt": not supervised,
+            "dataset_part": dataset_part,
+            "model_modalities": model_modalities,
+            "option_modalities": changed_media(vars(args)) if is_training else {},
+        }
+        warning = check_columns(dataset, name, ignored, message_columns=message_columns, **options)
+        if warning is not None:
+            logger.warning(warning)
+        if cells := describe_empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+            logger.warning(f"{name}: {cells}. Their prompts have no such media.")
+        try:
+            for warning in check_reward_columns(reward_funcs, dataset):
+                logger.warning(f"{name}: {warning}")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def check_held_out(
+    args: TrainerConfig,
+    datasets: Mapping[str, Any],
+    stream: RowStream,
+    model_modalities: Collection[str],
+    supervised: bool = False,
+) -> list[Row]:
+    """
+    Reads the first row of each dataset as evaluation reads it, so that what fails there fails before training. If a
+    dataset lists no columns, the row's are checked by [`warn_of_unread_media`], which takes `supervised`. Returns the
+    rows.
+    """
+    first_rows = []
+    for name, dataset in named_splits(datasets):
+        stream.is_new(dataset)  # notes the dataset as checked
+        if isinstance(dataset, IterableDataset):  # it may be readable only once
+            continue
+        try:
+            with kept_random_state():
+                row = stream.read_first(dataset)
+        except ValueError as error:
+            raise (MediaError if isinstance(error, MediaError) else ValueError)(f"{name}: {error}") from error
+        if row is not None:
+            first_rows.append(row)
+            if not lists_columns(dataset):
+                rows = {name.strip("`"): [dict(row)]}
+                warn_of_unread_media(args, rows, model_modalities, dataset_part="first", supervised=supervised)
+    return first_rows
+
+
+def _check_not_dispatched(args: TrainerConfig, name: str) -> None:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ValueError(
+            f"Iterable datasets require `dispatch_batches=False`, since each rank reads {name} itself; remove it from "
+            "`accelerator_config`."
+        )
+
+
+def modalities(model: Any, args) -> Collection[str]:
+    """Returns the modalities that a model takes. `model` is its name if it isn't loaded yet."""
+    if isinstance(model, str):
+        load_kwargs: Any = {"trust_remote_code": args.trust_remote_code}
+        try:
+            model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **load_kwargs)[1]
+        except ValueError:
+            return ()  # loading the model raises a better error
+    model = model.model if hasattr(model, "model_for") else model  # an actor of `lightrft` holds a model
+    return input_modalities(model)
+
+
+def unchecked_datasets(datasets: Mapping[str, Any]) -> set[str]:
+    """
+    Returns the names of the arguments whose rows can't be checked before training or evaluation reads them: streams,
+    and a training dataset with a transform. Of other datasets for evaluation, [`check_held_out`] reads a row.
+    """
+    return {
+        argument
+        for argument, entry in datasets.items()
+        for _, dataset in named_splits({argument: entry})
+        if isinstance(dataset, IterableDataset) or (argument == "train_dataset" and not lists_columns(dataset))
+    }
+
+
+def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
+    """
+    Returns the largest number of media in a prompt by modality, for which an engine reserves memory. Empty without
+    datasets, or if the rows of one can't be counted.
+    """
+    all_datasets = [
+        dataset for entry in datasets for dataset in (entry.values() if isinstance(entry, dict) else [entry])
+    ]
+    # For each dataset: the largest count by modality, or `None` if its rows can't be counted
+    results = [
+        max_media_per_row(dataset, args.ignored_media_columns or ()) for dataset in all_datasets if dataset is not None
+    ]
+    counts = [limits for limits in results if limits is not None]
+    if len(counts) < len(results):
+        return {}
+    return {name: max((limits[name] for limits in counts), default=0) for name in MODALITIES} if counts else {}
+
+
+def check_launch(args: TrainerConfig, model: Any) -> None:
+    """
+    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch.
+
+    This is the case if several processes would train separately, if one process runs in place of several, if a process
+    has several GPUs, or if ranks share rows (tensor, context or sequence parallelism). Also raises an error if the
+    DeepSpeed config allows updates with gradients that aren't finite.
+    """
+    check_one_run(
+        args.world_size,
+        ": {launched} separate runs would write into the same folder. To train on the CPU, set "
+        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
+        "on GPUs, make them visible and start the script with `accelerate launch`.",
+    )
+    # If `accelerate launch` starts one process, it sets `ACCELERATE_USE_CPU`, to `True` or `False`, and leaves
+    # `WORLD_SIZE` unset. It also sets `MASTER_ADDR` if the user requested several processes.
+    is_launched_alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
+    if is_launched_alone and "MASTER_ADDR" in os.environ:
+        raise RuntimeError(
+            "`accelerate launch` was to start several processes, but a config with `distributed_type: 'NO'`, such as "
+            "`cpu.yaml` and `single_gpu.yaml`, starts one. To start several, use `multi_gpu.yaml`, and on the CPU "
+            "also set `ACCELERATE_USE_CPU=true` in the environment. To start one, use `--num_processes 1`, and unset "
+            "`MASTER_ADDR`."
+        )
+    if args.n_gpu > 1:
+        raise RuntimeError(
+            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start "
+            f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
+            "`CUDA_VISIBLE_DEVICES=0`."
+        )
+    check_parallelism(args, model)
+    # DeepSpeed steps the optimizer itself, so that only its own checks for overflow can skip an update
+    deepspeed_config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if deepspeed_config.get(section, {}).get(option) is False:
+            raise ValueError(
+                f"`{section}.{option}` is false in the DeepSpeed config, so DeepSpeed would also apply gradients that "
+                "aren't finite; remove this entry."
+            )
+
+
+def options_that_exclude_tokens(args: SamplingConfig) -> dict[str, Any]:
+    """Returns the options that exclude tokens from sampling, with their values."""
+    neutral_values = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    neutral_values |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
+    options = {**vars(args), **mapping(args.generation_kwargs)}
+    return {name: options[name] for name, values in neutral_values.items() if options.get(name) not in values}
+
+
+def sampling_changes(args: SamplingConfig) -> list[str]:
+    """
+    Returns the names of options that change the distribution of sampled tokens from the softmax of the logits at the
+    temperature.
+    """
+    names = [*options_that_exclude_tokens(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
+    if args.repetition_penalty not in (None, 1.0):
+        names.append("repetition_penalty")
+    return sorted({*names})
+
+
+def warn_of_unused_recommendations(recommended: GenerationConfig, used: GenerationConfig) -> None:
+    """Warns of sampling options that a checkpoint recommends and training doesn't use."""
+    defaults, options = GenerationConfig._get_default_generation_params(), vars(used)
+    unused = {
+        name: value
+        for name, value in recommended.to_diff_dict().items()
+        if name not in _NOT_RECOMMENDATIONS
+        and not name.startswith("output_")
+        and options.get(name, value) is None
+        and value != defaults.get(name)
+    }
+    if unused:
+        listed = ", ".join(f"`{name}={reprlib.repr(value)}`" for name, value in sorted(unused.items()))
+        logger.warning(
+            f"The checkpoint's generation config recommends {listed}. Training doesn't use it: only the trainer's "
+            "config and its `generation_kwargs` decide how completions are sampled. To use the recommendation, put it "
+            "into `generation_kwargs`."
+        )
+
+
+def warn_of_excluded_tokens(args: SamplingConfig) -> None:
+    """Warns if options that exclude tokens from sampling bias the correction for vLLM (huggingface/trl#6789)."""
+    options = [f"`{name}={value}`" for name, value in options_that_exclude_tokens(args).items()]
+    if options and args.use_vllm and args.vllm_importance_sampling_correction:
+        logger.warning(
+            f"With {' and '.join(options)}, vLLM's log-probabilities are relative to the tokens that aren't excluded, "
+            "and the trainer's to all tokens. So the importance ratios that correct for vLLM are too small, and the "
+            "self-check can't compare both. Remove these options, or set `vllm_importance_sampling_correction=False`."
+        )
+
+
+def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
+    """Raises `ValueError` if `cast_lm_head_to_fp32` is set and TRL's code for text models doesn't find the head."""
+    # TRL casts `model.lm_head`, and with tied weights hooks `model.model.embed_tokens`
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    trl_finds_head = hasattr(model, "lm_head") and tied is not None
+    if tied:
+        trl_finds_head = trl_finds_head and hasattr(getattr(model, "model", None), "embed_tokens")
+    if getattr(args, "cast_lm_head_to_fp32", False) and not trl_finds_head:
+        raise ValueError(
+            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head "
+            "or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
+            "`model_init_kwargs={'dtype': 'float32'}`."
+        )
+
+
+def prepare_for_tools(processing_class) -> None:
+    """
+    Adds TRL's schema of tool calls to a tokenizer without one. Raises `ValueError` if the chat template takes no tools
+    or TRL has no schema for it.
+    """
+    name = type(processing_class).__name__
+    tokenizer = tokenizer_of(processing_class)
+    if not supports_tool_calling(processing_class):
+        raise ValueError(
+            f"The chat template of {name} does not support tool calling: it must write the tool calls of assistant "
+            "messages, and messages of the role 'tool'. Set `processing_class.chat_template` to a template that does, "
+            "such as the template of a newer model of the family, or one of `trl.chat_template_utils`."
+        )
+    if any(getattr(tokenizer, f"response_{suffix}", None) is not None for suffix in ("template", "schema")):
+        return
+    try:
+        add_response_schema(processing_class)
+    except ValueError as error:
+        raise ValueError(
+            f"TRL doesn't know the format of tool calls for the chat template of {name}, so calls can't be parsed. "
+            "Set `response_template` of the tokenizer. For calls like "
+            '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, set it to '
+            "`trl.chat_template_utils.qwen3_template`."
+        ) from error

@@ -1,0 +1,2 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Supervised fine-tuning (SFT)."""

@@ -1,0 +1,73 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the trainer for supervised rows."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from trl import SFTConfig
+
+from ..shared.arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
+from ..shared.multimodal_config import MediaArguments
+
+
+# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
+# error
+_UNUSED_OPTIONS = {
+    **UNUSED_OPTIONS,
+    "dataset_kwargs": (
+        (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
+        "only its entry `skip_prepare_dataset` is known",
+    ),
+    "packing_strategy": (
+        ("bfd",),
+        "`packing=True` concatenates the whole rows of a micro-batch, and neither cuts rows nor joins those of others",
+    ),
+    "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
+}
+
+
+@help_from_docstring
+@dataclass
+class MultimodalSFTConfig(MediaArguments, SFTConfig):
+    r"""
+    Configuration class for the [`MultimodalSFTTrainer`].
+
+    Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Most of TRL's arguments about the
+    preparation of datasets, and those about padding, have no effect here, and cause a warning if they are set.
+
+    Parameters:
+        remove_unused_columns (`bool`, *optional*, defaults to `False`):
+            Whether to remove from the rows the columns that the trainer doesn't use.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens of a row of text. Longer rows are cut, as in [`~trl.SFTConfig`], and dropped if
+            nothing to learn is left. Rows with media are never cut or dropped; the metrics `rows/cut` and
+            `rows/longer_with_media` count both. `None` allows any length.
+        packing (`bool`, *optional*, defaults to `False`):
+            Whether to concatenate the rows of a micro-batch, without padding, and without attention between rows.
+            Unlike in TRL, loss, gradient and the number of rows in an update are the same as with padded rows. If the
+            model doesn't support packing, rows are padded, with a message. To bound the tokens of a forward, set
+            `max_tokens_per_microbatch`.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that padded and packed rows have the
+            same log-probabilities as in the model's own forward of a single row, and that log-probabilities depend on
+            the media.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    remove_unused_columns: bool | None = False
+    max_length: Annotated[int | None, "[2, inf]"] = 1024
+    packing: bool = False
+    self_check: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_unused(self, _UNUSED_OPTIONS, "supervised training")
+        self.dataset_kwargs = {"skip_prepare_dataset": True}  # since the collator encodes rows
+        if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
+            raise ValueError(
+                "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "
+                "set `packing=False`."
+            )
