@@ -55,7 +55,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import policy_update
-import rollout
+import sampling
 import torch
 from measuring import MIB, command_line, covered, hardware, markdown, now, parse_options, versions
 from project import TARGETS
@@ -338,14 +338,14 @@ def towers(args: argparse.Namespace) -> list[dict]:
 
 
 def sample(args: argparse.Namespace, name: str) -> dict:
-    """The result of `rollout.py` with a sampler, in a process that returns its memory."""
+    """The result of `sampling.py` with a sampler, in a process that returns its memory."""
     shim, preset = [], args.preset
-    if args.device == "cpu" and rollout.CONTESTANTS[name][-1]:
+    if args.device == "cpu" and sampling.CONTESTANTS[name][-1]:
         shim, preset = [str(VLLM_ON_CPU)], "12m"  # vLLM's kernels on a CPU take no heads as small as the tiny model's
     group, tokens = (4, 8) if args.preset == "tiny" else (8, 128)
     options = ["--device", args.device, "--preset", preset, "--repeats", str(args.repeats), "--prompts", "1"]
     options += ["--group", str(group), "--tokens", str(tokens), "--contestants", name]
-    command = [sys.executable, *shim, rollout.__file__, *options, "--json"]
+    command = [sys.executable, *shim, sampling.__file__, *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLING_SECONDS)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
@@ -483,7 +483,7 @@ def page(args: argparse.Namespace, found: dict) -> str:
         header = ("images", "the model's own → ours, forward and backward", "difference of features")
         lines += ["", "## Vision tower", "", markdown(header, cells)]
     if found["rollout"]:
-        lines += ["", "## Sampling with vLLM", "", rollout.table(found["rollout"])]
+        lines += ["", "## Sampling with vLLM", "", sampling.table(found["rollout"])]
         ours, trl = (found["rollout"].get(name) for name in ("vLLM", "TRL with vLLM"))
         if ours and trl:
             lines += ["", f"Whole step with vLLM, TRL over ours: **{trl['step_s'] / ours['step_s']:.2f}x**"]
@@ -523,7 +523,7 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
         }
 
     first, last = TINY if args.preset == "tiny" else (usual_rows(), further_rows())
-    engines = rollout.CONTESTANTS if is_vllm_available() else ()
+    engines = sampling.CONTESTANTS if is_vllm_available() else ()
     return {
         **of(first),
         "vision tower": lambda: found["towers"].extend(towers(args)),

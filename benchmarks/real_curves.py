@@ -15,10 +15,9 @@ With `--sight`, a model that sees answers questions about pictures instead, see 
 and the last command compares them:
 
 ```bash
-make demo-sight  # leaves the model after its cold start
-python benchmarks/real_curves.py --sight outputs/grpo_sight/before --runs trl trl_as_is ours --threads 1
-python benchmarks/real_curves.py --sight outputs/grpo_sight/before --runs ours --seed 1 --threads 1
-python benchmarks/real_curves.py --sight outputs/grpo_sight/before --figure docs/images/sight_curves.svg
+python benchmarks/real_curves.py --sight --runs trl trl_as_is ours --threads 1
+python benchmarks/real_curves.py --sight --runs ours --seed 1 --threads 1
+python benchmarks/real_curves.py --sight --figure curves.svg
 ```
 """
 
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--batch", type=count, default=16, help="completions of an update, four to a prompt")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--figure", type=Path, help="SVG file")
-    parser.add_argument("--sight", type=Path, help="folder of a model that sees, to train and compare in text's place")
+    parser.add_argument("--sight", action="store_true", help="train a model that sees, or compare its stored runs")
     parser.add_argument("--runs", nargs="+", choices=(*sight_curves.LABELS,), help="what `--sight` trains")
     args = parse_options(parser, argv, threads=None, seed=0, json=False)
     if args.sight:

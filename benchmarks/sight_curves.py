@@ -3,8 +3,9 @@
 Updates of a pretrained model that sees by `trl.GRPOTrainer` and by `MultimodalGRPOTrainer`: `real_curves.py --sight`.
 
 Both trainers get the same folder, rows, options and seed, and train the projector in float32 while tower and language
-model are frozen. Each run is a command of its own, as those of TRL take long. It stores rewards, KL divergences and
-checksums of tokens in a JSON file, and the trained weights after the first and the last update beside it.
+model are frozen. They begin with a model after the cold start of `make demo-sight`, which the first run trains. A run
+stores its rewards, KL divergences and checksums of tokens after each update, and the trained weights after the first
+and the last one.
 """
 
 import argparse
@@ -23,23 +24,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from measuring import conditions, markdown
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.models.modes import fix_batch_norms
+from trl_multimodal_rft.rewards import accuracy_reward
 
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend(str(ROOT / folder) for folder in ("examples", "docs"))
 
+from demo import cold_start  # noqa: E402
 from draw_images import as_svg  # noqa: E402
+from grpo_sight import COLD_START  # noqa: E402
+from pretrained import is_complete, save_release  # noqa: E402
 from reproduced import commit  # noqa: E402
 from sight_tasks import pictured_shapes  # noqa: E402
+from vision_model import vision_model  # noqa: E402
 
 
 STORED = ROOT / "benchmarks" / "sight_curves"  # JSON of each run
-WEIGHTS = ROOT / "outputs" / "sight_curves"
+OUTPUTS = ROOT / "outputs" / "sight_curves"  # models and weights
 TRL, TRL_AS_IS, OURS = "trl", "trl_as_is", "ours"
 LABELS = {
     TRL: "TRL, tower in evaluation mode",
@@ -50,7 +62,7 @@ UPDATES = {TRL: 40, TRL_AS_IS: 15, OURS: 40}
 OPTIONS = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
-    "max_completion_length": 4,
+    "max_completion_length": 10,
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
     "beta": 0.01,
@@ -68,60 +80,90 @@ TRAINED = "multi_modal_projector"
 WINDOW = 10  # updates of a mean
 
 
-class Snapshots(TrainerCallback):
-    """Keeps the trained weights as they were before training, and after the first and the last update."""
+class Records(TrainerCallback):
+    """
+    Stores what a run has computed after each update.
 
-    def __init__(self):
-        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+    Args:
+        path (`Path`):
+            JSON file to write to.
+        header (`dict`):
+            Conditions of the run.
+        tokens (`list`):
+            Checksums of the completions of each update, which the reward function appends.
+    """
+
+    def __init__(self, path: Path, header: dict, tokens: list[list[str]]):
+        self.path = path
+        self.header = header
+        self.tokens = tokens
+        self.weights: dict[str, torch.Tensor] = {}
+        self.start: dict[str, float] = {}
 
     def _keep(self, moment: str, model: PreTrainedModel) -> None:
         named = model.named_parameters()
-        self.weights[moment] = {name: p.detach().clone() for name, p in named if p.requires_grad}
+        self.weights |= {f"{moment}/{name}": p.detach().clone() for name, p in named if p.requires_grad}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._keep("before", model)
+        self.start = {"wall_s": time.time(), "cpu_s": time.process_time()}
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step == 1:
             self._keep("first", model)
         if state.global_step == state.max_steps:
             self._keep("last", model)
+            save_file(self.weights, OUTPUTS / f"{self.path.stem}.safetensors")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" not in logs:
+            return
+        history = [entry for entry in state.log_history if "reward" in entry]
+        curves = {name: [entry[name] for entry in history] for name in ("reward", "kl", "loss", "grad_norm")}
+        seconds = {"wall_s": time.time() - self.start["wall_s"], "cpu_s": time.process_time() - self.start["cpu_s"]}
+        self.path.write_text(json.dumps({**self.header, **seconds, **curves, "tokens": self.tokens}) + "\n")
+
+
+def cold_started() -> str:
+    """Returns the folder of a model after the cold start of `make demo-sight`. A later call returns at once."""
+    folder = OUTPUTS / "cold_start"
+    if not is_complete(folder):
+        release = vision_model()
+        model = AutoModelForImageTextToText.from_pretrained(release)
+        processor = AutoProcessor.from_pretrained(release)
+        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "described"])
+        args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)
+        cold_start(model, processor, rows.rename_column("described", "completion"), args, **COLD_START)
+        save_release(folder, processor, model)
+    return str(folder)
 
 
 def train(args: argparse.Namespace, run: str) -> None:
-    """Trains by one of [`LABELS`], and stores what came of it."""
+    """Trains by one of [`LABELS`], and stores what comes of it."""
     checksums = []
 
     def is_right(completions, completion_ids, solution, **_) -> list[float]:
         tokens = [[*map(int, each)] for each in completion_ids]
         checksums.append([hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in tokens])
-        texts = [completion[-1]["content"].strip().lower() for completion in completions]
-        return [float(text == answer) for text, answer in zip(texts, solution, strict=True)]
+        return accuracy_reward(completions, solution)
 
     trainer_class, config_class, own = GRPOTrainer, GRPOConfig, {}
     if run == OURS:
         trainer_class, config_class, own = MultimodalGRPOTrainer, MultimodalGRPOConfig, OWN
     rows = pictured_shapes(train_rows=400, test_rows=4, seed=1)["train"]
-    snapshots = Snapshots()
+    header = {"commit": commit(), **conditions(args, "trl", "transformers")}
+    header["setting"] = {"run": run, "seed": args.seed, "threads": torch.get_num_threads(), **OPTIONS}
+    STORED.mkdir(exist_ok=True)
+    OUTPUTS.mkdir(parents=True, exist_ok=True)
+    records = Records(STORED / f"{run}_{args.seed}.json", header, checksums)
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(folder, seed=args.seed, max_steps=UPDATES[run], **OPTIONS, **own)
-        trainer = trainer_class(str(args.sight), is_right, config, rows, callbacks=[snapshots])
+        trainer = trainer_class(cold_started(), is_right, config, rows, callbacks=[records])
         for name, parameter in trainer.model.named_parameters():
             parameter.requires_grad_(TRAINED in name)
         if run == TRL:
             fix_batch_norms(trainer.model.model.vision_tower.modules())
-        start, cpu = time.time(), time.process_time()
         trainer.train()
-        seconds = {"wall_s": time.time() - start, "cpu_s": time.process_time() - cpu}
-    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    curves = {name: [entry[name] for entry in logs] for name in ("reward", "kl", "loss", "grad_norm")}
-    result = {**curves, **seconds, "commit": commit(), "tokens": checksums, **conditions(args, "trl", "transformers")}
-    result["setting"] = {name: str(value) for name, value in result["setting"].items()}
-    STORED.mkdir(exist_ok=True)
-    (STORED / f"{run}_{args.seed}.json").write_text(json.dumps(result) + "\n")
-    WEIGHTS.mkdir(parents=True, exist_ok=True)
-    flat = {f"{moment}/{name}": p for moment, kept in snapshots.weights.items() for name, p in kept.items()}
-    save_file(flat, WEIGHTS / f"{run}_{args.seed}.safetensors")
 
 
 def compare() -> str:
@@ -168,7 +210,7 @@ def _largest(one: list[float], other: list[float]) -> float:
 
 def _of_weights(one: str, other: str, moment: str) -> str:
     """The norm of the difference of both runs' weights, relative to the change that the first run made to them."""
-    paths = [WEIGHTS / f"{name}.safetensors" for name in (one, other)]
+    paths = [OUTPUTS / f"{name}.safetensors" for name in (one, other)]
     if not all(path.exists() for path in paths):
         return ""
     ours, theirs = (load_file(path) for path in paths)

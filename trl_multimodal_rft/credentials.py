@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 
 
 # A URL within a text. Quotes can be part of the URL.
@@ -39,7 +40,8 @@ _ASSIGNMENT = re.compile(
     re.IGNORECASE,
 )
 # In prose, a word or a count may follow these words and a colon: "no token: its row is empty"
-_PROSE_NAMES, _PROSE_VALUE = {"token", "key", "pass", "auth", "signature"}, re.compile(r"[a-z]+|\d{1,7}")
+_PROSE_NAMES = {"token", "key", "pass", "auth", "signature"}
+_PROSE_VALUE = re.compile(r"[a-z]+|\d{1,7}")
 _OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value>(?!--)\S+)")
 
 Setting = str | float | Sequence | Mapping | None  # a value of YAML and JSON
@@ -78,13 +80,14 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
     Returns:
         `bool`: Whether the name is the name of a secret.
     """
-    words = [part for word in _WORD.findall(name) for part in _parts(word.lower())]
+    words = [*chain.from_iterable(_parts(word.lower()) for word in _WORD.findall(name))]
     if {*words} & _SECRET_WORDS or is_variable and {"key", "token"} & {*words}:
         return True
     words = words[:-1] if words[-1:] == ["id"] and "key" in words else words  # as in `access_key_id`
     if words[-2:] in (["connection", "string"], ["connection", "strings"]):
         return True
-    before, last = (words[-2] if len(words) > 1 else ""), (words[-1] if words else "")
+    before = words[-2] if len(words) > 1 else ""
+    last = words[-1] if words else ""
     return (last == "token" and before not in _TOKENIZER_WORDS) or (
         last in ("key", "pass") and (not before or before in _KEY_WORDS) or last == "keys" and before in _KEY_WORDS
     )
@@ -143,7 +146,8 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     if isinstance(value, str):
         with suppress(ValueError):  # raised by a text that isn't JSON
             if value.startswith("{"):
-                cleaned = without_secrets(parsed := json.loads(value))
+                parsed = json.loads(value)
+                cleaned = without_secrets(parsed)
                 return value if cleaned == parsed else json.dumps(cleaned)
         return masked(value)
     if isinstance(value, (list, tuple)):

@@ -31,7 +31,8 @@ def lazy_names(
             module, name_in_module = origins[name]
             return getattr(importlib.import_module(module, package), name_in_module)
         except Exception as error:
-            if (version_hint := unfit_packages(error)) is None:
+            version_hint = unfit_packages(error)
+            if version_hint is None:
                 raise
             raise ImportError(version_hint, name=PACKAGE) from error
 

@@ -27,7 +27,6 @@ def progress_bar(
 
 
 def print_above_bars(*lines: str) -> None:
-    """Prints lines above the bars."""
     tqdm.write("\n".join(lines))
     sys.stdout.flush()
 

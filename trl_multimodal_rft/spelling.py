@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -105,7 +106,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     Returns a sentence for the end of an error message about a wrong `name`: the replacement of a removed name or of
     another tool's, or the most similar of the valid `names`; `""` without either.
     """
-    name, names = name.replace("-", "_"), list(names)
+    name = name.replace("-", "_")
+    names = list(names)
     remedies = {"It was removed: ": (REMOVED[name],) if name in REMOVED else (), "": _ELSEWHERE.get(name, ())}
     for start, texts in remedies.items():
         for remedy in texts:
@@ -190,7 +192,7 @@ def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
             f"`reward_recipe` is {recipe!r}; write the weights of reward functions by the label of a row, such as "
             '{"counting": {"counting_reward": 1.0}}.'
         )
-    return [*dict.fromkeys(name for weights in weights_by_label for name in weights)]
+    return [*dict.fromkeys(chain.from_iterable(weights_by_label))]
 
 
 def _is_number(value: Any) -> bool:
@@ -253,7 +255,10 @@ def read_settings(cls: Callable[..., T], option: str, text: str | float | None) 
     its field excludes.
     """
     first_field, *other_fields = inspect.signature(cls).parameters.values()
-    value, settings = split_settings(text, option) if isinstance(text, str) else (text, None)
+    value = text
+    settings = None
+    if isinstance(text, str):
+        value, settings = split_settings(text, option)
     if isinstance(value, str) and {*_types_and_interval(first_field.annotation)[0]} == {float}:
         value = as_number(value)
         if isinstance(value, str):
@@ -324,7 +329,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:
     """Raises a `ValueError` about a number outside of an interval such as `"[0, 1)"`."""
     low, high = map(float, interval[1:-1].split(", "))
-    closed_low, closed_high = interval[0] == "[", interval[-1] == "]"
+    closed_low = interval[0] == "["
+    closed_high = interval[-1] == "]"
     if value is not None and (low <= value if closed_low else low < value):
         if value <= high if closed_high else value < high:
             return
@@ -416,7 +422,8 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
     """Raises a `ValueError` if one of `names` is among `used`, so that no function silently replaces another."""
-    if duplicates := sorted({*names} & {*used}):
+    duplicates = sorted({*names} & {*used})
+    if duplicates:
         raise ValueError(
             f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another name."
         )

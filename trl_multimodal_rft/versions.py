@@ -83,7 +83,9 @@ OVERRIDDEN = {
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}
     ),
 }
-ALL_OVERRIDDEN = {path: parameters for methods in OVERRIDDEN.values() for path, parameters in methods.items()}
+ALL_OVERRIDDEN: dict[str, str] = {}
+for _methods in OVERRIDDEN.values():
+    ALL_OVERRIDDEN |= _methods
 
 # Undocumented functions and methods that this package calls, with the parameters that it passes. Parameters before `/`
 # are passed by position. `|` separates names of a parameter in different versions.
@@ -181,8 +183,8 @@ def bounds() -> dict[str, str]:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of the installed packages among `names`."""
-    return {name: distribution.version for name in names for distribution in [*distributions(name=name)][:1]}
+    found = {name: next(iter(distributions(name=name)), None) for name in names}
+    return {name: distribution.version for name, distribution in found.items() if distribution is not None}
 
 
 def compare_with_tested(installed_version: str, tested: str) -> int:
@@ -200,7 +202,8 @@ def missing_parts() -> dict[str, str]:
     """
     missing: dict[str, list[str]] = {name: [] for name in installed_versions(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
-        package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
+        package = path.split(".")[0].split(":")[0]
+        label = path.replace(":", ".")
         if package not in missing:
             continue
         try:
@@ -230,7 +233,8 @@ def check_versions() -> None:
     versions = installed_versions(name for name in bounds() if name != "vllm")
     newer = {name: number for name, number in versions.items() if compare_with_tested(number, bounds()[name]) > 0}
     old = {name: "is too old" for name, number in versions.items() if compare_with_tested(number, bounds()[name]) < 0}
-    if unfit := old or (missing_parts() if newer else {}):
+    unfit = old or (missing_parts() if newer else {})
+    if unfit:
         complaints = "; ".join(f"{name} {versions[name]} {complaint}" for name, complaint in unfit.items())
         pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**unfit, **newer})
         reason = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"

@@ -64,7 +64,7 @@ def test_a_sound_model_passes(family, rows):
     assert max(check.padded, check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
     assert min(check.media.values()) > 1e-2
     assert check.fallbacks == Fallbacks(packing=True, isolate=None)
-    assert check.changes == ("suppressed placeholders",) and check.changed > 0 and check.training == 0
+    assert check.changes == ("no media tokens",) and check.changed > 0 and check.training == 0
     assert sound_model.policy.fallbacks is not check.fallbacks  # the caller must apply them
 
 
@@ -293,8 +293,8 @@ def test_a_generate_that_filters_raises(top_p):
             filters.check()
         return
     check = filters.check()
-    assert check.changes == ("suppressed placeholders", "top_p") and check.changed > 0.1
-    assert "  suppressed placeholders, top_p\n" in str(check)
+    assert check.changes == ("no media tokens", "top_p") and check.changed > 0.1
+    assert "  intended: no media tokens, top_p\n" in str(check)
 
 
 # The backward pass
@@ -430,7 +430,7 @@ def test_nothing_is_sampled_where_an_engine_does():
     check = subject("qwen2_audio", audio_rows(2), sample=None).check()
     assert check.sampled is check.changed is None and check.padded < 1e-5
     assert "sampled vs. model's forward" not in str(check)
-    assert re.search("sampled vs. full distribution +not measured +suppressed placeholders", str(check))
+    assert re.search("sampled vs. full distribution +not measured +intended: no media tokens", str(check))
 
 
 # Choices of the check, and state that it restores
@@ -506,7 +506,7 @@ def test_block_has_every_figure():
         media={"audio": 0.29, "image": math.nan},
         rows=5e-7,
         sampled=math.nan,
-        changes=("suppressed placeholders", "top_p"),
+        changes=("no media tokens", "top_p"),
         changed=8e-3,
         training=0.1,
         tolerance=7e-4,
@@ -526,7 +526,7 @@ self-check: largest differences of log-probs (tolerance 7e-04)
   packed rows vs. model's forward    5e-01         falls back to padded rows
   batched vs. one by one             5e-07         one forward per shape of media
   sampled vs. model's forward        not measured  separate prefills
-  sampled vs. full distribution      8e-03         suppressed placeholders, top_p
+  sampled vs. full distribution      8e-03         intended: no media tokens, top_p
   training vs. evaluation mode       1e-01         dropout or batch norm
   tool media vs. model's forward     2e-06
   engine vs. recomputed              1e-06         on average, at most 3e-06
@@ -552,7 +552,7 @@ def test_trainer_prints_it_and_the_model_card_has_it(tmp_path, capsys):
     trainer = train("qwen2_audio", audio_rows(), tmp_path)
     block = re.compile(
         r"self-check: largest differences of log-probs \(tolerance 7e-04\)\n"
-        r"  features vs. processor +0e\+00\n.*  sampled vs. full distribution +\S+  suppressed placeholders\n"
+        r"  features vs. processor +0e\+00\n.*  sampled vs. full distribution +\S+  intended: no media tokens\n"
         r"  training vs. evaluation mode +0e\+00\n  effect of another audio +\S+\n",
         re.DOTALL,
     )

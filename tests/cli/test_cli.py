@@ -86,6 +86,8 @@ def test_help_imports_nothing_heavy(tmp_path):
         ["--help"],
         ["--version"],
         *([name, "--help"] for name in COMMANDS),
+        ["check", "--help", "ignored"],
+        ["check", "--help_all"],
         ["dpo", "--help", "rejected_view"],
         ["grpo", "--help=num-generations"],
         ["grpo", "--help", "lora"],
@@ -106,8 +108,15 @@ def test_help_imports_nothing_heavy(tmp_path):
     for option in ("--adam_beta1", "--machine_rank"):
         assert option not in short and option in full
     assert "--dataset_name" in short and "(default: train)" in full
-    for (name, *_), (_, out, _, _) in zip(lines[:-1], found, strict=False):
-        assert name not in cli.LAUNCHED or len(out.splitlines()) <= 80, name
+    for (name, *words), (_, out, _, _) in zip(lines, found, strict=True):
+        is_short = words == ["--help"] and (name in cli.LAUNCHED or name in ("check", "estimate"))
+        assert not is_short or len(out.splitlines()) <= 80, name
+    check = found[lines.index(["check", "--help"])][1]
+    assert check.index("\n  --dataset_name ") < check.index("\n  --config ") < check.index("\n  --trust_remote_code ")
+    assert max(map(len, check.splitlines())) <= 120
+    explained = found[lines.index(["check", "--help", "ignored"])][1]
+    assert explained.startswith("--ignored_media_columns TEXT") and "reward functions read" in explained
+    assert "reward functions read" in found[lines.index(["check", "--help_all"])][1]
     assert found[-3][1].lstrip().startswith("options:\n  --num_generations INT")
     assert "`anchor_coef`" in found[-4][1], "a description is cut"
     lora = found[-2][1]
@@ -352,6 +361,12 @@ def broken(completions, **kwargs):
 
 def length(completions, **kwargs):
     return [float(len(each)) for each in completions]
+
+
+def on_one_rank(completions, **kwargs):
+    import os
+
+    return [{"0": 1.0}[os.environ["RANK"]] for _ in completions]
 """
 
 
@@ -441,6 +456,15 @@ def test_tracebacks_of_launched_processes(tmp_path):
     last = broken.stderr.splitlines()[-1]
     told = r"The reward function 'broken' raised KeyError for row \d, at mine.py:3: 'gone'"
     assert re.fullmatch(rf"trl-multimodal-rft grpo: error: {told} \(`--debug` shows the traceback\)", last)
+
+
+@pytest.mark.gate
+def test_error_of_one_of_two_processes_is_not_followed_by_the_other_s(tmp_path):
+    """The other process only loses its connection."""
+    run = launched(2, tmp_path, "--prompt", "{question}", "--reward_funcs", "mine.on_one_rank")
+    assert run.returncode == 1 and run.stderr.count("Traceback") == 1, run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("trl-multimodal-rft grpo: error: The reward function 'on_one_rank' raised KeyError for row")
 
 
 def by_accelerate(command, n_processes):

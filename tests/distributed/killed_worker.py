@@ -36,8 +36,8 @@ from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.engines.vllm_client import EngineRequest, server_completions
 from trl_multimodal_rft.engines.vllm_requests import ServerSample
-from trl_multimodal_rft.engines.vllm_server import EngineRequest, server_completions
 from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 

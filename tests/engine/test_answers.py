@@ -22,7 +22,7 @@ from weights import trainer_of
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.engines import vllm_requests
 from trl_multimodal_rft.engines.in_flight import request_keys
-from trl_multimodal_rft.engines.vllm_server import ServerClient
+from trl_multimodal_rft.engines.vllm_client import ServerClient
 
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from helpers.trainer_utils import saved, text_rows, with_media
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm_in_process import InProcess
 
 
 pytestmark = pytest.mark.slow
@@ -134,7 +134,7 @@ def test_samples_as_the_model_does(name, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe"])
 def test_experts_of_the_checkpoint(name, tmp_path, monkeypatch):
     """As loaded from what is saved; after a reload, vLLM's build for CPUs computes them wrongly."""
-    monkeypatch.setattr(MultimodalVLLMGeneration, "_load_weights", lambda self: None)
+    monkeypatch.setattr(InProcess, "_load_weights", lambda self: None)
     trainer = trainer_of(name, tmp_path)
     first, *_ = FAMILIES[name].prompts()
     assert difference(trainer, first) < 1e-5

@@ -30,9 +30,7 @@ from trl_multimodal_rft import MultimodalDistillationTrainer, MultimodalGRPOConf
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.engines.vllm_prompts import EnginePrompts, processors_unchecked
-from trl_multimodal_rft.engines.vllm_requests import at_once
-from trl_multimodal_rft.engines.vllm_server import (
+from trl_multimodal_rft.engines.vllm_client import (
     ServerClient,
     ServerGroup,
     check_server_settings,
@@ -40,6 +38,8 @@ from trl_multimodal_rft.engines.vllm_server import (
     server_features,
     server_renderer,
 )
+from trl_multimodal_rft.engines.vllm_prompts import EnginePrompts, processors_unchecked
+from trl_multimodal_rft.engines.vllm_requests import at_once
 
 
 def make(server, omni, tmp_path, rows=None, **options):

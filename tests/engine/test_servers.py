@@ -14,7 +14,7 @@ from serving import train
 from trl.generation import vllm_client
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.engines.vllm_server import ServerGroup
+from trl_multimodal_rft.engines.vllm_client import ServerGroup
 
 
 pytestmark = pytest.mark.slow

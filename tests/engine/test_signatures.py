@@ -33,7 +33,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_multimodal_rft.engines.vllm import sampling_parameters
-from trl_multimodal_rft.engines.vllm_server import _MEDIA_KEYS, _MODEL_KEYS, server_features
+from trl_multimodal_rft.engines.vllm_client import _MEDIA_KEYS, _MODEL_KEYS, server_features
 from trl_multimodal_rft.engines.vllm_versions import mm_serde
 
 

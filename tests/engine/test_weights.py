@@ -11,7 +11,7 @@ from helpers.trainer_utils import audio_rows, image_rows, saved
 from peft import LoraConfig
 from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
 
-from trl_multimodal_rft.engines import vllm
+from trl_multimodal_rft.engines import vllm_in_process
 from trl_multimodal_rft.engines.vllm_adapters import EngineAdapter
 from trl_multimodal_rft.engines.vllm_versions import LOADS_BENEATH_ADAPTERS
 
@@ -93,7 +93,7 @@ def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
 
 
 def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm, "LOADS_BENEATH_ADAPTERS", False)
+    monkeypatch.setattr(vllm_in_process, "LOADS_BENEATH_ADAPTERS", False)
     lora = LoraConfig(r=4, target_modules=DECODER)
     with pytest.raises(ValueError, match="0.28 or later.*or set `vllm_engine_kwargs={'enable_lora': False}`"):
         options = {"engine": {"enable_lora": True}, "vllm_enable_sleep_mode": True}

@@ -27,8 +27,8 @@ from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.engines.in_flight import EarlyCalls
+from trl_multimodal_rft.engines.vllm_client import EngineRequest, ServerClient
 from trl_multimodal_rft.engines.vllm_requests import RequestLost, WarnOnce, completions_in, scores_in, until_answered
-from trl_multimodal_rft.engines.vllm_server import EngineRequest, ServerClient
 from trl_multimodal_rft.engines.vllm_teacher import ServerTeacher
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 

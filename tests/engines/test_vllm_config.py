@@ -22,7 +22,9 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.engines import vllm, vllm_versions
-from trl_multimodal_rft.trainers import engine
+from trl_multimodal_rft.engines.vllm_in_process import InProcess
+from trl_multimodal_rft.engines.vllm_servers import Servers
+from trl_multimodal_rft.trainers.shared import engine
 from trl_multimodal_rft.trainers.shared.arguments import check_arguments
 from trl_multimodal_rft.versions import WARNED
 
@@ -35,7 +37,8 @@ class Started:
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Returns the arguments of a started engine, without TRL's."""
-    monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Started)
+    for name in ("InProcess", "Servers"):
+        monkeypatch.setattr(engine, name, Started)
 
     def start(dataset, family="qwen2_5_vl", **options):
         options = {"use_vllm": True, **options}
@@ -122,6 +125,7 @@ class Failing(Started):
     """Samples for two steps."""
 
     n_calls = 0
+    is_collective = False
 
     def sync_weights(self):
         pass
@@ -138,7 +142,7 @@ class Failing(Started):
 
 
 def test_an_engine_that_fails_says_how_to_resume(monkeypatch, tmp_path):
-    monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Failing)
+    monkeypatch.setattr(engine, "InProcess", Failing)
     options = {"use_vllm": True, "self_check": False, "max_steps": 4, "save_strategy": "steps"}
     for save_steps, remedy in [
         (9, r"No checkpoint was saved to resume from; lower `save_steps`\."),
@@ -218,11 +222,11 @@ def test_options_that_vllm_refuses_with_speculative_decoding(given, tmp_path):
         MultimodalGRPOConfig(str(tmp_path), use_vllm=True, bf16=False, vllm_engine_kwargs=engine_kwargs, **given)
 
 
-def speculating(monkeypatch, **options) -> vllm.MultimodalVLLMGeneration:
+def speculating(monkeypatch, kind=InProcess, **options) -> vllm.MultimodalVLLMGeneration:
     """Returns generation that speculates, without an engine, and notes the options of requests."""
     monkeypatch.setattr(vllm.MultimodalVLLMGeneration, "_init_vllm", lambda self: None)
     processor = FAMILIES["qwen2_5_vl"].build()[1]
-    made = vllm.MultimodalVLLMGeneration(
+    made = kind(
         {"speculative_config": SPECULATIVE},
         model=None,
         accelerator=Accelerator(cpu=True),
@@ -231,7 +235,7 @@ def speculating(monkeypatch, **options) -> vllm.MultimodalVLLMGeneration:
     )
     made.seen = []
     monkeypatch.setattr(made, "_requests", lambda *args: [])
-    monkeypatch.setattr(made, "_sample_with_engine", lambda requests, given, profiler: made.seen.append(given) or [])
+    monkeypatch.setattr(made, "_sample", lambda requests, given, profiler: made.seen.append(given) or [])
     return made
 
 
@@ -270,7 +274,10 @@ def test_acceptance_length(monkeypatch):
     counts |= {"drafts": 6, "accepted_tokens": 12}
     assert made.acceptance_length() == 4.0
     # Of a server, in Prometheus' format, with two engines
-    made.mode, created = "server", 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09'
+    n_drafts, n_accepted = made._n_drafts, made._n_accepted
+    made = speculating(monkeypatch, Servers)
+    made._n_drafts, made._n_accepted = n_drafts, n_accepted
+    created = 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09'
     totals = {f"vllm:spec_decode_num_{name}_total": n + 1.0 for name, n in counts.items()}
     lines = [f'{name}{{engine="{i}"}} {n}' for name, n in totals.items() for i in (0, 1)]
     body = "\n".join(["# TYPE vllm:spec_decode_num_drafts_total counter", *lines, created, "vllm:other_total 1.0"])

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
-from trl_multimodal_rft.engines import vllm, vllm_weights
-from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines import vllm_in_process, vllm_weights
 from trl_multimodal_rft.engines.vllm_adapters import EngineAdapter
-from trl_multimodal_rft.engines.vllm_server import ServerGroup
+from trl_multimodal_rft.engines.vllm_client import ServerGroup
+from trl_multimodal_rft.engines.vllm_in_process import InProcess
 from trl_multimodal_rft.engines.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
 from trl_multimodal_rft.models.pretrained import load_model
 
@@ -37,7 +37,7 @@ no_such_layer = pytest.mark.filterwarnings(
 )
 
 
-class WithoutEngine(MultimodalVLLMGeneration):
+class WithoutEngine(InProcess):
     def _init_vllm(self):
         pass
 
@@ -151,7 +151,7 @@ def test_weights_that_the_engine_converts_after_loading(monkeypatch):
         engine.model.weight.data.add_(1)  # as adapters are unmerged
 
     monkeypatch.setattr(engine, "_iter_named_params", merged)
-    monkeypatch.setattr(vllm, "StageMissingLayer", nn.Identity, raising=False)
+    monkeypatch.setattr(vllm_in_process, "StageMissingLayer", nn.Identity, raising=False)
     for _ in range(2):
         before = engine.model.weight.detach().clone()
         engine.sync_weights()

@@ -9,5 +9,5 @@ import pytest
 @pytest.hookimpl(tryfirst=True)  # before the marks select
 def pytest_collection_modifyitems(items):
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == Path(__file__).parent:  # those of `prepare` run with each change
             item.add_marker(pytest.mark.extras)

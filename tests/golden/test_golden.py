@@ -180,7 +180,7 @@ RUNS = {
     ),
     "ppo engine": ("ppo", "image", ENGINE),
     "ppo group baseline": ("ppo", "image", {"advantage_estimator": "reinforce_baseline", "num_ppo_epochs": 1}),
-    "sft text": ("sft", "text", {"packing": True}),
+    "sft text": ("sft", "text", {"packing": True, "max_length": None}),  # which doesn't pack the dataset
     "sft text padded": ("sft", "text", {"packing": False}),
     "sft audio": ("sft", "audio", {"packing": True}),
     "sft audio padded": ("sft", "audio", {"packing": False, "gradient_checkpointing": True}),

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from helpers.samplers import Wrapped
 from trl_multimodal_rft.engines.in_flight import InFlight
-from trl_multimodal_rft.engines.vllm_server import EngineRequest
+from trl_multimodal_rft.engines.vllm_client import EngineRequest
 
 
 LENGTH = 6  # tokens of a completion

@@ -380,7 +380,7 @@ def model_config(model: Path, seed: int) -> dict[str, Any]:
     """Returns the part of `/server_info` that clients read, for a server that starts with these arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_multimodal_rft.engines.vllm_server import _MEDIA_KEYS, _MODEL_KEYS
+    from trl_multimodal_rft.engines.vllm_client import _MEDIA_KEYS, _MODEL_KEYS
 
     args = EngineArgs(
         model=str(model), dtype="float32", max_model_len=512, logprobs_mode="processed_logprobs", seed=seed

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import tomllib
 import warnings
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,12 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
 from trl_multimodal_rft.trainers.checkpoints.mixin import CheckpointMixin
+from trl_multimodal_rft.trainers.distillation.method import DISTILLATION
+from trl_multimodal_rft.trainers.grpo.method import GRPO
+from trl_multimodal_rft.trainers.ppo.method import PPO
+from trl_multimodal_rft.trainers.preference.methods import DPO, KTO, REWARD
+from trl_multimodal_rft.trainers.rloo.method import RLOO
+from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CACHE_NAMES,
@@ -117,6 +124,19 @@ def test_every_trainer_has_its_config_command_card_and_tests(name):
     known = house.modules()
     tests = [path for path in TESTS.rglob("test_*.py") if trainer.__module__ in house.imports(path, known)]
     assert any(command in path.stem for path in tests)
+
+
+METHODS = {"GRPO": GRPO, "RLOO": RLOO, "PPO": PPO, "Distillation": DISTILLATION, "SFT": SFT}
+METHODS |= {"DPO": DPO, "KTO": KTO, "Reward": REWARD}
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_methods_list_the_defaults_of_their_configs(name):
+    options = {option.name: option for option in fields(house.exported("Config")[name])}
+    listed = METHODS[name].defaults
+    chosen = [options[option] for option in listed]
+    defaults = [option.default_factory() if option.default is MISSING else option.default for option in chosen]
+    assert listed and dict(zip(listed, defaults, strict=True)) == listed
 
 
 TRAINERS = [
@@ -199,7 +219,6 @@ def test_trl_builds_on_the_methods_that_are_overridden(name):
 IN_PART = {"_get_per_token_logps_and_entropies", "_prepare_dataset"}  # overrides that call TRL's for some inputs alone
 ENCODING = "the package encodes prompts and completions with media itself, in `encoding/`"
 LOADING = "rows are read, sharded and ordered by `rollout/stream.py`"
-READ_AHEAD = f"{LOADING}; rows of a `Dataset` are read ahead in the forked processes of its own pool"
 TOOLS = "TRL's attribute of tools and environments; those arguments are read by `rollout/environments.py`"
 # Names that methods of TRL read, and that nothing reads once a trainer replaces these methods, with the reason
 UNREAD = {
@@ -214,11 +233,7 @@ UNREAD = {
     "_train_batch_size": LOADING,
     "train_batch_size": LOADING,
     "length_column_name": "strategies that order rows by length raise an error",
-    "dataloader_in_order": READ_AHEAD,
-    "dataloader_multiprocessing_context": READ_AHEAD,
-    "dataloader_persistent_workers": READ_AHEAD,
-    "dataloader_pin_memory": READ_AHEAD,
-    "dataloader_prefetch_factor": READ_AHEAD,
+    "dataloader_pin_memory": "nothing is pinned, as with `False`; a default of `True` can't be told from a choice",
     "_async_tool_dicts": TOOLS,
     "_sync_tool_dicts": TOOLS,
     "_standalone_tools": TOOLS,

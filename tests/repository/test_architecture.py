@@ -30,18 +30,18 @@ def test_page_has_every_layer():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_imports_point_up(layer):
+def test_imports_point_down(layer):
     folder = PACKAGE / layer
     paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *NO_LAYER}
+    allowed = {*LAYERS[LAYERS.index(layer) :], *NO_LAYER}
     known = house.modules()
-    down = [
+    up = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in paths
         for name in house.imports(path, known)
         if layer_of(name) not in allowed and not (is_face(path) and is_outside(known[name]))
     ]
-    assert not down
+    assert not up
 
 
 def layer_of(module):

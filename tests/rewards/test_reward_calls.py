@@ -28,7 +28,7 @@ from trl_multimodal_rft.rewards.calls import checked_reward
 from trl_multimodal_rft.rewards.failures import RewardError, user_frames
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
 from trl_multimodal_rft.rollout.turns import parse_assistant_turn
-from trl_multimodal_rft.trainers import run as shared
+from trl_multimodal_rft.trainers.shared import run as shared
 
 
 def rows(prompt="What is it?", conversational=True, **columns):

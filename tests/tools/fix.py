@@ -2,10 +2,10 @@
 """
 Writes what follows from the rest of the repository; `make fix` runs it.
 
-It formats the code and writes the table of options and its page; in README and docs counts, lists of commands,
-LightRFT's options, the self-check's example, pinned versions, and entries of public names on the reference pages;
-and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these is stale, but for
-LightRFT's options.
+It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
+counts, lists of commands, LightRFT's options, the self-check's example, pinned versions, and entries of public names
+on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these
+is stale, but for LightRFT's options.
 """
 
 import json
@@ -30,7 +30,7 @@ from helpers import reference_pages  # noqa: E402
 import trl_multimodal_rft  # noqa: E402
 from trl_multimodal_rft import data, evaluation, lightrft, models, rewards, trainers  # noqa: E402
 from trl_multimodal_rft.checks.self_check import SelfCheck  # noqa: E402
-from trl_multimodal_rft.cli import COMMANDS, LAUNCHED  # noqa: E402
+from trl_multimodal_rft.cli import LAUNCHED  # noqa: E402
 from trl_multimodal_rft.lazy import lazy_names  # noqa: E402
 from trl_multimodal_rft.lightrft.strategy import RULES  # noqa: E402
 from trl_multimodal_rft.policy import Fallbacks  # noqa: E402
@@ -48,7 +48,7 @@ SELF_CHECK = SelfCheck(
     media={"audio": 0.29},
     rows=5e-7,
     sampled=5e-7,
-    changes=("suppressed placeholders",),
+    changes=("no media tokens",),
     changed=8e-3,
     training=0.0,
     tolerance=7e-4,
@@ -78,9 +78,9 @@ def counts() -> Iterator[tuple[Path, str, int]]:
         return sum(row[3] in modes for row in rows)
 
     yield README, r"for (\d+) families, without changes", sum(row[2] == "real" for row in rows)
-    yield README, r"^\| prompts shared \| (\d+) \|", scored("packed")
-    yield README, r"^\| shared, [^|]+ \| (\d+) \|", scored("packed (isolated)")
-    yield README, r"^\| padded rows \| (\d+) \|", scored("padded", "padded (isolated)")
+    yield README, r"^\| prompt once \| (\d+) \|", scored("packed")
+    yield README, r"^\| once; [^|]+ \| (\d+) \|", scored("packed (isolated)")
+    yield README, r"^\| prompt in each row, as TRL \| (\d+) \|", scored("padded", "padded (isolated)")
     yield README, r"^\| refused \| (\d+) \|", scored("refused")
     yield ROOT / "docs" / "models.md", r"table of (\d+) families", len(rows)
 
@@ -100,7 +100,6 @@ def lists() -> Iterator[tuple[Path, str, str, Collection[str]]]:
     """Yields each list of names in a page: the page, the texts before and behind the list, and the names."""
     others = ROOT / "docs" / "from_others.md"
     of_trl = [f"{name}Trainer" for name in house.trainers() if hasattr(trl, f"{name}Trainer")]
-    yield README, "From a shell: ", ".\n", COMMANDS
     yield ROOT / "docs" / "launch.md", "as `trl grpo` does: ", ".\n", LAUNCHED
     yield others, "| TRL | here |\n|---|---|\n| ", " and their configs", of_trl
     train = [name for name in LAUNCHED if name not in ("evaluate", "filter")]
@@ -195,6 +194,8 @@ def derived() -> dict[Path, str]:
     for page in (README, ROOT / "docs" / "README.md"):
         texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    texts[drawing["PICTURE"]] = drawing["picture"]()
     return texts
 
 

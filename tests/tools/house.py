@@ -153,18 +153,24 @@ def changed_since(commit: str) -> list[str]:
     return paths + git(["git", "ls-files", "--others", "--exclude-standard"]).split()
 
 
-def tests_changed_since(commit: str) -> list[str]:
-    """Returns the test files that have changed since a commit, or that import what has, at any depth."""
+def modules_and_tests() -> dict[str, Path]:
+    """Returns the modules of the package, examples, benchmarks and tests; those of test files by their paths."""
     known = modules()
     for folder in ("examples", "benchmarks"):
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path.name.startswith("test_"):
-            known[str(path)] = path  # which nothing imports
+            known[str(path)] = path
         elif (path.parent / "__init__.py").exists():
             known[f"{path.parent.name}.{path.stem}"] = path
         else:
             known[path.stem] = path
+    return known
+
+
+def tests_changed_since(commit: str) -> list[str]:
+    """Returns the test files that have changed since a commit, or that import what has, at any depth."""
+    known = modules_and_tests()
     paths = changed_since(commit)
     affected = {name for name, path in known.items() if str(path.relative_to(ROOT)) in paths}
     importers = defaultdict(set)

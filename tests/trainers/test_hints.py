@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.trainers import rollout_logs
+from trl_multimodal_rft.trainers.shared import rollout_logs
 from trl_multimodal_rft.trainers.shared.rollout_logs import constant_rewards
 
 

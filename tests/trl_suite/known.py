@@ -17,8 +17,6 @@ _HALF = "gradients in float16 aren't finite, which ends a run here"
 _STORED = "rows with media may have stored log-probabilities of the reference here"
 _PRIVATE = "reads private names"
 _WORKERS = "processes of this package read rows, so the loader has none of its own"
-_PACKED = "packing joins the rows of a micro-batch, and leaves the dataset as it is"
-_COLUMNS = "columns of tokens are made when a row is read, so the dataset doesn't list them"
 
 _DPO, _DPO_VLM = "test_dpo_trainer.py::TestDPOTrainer::", "test_dpo_trainer.py::TestDPOTrainerVLM::"
 _KTO, _KTO_VLM = "test_kto_trainer.py::TestKTOTrainer::", "test_kto_trainer.py::TestKTOTrainerVLM::"
@@ -101,15 +99,8 @@ KNOWN: dict[str, str] = {
     **_named(
         _SFT,
         {
-            "test_train_model_dtype": _HALF,
             "test_dataset_with_transform_requires_skip_prepare_dataset": "rows are read after a transform here",
             "test_padding_free_without_packing_and_max_length_raises": "`max_length` is enforced here, with a warning",
-            "test_train_packing[wrapped]": "rows are packed whole here, never cut",
-            "test_eval_packing": _PACKED,
-            "test_only_train_packing": _PACKED,
-            "test_packing_carries_labels": _PACKED,
-            "test_dataset_preparation_builds_labels_for_assistant_only_loss": _COLUMNS,
-            "test_dataset_preparation_builds_labels_for_completion_only": _COLUMNS,
             "test_skip_prepare_dataset_with_masks_but_no_labels_raises": "masks become labels when a row is read here",
         },
     ),

@@ -97,7 +97,7 @@ class SelfCheck:
             ("packed rows vs. model's forward", self.packed, "" if fallbacks.packing else "falls back to padded rows"),
             ("batched vs. one by one", self.rows, FORWARDS[fallbacks.isolate] if fallbacks.isolate else ""),
             ("sampled vs. model's forward", self.sampled, "" if fallbacks.shared_prefill else "separate prefills"),
-            ("sampled vs. full distribution", changed, ", ".join(self.changes)),
+            ("sampled vs. full distribution", changed, f"intended: {', '.join(self.changes)}"),
             ("training vs. evaluation mode", self.training, "" if trains_alike else "dropout or batch norm"),
             ("tool media vs. model's forward", self.conversation, ""),
         ]
@@ -303,7 +303,7 @@ class _Check(Measure):
             media=self.media_effects,
             rows=rows,
             sampled=sampled,
-            changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
+            changes=(*(["no media tokens"] if self.placeholders else []), *self.settings.changes),
             changed=self.changed,
             training=math.nan,  # measured later
             tolerance=self.tolerance,

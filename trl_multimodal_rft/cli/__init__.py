@@ -15,12 +15,13 @@ from ..versions import check_versions
 from . import parsers
 from .errors import input_error
 from .foreign import hide_lines
-from .options import Parser, launched_command_parser, options_of
+from .options import Parser, add_short_help, launched_command_parser, options_of
 from .preflight import check_names
 from .registry import COMMANDS, LAUNCHED, command_module
 
 
 _PROG = "trl-multimodal-rft"
+_MANY_OPTIONS = ("check", "estimate")  # commands whose `--help` is short, as that of launched commands
 
 __all__ = ["COMMANDS", "LAUNCHED", "main"]
 
@@ -74,10 +75,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser(name: str) -> Parser:
-    prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
+    prog = f"{_PROG} {name}"
+    description = COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
         return launched_command_parser(prog, options_of(name), description)
-    parser = Parser(prog, description)
+    usage = f"{prog} [--config CONFIG] [options]"
+    parser = Parser(prog, description, usage, add_help=False) if name in _MANY_OPTIONS else Parser(prog, description)
+    if name in _MANY_OPTIONS:
+        add_short_help(parser)
     getattr(parsers, name, lambda parser: None)(parser)  # `families` has no options
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -85,7 +90,8 @@ def _parser(name: str) -> Parser:
 
 def _exit_without_command(argv: list[str]) -> None:
     """Prints the help, the version or an error, and ends the process. The first word of `argv` isn't a command."""
-    epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    epilog = "commands:\n" + "\n".join(f"  {command:{width}}  {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter
     version = importlib.import_module(__name__.partition(".")[0]).__version__

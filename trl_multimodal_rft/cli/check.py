@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,19 @@ class RowChecker(torch.utils.data.Dataset):
                 checked.error = f"{type(error).__name__}: {text}"
             else:
                 checked.error_column, file = location.groups()
-                checked.error = f"'{file}': " * (file is not None) + text[location.end() :]
+                message = text[location.end() :]
+                checked.error = message if file is None else f"'{file}': {message}"
         return checked
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         """Encodes a row and fills in `checked`. Raises the errors that training would raise."""
         check_has_prompt(row)
-        ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
+        ignored = self.encoder.ignored_media_columns
+        rules = self.encoder.media_rules
         answer_columns: Sequence[str] = ()
         if all(name in row for name in COMPLETIONS):
-            placed_row, answer_columns = put_answer_media(row, ignored, rules=rules), COMPLETIONS
+            placed_row = put_answer_media(row, ignored, rules=rules)
+            answer_columns = COMPLETIONS
             checked.has_equal_answers = is_equal_pair(row)
             row = placed_row
         elif self.reads_labels:
@@ -156,7 +160,8 @@ class RowChecker(torch.utils.data.Dataset):
         if isinstance(prompt, str) and any(column in row for column in media_columns):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media columns
         # Media of the prompt and of answers: counts, file names and sizes
-        refs, answer_refs = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
+        refs = list(iter_refs(prompt))
+        answer_refs = list(iter_refs([row.get(name) for name in COMPLETIONS]))
         for ref in refs + answer_refs:
             checked.n_media[ref.modality] = checked.n_media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
@@ -184,7 +189,7 @@ class RowChecker(torch.utils.data.Dataset):
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         audio_columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
-            for medium in (medium for media in decoded.media.values() for medium in media):
+            for medium in chain.from_iterable(decoded.media.values()):
                 digest.update(np.asarray(medium).tobytes())
             for sound, column in zip(decoded.media.get("audio", ()), audio_columns, strict=False):
                 if np.abs(sound).max() < _SILENT_PEAK:
@@ -251,9 +256,8 @@ class Finding:
 
     @property
     def listing(self) -> str:
-        return ", ".join(self.first_rows) + (
-            f" and {self.count - len(self.first_rows)} more" * (self.count > _MAX_LISTED)
-        )
+        listed = ", ".join(self.first_rows)
+        return f"{listed} and {self.count - len(self.first_rows)} more" if self.count > _MAX_LISTED else listed
 
 
 @dataclass
@@ -340,7 +344,7 @@ class Report:
         verdict = f"{self._share(self.n_failed)} would not" if self.n_failed else f"All {self.n_rows} rows would"
         parts = [
             f"# Check of {self.title}",
-            f"{verdict} train." + f" Note: {self.empty_note}." * bool(self.empty_note),
+            f"{verdict} train. Note: {self.empty_note}." if self.empty_note else f"{verdict} train.",
         ]
         parts += [f"    {' '.join(warning.split())}" for warning in self.warnings]
         parts += ["## What would fail"] if self.causes else []
@@ -369,7 +373,8 @@ class Report:
             parts.append(f"Silence, nowhere above -60 dB: {self._summary(self.silent)}")
         parts.append(f"Rows that repeat the prompt and media of an earlier row: {self._summary(self.repeated)}")
         opening_note = "Prompts that end with an open `<think>`, which rewards and logs put before completions"
-        parts += [f"{opening_note}: {self._share(self.n_opening_thoughts)}."] * bool(self.n_opening_thoughts)
+        if self.n_opening_thoughts:
+            parts.append(f"{opening_note}: {self._share(self.n_opening_thoughts)}.")
         return "\n\n".join(parts) + "\n"
 
     def _answer_lines(self) -> list[str]:
@@ -391,7 +396,8 @@ class Report:
         return f"{count} of {self.n_rows} rows ({100 * count / self.n_rows:.3g} %)"
 
     def _summary(self, rows: Finding) -> str:
-        return self._share(rows.count) + f". Rows: {rows.listing}" * bool(rows.count)
+        share = self._share(rows.count)
+        return f"{share}. Rows: {rows.listing}" if rows.count else share
 
 
 def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
@@ -463,7 +469,8 @@ def run(args: argparse.Namespace) -> None:
     report = Report(title, max_tokens, args.max_length, args.audio_overlong == "truncate")
     rows, reads_labels = _with_labels(rows, report)
     try:
-        ignored, modalities = args.ignored_media_columns or (), input_modalities(model)
+        ignored = args.ignored_media_columns or ()
+        modalities = input_modalities(model)
         warning = check_columns(
             rows, "the dataset", ignored, message_columns=("prompt", *COMPLETIONS), model_modalities=modalities
         )

@@ -49,5 +49,4 @@ _SCRIPTS = {script.name: script for script in tuple(globals().values()) if isins
 
 
 def script_of(name: str) -> Script | ModuleType:
-    """Returns the script of a command."""
     return _SCRIPTS.get(name) or command_module(name)

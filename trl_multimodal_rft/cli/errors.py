@@ -28,12 +28,14 @@ def input_error(error: BaseException) -> str | None:
     """Returns the message, in one line, of an input error or of a reward function's error; `None` for other errors."""
     if isinstance(error, RewardError):
         return masked(one_line(str(error)))
-    if (unfit := unfit_packages(error)) is not None:
+    unfit = unfit_packages(error)
+    if unfit is not None:
         return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
     # The package that raised the error, directly or by a call of the standard library
-    raising_package, frame = "", error.__traceback__
+    raising_package = ""
+    frame = error.__traceback__
     while frame is not None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         raising_package = raising_package if package in sys.stdlib_module_names else package
@@ -44,9 +46,13 @@ def input_error(error: BaseException) -> str | None:
 def write_input_error(error: BaseException) -> None:
     """
     Writes an input error of a launched process to the folder in `ERROR_FOLDER_VARIABLE`, where the command reads it.
-    For an error of a reward function, also prints the traceback of the user's code. Raises other errors.
+    For an error of a reward function, also prints the traceback of the user's code. Raises other errors, unless
+    another process has written its input error and ended: then this process has only lost its connection.
     """
-    text, folder = input_error(error), os.environ.get(ERROR_FOLDER_VARIABLE)
+    text = input_error(error)
+    folder = os.environ.get(ERROR_FOLDER_VARIABLE)
+    if text is None and folder is not None and isinstance(error, RuntimeError) and any(Path(folder).iterdir()):
+        return
     if text is None or folder is None:
         raise error
     if isinstance(error, RewardError):

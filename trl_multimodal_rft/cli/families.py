@@ -2,6 +2,7 @@
 """`trl-multimodal-rft families`: models of transformers with vision or audio, and their family-specific rules."""
 
 import argparse
+from itertools import chain
 
 from ..families import FAMILIES, MODALITIES, family_of, input_modalities
 
@@ -10,10 +11,11 @@ def rows() -> list[tuple[str, str, str, str]]:
     """Returns the rows of the table, one per model, without loading models."""
     import transformers
 
-    trained_parts = {model_type: part for family in FAMILIES for model_type, part in family.trained_part.items()}
+    trained_parts = dict(chain.from_iterable(family.trained_part.items() for family in FAMILIES))
     lines = []
     for model_type, class_name in sorted({**classes_with_media(), **trained_parts}.items()):
-        family, part = family_of(model_type), trained_parts.get(model_type)
+        family = family_of(model_type)
+        part = trained_parts.get(model_type)
         modalities = input_modalities(getattr(transformers, class_name))
         ordered_modalities = [modality for modality in MODALITIES if modality in modalities]
         if ordered_modalities:
@@ -29,7 +31,7 @@ def classes_with_media() -> dict[str, str]:
         **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
-    family_types = {model_type for family in FAMILIES for model_type in family.model_types}
+    family_types = {*chain.from_iterable(family.model_types for family in FAMILIES)}
     speech = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
     classes.update({model_type: speech[model_type] for model_type in family_types & speech.keys() - classes.keys()})
     return classes

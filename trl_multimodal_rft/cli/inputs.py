@@ -97,7 +97,9 @@ def trainer_inputs(
 
 def ppo_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
     """Returns the keyword arguments that only the PPO trainer has."""
-    name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
+    name = script_args.ptx_dataset_name
+    config = script_args.ptx_dataset_config
+    split = script_args.ptx_dataset_split
     return {
         "value_model": script_args.value_model_name_or_path,
         "ptx_dataset": None if name is None else load_rows(name, config, split, streaming=False),
@@ -124,7 +126,8 @@ def _with_chat_template(
 
 def _check_separate_rows(script_args: PromptArguments) -> None:
     """Raises a `ValueError` if training and evaluation would use the same rows of one file."""
-    name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
+    name = script_args.dataset_name
+    splits = (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)
     if path is not None and path.is_file() and not any("[" in split for split in splits):
         raise ValueError(

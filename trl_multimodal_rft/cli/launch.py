@@ -50,7 +50,7 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
     if exit_code < 0 and exit_code != -signal.SIGINT:
-        cause = ", as when memory runs out" * (exit_code == -signal.SIGKILL)
+        cause = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
         raise ValueError(f"A process was killed by {signal.Signals(-exit_code).name}{cause}.")
     sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
 

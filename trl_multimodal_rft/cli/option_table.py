@@ -39,8 +39,11 @@ def collect_options() -> dict[str, Any]:
 
 def options(classes: Sequence[type]) -> list[dict[str, Any]]:
     """Returns the options that [`~trl.TrlParser`] makes from the argument classes of a script."""
-    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-    groups = {spec.name: _group(cls, spec.name) for cls in classes for spec in fields(cls) if spec.init}
+    hints = {}
+    groups = {}
+    for cls in classes:
+        hints |= get_type_hints(cls)
+        groups |= {spec.name: _group(cls, spec.name) for spec in fields(cls) if spec.init}
     actions = {}
     for action in TrlParser(classes)._actions:
         actions.setdefault(action.dest, action)  # the action of `--no_...` comes second
@@ -72,7 +75,8 @@ def _group(owner: type, name: str) -> str:
     """
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
-        return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
+        package = definer.__module__.split(".")[0]
+        return "multimodal" if package == "trl_multimodal_rft" else package
     if issubclass(owner, ScriptArguments):
         return "mixture" if name in {member.name for member in fields(DatasetMixtureConfig)} else "script"
     return "model" if owner is ModelConfig else "evaluation"

@@ -5,6 +5,7 @@ import argparse
 import difflib
 import functools
 import importlib.resources
+import itertools
 import json
 import os
 import re
@@ -56,7 +57,9 @@ _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _MAX_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
 
-_MOST_NODES, _DEEPEST = 100_000, 100  # limits on the values of a config file, with those that aliases repeat
+# Limits on the values of a config file, with those that aliases repeat
+_MOST_NODES = 100_000
+_DEEPEST = 100
 
 Value = bool | int | float | str | list | dict | None
 
@@ -95,7 +98,8 @@ def read_config(path: str) -> dict[str, Value]:
 
 def _check_nodes(root: Any, path: str) -> None:
     """Raises a `ValueError` about a key that is set twice in a mapping, and about aliases that make endless values."""
-    stack, n_nodes = [(root, 0)], 0
+    stack = [(root, 0)]
+    n_nodes = 0
     while stack:
         node, depth = stack.pop()
         n_nodes += 1
@@ -124,7 +128,9 @@ def config_path(folder: str, name: str) -> str:
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
         # Names with a folder, such as "qwen2_vl_2b/refcoco_grpo", are also compared without it
-        stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
+        stem = Path(name).stem
+        stems = [Path(file).name for file in files]
+        hint = did_you_mean(name, files)
         near_stems = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
         near = [f"`{file}`" for file in files if Path(file).name in near_stems]
         if not near and not hint:
@@ -206,9 +212,11 @@ class Parser(argparse.ArgumentParser):
                     for key, value in convert_run_config(entries).items()
                     if f"--{key}" in self._option_string_actions
                 }
-            elif isinstance(env := entries.pop("env", None), dict):
-                os.environ.update({name: str(value) for name, value in env.items()})
-                namespace.env = env
+            else:
+                env = entries.pop("env", None)
+                if isinstance(env, dict):
+                    os.environ.update({name: str(value) for name, value in env.items()})
+                    namespace.env = env
             self.error_prefix = f"{path}: "
             self._parse_entries(entries, namespace)
             self.error_prefix = ""
@@ -274,19 +282,73 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+def _summary(name: str, text: str, default: Value = None) -> str:
+    """Returns a line of `--help`: the name of an option, the first sentence about it, and its default."""
+    width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
+    sentence = " ".join(text.split()).replace("`", "").partition(". ")[0].rstrip(".")
+    words = " ".join(map(str, default)) if isinstance(default, list) else default
+    stated = "" if default in (None, False, {}) or "efault" in sentence else f" ({words})"
+    return f"  {name:32} {textwrap.shorten(sentence + stated, max(width, 20), placeholder=' ...')}"
+
+
+def add_short_help(parser: Parser) -> None:
+    """Adds `--help`, which has a line for each option, `--help WORD` and `--help_all`, which explain them."""
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_ShortHelp, help=argparse.SUPPRESS)
+    parser.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
+
+
+class _ShortHelp(argparse.Action):
+    """Action of `--help` and `--help WORD` of a command that isn't launched."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        shown: dict[str, list[argparse.Action]] = {}
+        for group in parser._action_groups:
+            actions = shown.setdefault(str(group.title), [])
+            actions += [action for action in group._group_actions if _is_shown(action)]
+        if values:
+            self._explain(parser, shown, str(values))
+        else:
+            lines = [f"usage: {parser.usage}", "", str(parser.description)]
+            for title, actions in shown.items():
+                lines += ["", f"{title}:"] if actions else []
+                # Those that must be given come first
+                for action in sorted(actions, key=lambda action: not action.required):
+                    lines.append(_summary(action.option_strings[0], str(action.help), action.default))
+            words = "`--help WORD` explains options, such as `--help tokens`; `--help_all` explains all."
+            sys.stdout.write("\n".join([*lines, "", words, ""]))
+        parser.exit()
+
+    def _explain(self, parser: argparse.ArgumentParser, shown: dict[str, list[argparse.Action]], word: str) -> None:
+        word = _option_name(word.lstrip("-").lower())
+        actions = [*itertools.chain.from_iterable(shown.values())]
+        found = [action for action in actions if word in action.dest]
+        found = found or [action for action in actions if word in str(action.help).lower()]
+        if not found:
+            parser.error(f"no option has {word!r} in its name or help.{did_you_mean(word, [a.dest for a in actions])}")
+        formatter = parser._get_formatter()
+        formatter.add_arguments(found)
+        sys.stdout.write(formatter.format_help())
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.help is not argparse.SUPPRESS
+
+
 def _first_options(parser: Parser) -> str:
     """Returns the options of examples and recipes in groups, one line each."""
-    width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
-    lines, n_first = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])], 0
+    lines = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])]
+    n_first = 0
     for group, title in GROUPS.items():
         rows = [option for option in parser.options if option["group"] == group and option["name"] in FIRST_OPTIONS]
         lines += ["", f"{title}:"] if rows else []
         n_first += len(rows)
-        for option in rows:
-            sentence = " ".join(option["help"].split()).replace("`", "").partition(". ")[0].rstrip(".")
-            default = "" if option["default"] in (None, False) else f" ({option['default']})"
-            summary = textwrap.shorten(sentence + default, max(width, 20), placeholder=" ...")
-            lines.append(f"  --{option['name']:30} {summary}")
+        lines += [_summary(f"--{option['name']}", option["help"], option["default"]) for option in rows]
     n_others = len(parser.options) - n_first
     lines += ["", f"`--help WORD` explains options, such as `--help lora`; `--help_all` shows {n_others} more."]
     return "\n".join(
@@ -331,7 +393,6 @@ def table() -> dict[str, Any]:
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
-    """Returns the options of a launched command."""
     return [option for option in table()["options"] if command in option["commands"]]
 
 
@@ -373,7 +434,9 @@ def launched_command_parser(prog: str, options: Iterable[dict[str, Any]], descri
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
     """Adds an option of [`table`] to a parser or group."""
-    name, type_name, choices = option["name"], option["type"], option["choices"]
+    name = option["name"]
+    type_name = option["type"]
+    choices = option["choices"]
     arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
     text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
     if choices is None:
@@ -417,7 +480,9 @@ def parse_json(text: str) -> Value:
         raise argparse.ArgumentTypeError(f"invalid json value: {text!r} ({error})") from None
 
 
-_parse_bool.__name__, parse_json.__name__ = "bool", "json"  # messages of argparse show these names
+# Messages of argparse show these names
+_parse_bool.__name__ = "bool"
+parse_json.__name__ = "json"
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

@@ -18,7 +18,7 @@ LAYOUTS = {
     "audiomcq": "load_audiomcq",
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
-    "video-r1": "load_video_r1",
+    "avqa-r1": "load_avqa_r1",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
@@ -100,7 +100,6 @@ def check(parser: Parser) -> None:
 
 
 def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `check` from a run config."""
     options = {"dataset_split": run_config["dataset_train_split"]} if "dataset_train_split" in run_config else {}
     config = run_config.get("accelerate_config")
     processes = process_count(run_config, None if config is None else str(config))
@@ -146,12 +145,12 @@ def estimate(parser: Parser) -> None:
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
-    """Returns options of `estimate` from a run config."""
     launch = {
         **read_config(config_path("accelerate_configs", str(run_config.get("accelerate_config", "single_gpu")))),
         **run_config,
     }
-    deepspeed, parallelism = launch.get("deepspeed_config"), launch.get("parallelism_config")
+    deepspeed = launch.get("deepspeed_config")
+    parallelism = launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
     config_keys = {  # key of the run config, by the option of `estimate` that it sets
@@ -191,6 +190,5 @@ def prepare(parser: Parser) -> None:
         "of AudioMCQ, keep rows that most models answer only with the audio (strong), or also without (weak)"
     )
     add("--contribution", choices=("weak", "strong"), help=contribution_help)
-    add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--media_rules", type=parse_json, help=_RULES_HELP)

@@ -78,20 +78,25 @@ def check_names(args: argparse.Namespace) -> None:
     for name in [*(getattr(args, option, None) for option in NAME_OPTIONS), *mixture_paths]:
         if isinstance(name, str):
             local_path(name)
-    config, dataset = getattr(args, "config", None), getattr(args, "dataset_name", None)
+    config = getattr(args, "config", None)
+    dataset = getattr(args, "dataset_name", None)
     if config is not None and dataset is not None and local_path(dataset) is None:
         text = re.sub(r" \\\n#\s+", " ", Path(config_path("recipes", config)).read_text(encoding="utf-8"))
         command = rf"^#\s+(trl-multimodal-rft prepare .*--output_dir {re.escape(dataset)}(?: .*)?)$"
-        if match := re.search(command, text, re.MULTILINE):
+        match = re.search(command, text, re.MULTILINE)
+        if match:
             raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
-    options = {name: value for name in OPTION_NAMES if (value := getattr(args, name, None)) is not None}
-    rules_of(getattr(args, "media_rules", None), **options)
+    options = {name: getattr(args, name, None) for name in OPTION_NAMES}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    rules_of(getattr(args, "media_rules", None), **given_options)
 
 
 def check_functions(names: Sequence[str], kind: str = "reward function") -> None:
     """Checks the names of reward functions or tools. Modules of dotted paths are imported later."""
     built_in = table()["rewards" if kind == "reward function" else "tools"]
-    for text in [names] if isinstance(names, str) else names:
+    if isinstance(names, str):
+        names = [names]
+    for text in names:
         name, _ = split_settings(text)
         if "." in name:
             check_dotted(name, kind)
@@ -108,13 +113,15 @@ def check_batch(command: str, args: argparse.Namespace) -> None:
     values = {"num_generations_eval": 1, **defaults, **vars(args), "world_size": processes, "do_eval": True}
     config = SimpleNamespace(**values)
     if (config.num_generations or 1) > 1:
-        names, config.generation_batch_size = batch_options(config), batch_size(config)
+        names = batch_options(config)
+        config.generation_batch_size = batch_size(config)
         check_batches(config, names)
 
 
 def check_processes(args: argparse.Namespace) -> None:
     """Checks that this machine has a device for each process that `accelerate launch` is to start on it."""
-    launch, config = getattr(args, "launch", {}), getattr(args, "accelerate_config", None)
+    launch = getattr(args, "launch", {})
+    config = getattr(args, "accelerate_config", None)
     count = process_count(launch, config)
     if count is None or count <= 1:
         return

@@ -25,10 +25,11 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
     # A new column has the name of the template's option, such as `prompt` of `--prompt`. `used_columns` maps each
     # column in a template to this option.
     chosen_templates = {name: template for name, template in templates.items() if template is not None}
-    used_columns = {
-        name: option for option, text in chosen_templates.items() for _, name in _BRACED_NAMES.findall(text) if name
-    }
-    columns, features = dataset.column_names, dataset.features or {}
+    used_columns = {}
+    for option, text in chosen_templates.items():
+        used_columns |= {name: option for _, name in _BRACED_NAMES.findall(text) if name}
+    columns = dataset.column_names
+    features = dataset.features or {}
     for name, option in used_columns.items():
         if columns is not None and name not in columns:
             raise ValueError(
@@ -51,7 +52,8 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
     """Adds a system message to a dataset's prompts, and to a teacher's prompts that lack a system message."""
     if text is None:
         return dataset
-    columns, features = dataset.column_names, dataset.features or {}
+    columns = dataset.column_names
+    features = dataset.features or {}
     if columns is not None and "prompt" not in columns:
         raise ValueError(
             f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "

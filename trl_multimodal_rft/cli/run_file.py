@@ -26,7 +26,8 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     Writes the options that the user set. A resumed run replaces the file, but keeps its `max_steps`. Any other run
     renames an earlier run's file with other options to `run-1.yaml`, or to the next free number.
     """
-    entries, path = {**options, **options.get("launch", {})}, Path(folder, FILE_NAME)
+    entries = {**options, **options.get("launch", {})}
+    path = Path(folder, FILE_NAME)
     if resumed:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # a user may have edited the file
             max_steps = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
@@ -42,5 +43,6 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     text = yaml.safe_dump(without_secrets(entries), sort_keys=False, allow_unicode=True, width=119)
     text = f"# {command} --config {shlex.quote(str(path))}\n{text}"
     if not resumed and path.exists() and path.read_bytes() != text.encode():
-        path.rename(next(free for i in itertools.count(1) if not (free := Path(folder, f"run-{i}.yaml")).exists()))
+        candidates = (Path(folder, f"run-{i}.yaml") for i in itertools.count(1))
+        path.rename(next(candidate for candidate in candidates if not candidate.exists()))
     path.write_text(text, encoding="utf-8")

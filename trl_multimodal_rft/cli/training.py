@@ -67,8 +67,10 @@ class ScriptCallback(TrainerCallback):
         self.script_args = script_args
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        script_args, script_args.state = self.script_args, state
-        folder, resumed = str(args.output_dir), state.global_step > 0
+        script_args = self.script_args
+        script_args.state = state
+        folder = str(args.output_dir)
+        resumed = state.global_step > 0
         if resumed:
             option = checkpoint_of(args)
             checkpoint = Path(folder, f"checkpoint-{state.global_step}") if option is True else option
@@ -113,7 +115,8 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     except KeyboardInterrupt:
         if script_args.state is None:
             raise
-        state, last_step = script_args.state, saved_step(training_args.output_dir, script_args.state)
+        state = script_args.state
+        last_step = saved_step(training_args.output_dir, script_args.state)
         folder = Path(str(training_args.output_dir), f"checkpoint-{last_step}")
         checkpoint_note = "" if last_step is None else f"; the last checkpoint is {folder}"
         resume = resume_hint(script_args, training_args.output_dir, state)
@@ -149,7 +152,8 @@ def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: Tr
     values = {**vars(script_args), "media_dir": args.media_dir}
     values["max_completion_length"] = getattr(args, "max_completion_length", None)
     for name in ("dataset_config", "media_dir", "prompt", "reward_funcs", "tools", "max_completion_length"):
-        if value := values.get(name):
+        value = values.get(name)
+        if value:
             data += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
@@ -160,7 +164,9 @@ def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: Tr
         publish = f"https://huggingface.co/{args.hub_model_id}"
     ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
     if isinstance(args, MultimodalRewardConfig):  # a reward model scores pairs and writes no text
-        ask, model, system = [], ["--pairs", "--reward_model_name_or_path", folder], []
+        ask = []
+        model = ["--pairs", "--reward_model_name_or_path", folder]
+        system = []
     evaluate = "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])
     # Rows of DPO and KTO have no solutions
     has_solutions = not isinstance(args, (MultimodalDPOConfig, MultimodalKTOConfig))

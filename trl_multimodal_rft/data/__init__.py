@@ -10,12 +10,12 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from ..extras.prepare.benchmarks import load_audiomcq, load_avqa, load_mmau
     from ..extras.prepare.folders import write_folder
     from ..extras.prepare.layouts import (
+        load_avqa_r1,
         load_conversations,
         load_easyr1,
         load_geo3k,
         load_preferences,
         load_verl,
-        load_video_r1,
     )
     from .reading.rules import MediaRules
     from .rows.pairs import judge_rows
@@ -27,12 +27,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         "..extras.prepare.benchmarks": ["load_audiomcq", "load_avqa", "load_mmau"],
         "..extras.prepare.folders": ["write_folder"],
         "..extras.prepare.layouts": [
+            "load_avqa_r1",
             "load_conversations",
             "load_easyr1",
             "load_geo3k",
             "load_preferences",
             "load_verl",
-            "load_video_r1",
         ],
         ".rows.pairs": ["judge_rows"],
     },

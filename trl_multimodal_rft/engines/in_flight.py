@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from accelerate.logging import get_logger
 
 from ..data.reading.http import started
+from .vllm_client import EngineRequest
 from .vllm_requests import ServerSample, WarnOnce, until_answered
-from .vllm_server import EngineRequest
 
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ class InFlight:
     Args:
         send (`Callable`):
             Function `send(request, salt, request_index, attempt)` that returns the completions of a request, see
-            `MultimodalVLLMGeneration.ask`. After a [`RequestLost`], it is called again with the next `attempt`.
+            `Servers.ask`. After a [`RequestLost`], it is called again with the next `attempt`.
         max_staleness (`int`):
             Maximum number of batches that are requested beyond the next batch to train on.
         patience (`float`):

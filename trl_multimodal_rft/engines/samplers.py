@@ -184,11 +184,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """
-        `True` if ranks share an engine. Also `True` with servers: after each call, ranks exchange errors, so that all
-        of them raise the error of one rank's server.
-        """
-        return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
+        return self.engine.is_collective
 
     def __call__(
         self,

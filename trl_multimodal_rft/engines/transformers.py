@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,9 @@ _KEYLESS_LAYERS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", Line
 # Common prefixes are prefilled first if that reduces the tokens to forward to at most this share. The prefixes cost a
 # further forward, which a smaller saving might not repay
 _MAX_PREFILL_SHARE = 0.9
+
+# A cache of tokens before prompts' suffixes, its mask `(B, N)`, and the suffixes, a row each
+Past = tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]]
 
 # Completions in a cache, by batch index: the row in the cache, the prompt, and the sampled tokens that the cache holds
 Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
@@ -77,9 +80,7 @@ class Branches:
         }
         self._stored = cache, torch.cat([mask, cached_mask.to(mask)], dim=1), rows
 
-    def take(
-        self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
-    ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
+    def take(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> Past | None:
         """
         Removes the cache, and returns it with its mask and the suffixes of prompts, which must still be prefilled.
         Returns `None` if the cache can't be used. From the second turn on, `obstacle` then has the reason.
@@ -133,6 +134,62 @@ class Branches:
         return None
 
 
+class Prefilled(NamedTuple):
+    """Prompts in a cache, from which completions are sampled."""
+
+    cache: DynamicCache
+    mask: torch.Tensor  # of the tokens in the cache, `(B, N)`
+    logits: torch.Tensor  # after each row, `(B, V)`
+    rows: list[int]  # for each completion, the row of its prompt
+
+
+@dataclass(frozen=True)
+class PromptForwards:
+    """Forwards of a model over prompts: `prefill`, and `generate`."""
+
+    model: nn.Module  # ready to generate
+    unwrapped_model: PreTrainedModel
+    pad_token_id: int
+    device: torch.device
+
+    def batch(self, rows: Sequence[EncodedPrompt]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Returns the left-padded per-token tensors of prompts, and their media."""
+        padded = left_pad(rows, self.pad_token_id)
+        tensors = {**padded.pop("fields"), **padded}
+        media = media_inputs(rows, self.unwrapped_model, self.device)
+        return {name: value.to(self.device) for name, value in tensors.items()}, media
+
+    def prefill(self, prompts: Sequence[EncodedPrompt], rows: list[int], past: Past | None = None) -> Prefilled:
+        """Prefills prompts, or the suffixes in `past`. `rows` has the row of each completion's prompt."""
+        forwarded = prompts if past is None else past[2]
+        with frozen_features(self.unwrapped_model, forwarded):
+            batch, media = self.batch(forwarded)
+            mask = batch.pop("attention_mask")
+            if past is None:
+                cache = DynamicCache(config=windows_as_forwarded(self.unwrapped_model))
+            else:
+                cache = past[0]
+                mask = torch.cat([past[1], mask], dim=1)
+            # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
+            inputs = self.unwrapped_model.prepare_inputs_for_generation(
+                batch.pop("input_ids"),
+                attention_mask=mask,
+                use_cache=True,
+                is_first_iteration=True,
+                **{KV_CACHE: cache, **batch, **media},
+            )
+            return Prefilled(cache, mask, self.model(**{**inputs, "logits_to_keep": 1}).logits[:, -1], rows)
+
+    def generate(self, inputs: dict[str, Any], config: GenerationConfig, n: int) -> torch.Tensor | ModelOutput:
+        """Returns `generate`'s output. A tensor is cut to the ids after the prompts, and to the first `n` rows."""
+        # `generate` takes options that are `None` from the model's generation config. Without the replacement, a
+        # `min_p` or repetition penalty of the checkpoint would change the distribution of sampled tokens.
+        with replaced(self.unwrapped_model, generation_config=config):
+            generate = cast(Callable[..., torch.Tensor | ModelOutput], self.model.generate)
+            output = generate(**inputs, generation_config=config)
+        return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
+
+
 def generate_completions(
     model: nn.Module,
     unwrapped_model: PreTrainedModel,
@@ -165,65 +222,122 @@ def generate_completions(
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. That
     output ends with rows of the dummies if `generate` got repeated prompts.
     """
-    config = generation_config
-    room = 0
-    # Without compilation, `decode` replaces `generate` with a static cache
-    has_static_cache = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
-    if (has_static_cache or isinstance(runner, GraphedStep)) and shares_prompts(unwrapped_model):
-        # With static shapes, the cache has room for `room` tokens of each completion. Shapes are dynamic (`room` is 0)
-        # if ranks wait for each other (`ranks_in_step`), as the forwards of a waiting rank could exceed any room.
-        room = 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
-        config = copy.copy(config)
-        config.cache_implementation = None if has_static_cache else config.cache_implementation
+    forwards = PromptForwards(model, unwrapped_model, pad_token_id, device)
+    options = {"ranks_in_step": ranks_in_step, "runner": runner, "casts_weights_once": casts_weights_once}
+    config, room = _decode_config(unwrapped_model, generation_config, device, runner, ranks_in_step)
     if not (shared_prefill and supports_decode(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses a cache of its own"
-        return _generate_from_repeated(
-            model, unwrapped_model, prompts, dummies, generation_config, pad_token_id, device, tokenizer
-        )
-    # Prefill. `past` has the cache of earlier tokens, its mask, and the suffixes of prompts that are prefilled now
-    unique_prompts = [*group_by_prompt(prompts), *dummies]
-    past = None
+        return _generate_from_repeated(forwards, prompts, dummies, generation_config, tokenizer)
     obstacle = _cache_obstacle(unwrapped_model)
-    prompt_rows = [unique_prompts.index(prompt) for prompt in prompts]  # row of each completion's prompt in the cache
+    prefilled = None
     if branches is not None:
         branches.obstacle = obstacle
-        branches = None if obstacle is not None else branches
-    if branches is not None:
-        past = branches.take(unwrapped_model, prompts)
-    if past is not None:
-        prompt_rows = [*range(len(prompts))]
-        unique_prompts = [*prompts]
-    elif obstacle is None and not ranks_in_step:
-        past = _prefill_prefixes(model, unwrapped_model, unique_prompts, device, pad_token_id)
-    cache, mask, logits = _prefill(model, unwrapped_model, unique_prompts, device, pad_token_id, past)
-    index = torch.tensor(prompt_rows, device=device)
-    shares_cache = shares_prompts(unwrapped_model)
-    layout = None
-    n_per_prompt, remainder = divmod(len(prompt_rows), len(unique_prompts))
+        if obstacle is None:
+            prefilled = _prefill_after(forwards, prompts, branches)
+    if prefilled is None:  # there is no cache to continue from
+        prefilled = _prefill_unique(forwards, prompts, dummies, obstacle is None and not ranks_in_step)
+    kept_in = branches if obstacle is None else None
+    return _decode_prefilled(forwards, prefilled, prompts, config, room, options, kept_in)
+
+
+def _decode_config(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    device: torch.device,
+    runner: TokenStep | None,
+    ranks_in_step: bool,
+) -> tuple[GenerationConfig, int]:
+    """
+    Returns the config with which `decode` runs, and the number of tokens of each completion for which a cache with
+    static shapes has room, 0 if shapes are dynamic.
+    """
+    # Without compilation, `decode` replaces `generate` with a static cache
+    has_static_cache = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
+    if not (has_static_cache or isinstance(runner, GraphedStep)) or not shares_prompts(model):
+        return config, 0
+    config = copy.copy(config)
+    if has_static_cache:
+        config.cache_implementation = None
+    # Shapes are dynamic if ranks wait for each other, as the forwards of a waiting rank could exceed any room
+    return config, 0 if ranks_in_step else min(ROOM, config.max_new_tokens or ROOM)
+
+
+def _generate_from_repeated(
+    forwards: PromptForwards,
+    prompts: Sequence[EncodedPrompt],
+    dummies: Sequence[EncodedPrompt],
+    config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> torch.Tensor | ModelOutput:
+    """Returns the output of `generate` without `decode`, on each prompt once per completion."""
+    model = forwards.unwrapped_model
+    rows = [*prompts, *dummies]
+    batch, media = forwards.batch(rows)
+    del batch["position_ids"]
+    inputs: dict[str, Any] = {**batch, **media}
+    if config.stop_strings:
+        inputs["tokenizer"] = tokenizer
+    cache_config = windows_as_forwarded(model)
+    takes_cache = config.cache_implementation is None and config.use_cache is not False
+    if takes_cache and cache_config is not model.config:
+        inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
+    with frozen_features(model, rows):
+        return forwards.generate(inputs, config, len(prompts))
+
+
+def _prefill_unique(
+    forwards: PromptForwards,
+    prompts: Sequence[EncodedPrompt],
+    dummies: Sequence[EncodedPrompt],
+    shares_prefixes: bool,
+) -> Prefilled:
+    """Prefills each unique prompt once, and the dummies; with `shares_prefixes`, common prefixes first."""
+    unique_prompts = [*group_by_prompt(prompts), *dummies]
+    past = _prefill_prefixes(forwards, unique_prompts) if shares_prefixes else None
+    return forwards.prefill(unique_prompts, [unique_prompts.index(prompt) for prompt in prompts], past)
+
+
+def _prefill_after(forwards: PromptForwards, prompts: Sequence[EncodedPrompt], branches: Branches) -> Prefilled | None:
+    """Prefills what follows the tokens in the cache of `branches`, a row per prompt; `None` without a cache."""
+    past = branches.take(forwards.unwrapped_model, prompts)
+    return None if past is None else forwards.prefill(prompts, [*range(len(prompts))], past)
+
+
+def _decode_prefilled(
+    forwards: PromptForwards,
+    prefilled: Prefilled,
+    prompts: Sequence[EncodedPrompt],
+    config: GenerationConfig,
+    room: int,
+    options: dict[str, Any],
+    branches: Branches | None = None,
+) -> torch.Tensor | ModelOutput:
+    """Returns the output of `decode` with `options` after prefilled prompts. `branches` gets the cache."""
+    model = forwards.unwrapped_model
+    cache, mask, logits, rows = prefilled
+    shares_cache = shares_prompts(model)
+    index = torch.tensor(rows, device=forwards.device)
+    n_per_prompt, remainder = divmod(len(rows), len(logits))
     # Completions share their prompt's row if the model allows it and prompts have equally many completions, in order.
     # Otherwise each completion gets a row of its own
-    if not shares_cache or remainder or prompt_rows != [i // n_per_prompt for i in range(len(prompt_rows))]:
+    if not shares_cache or remainder or rows != [i // n_per_prompt for i in range(len(rows))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask = mask[index]
         logits = logits[index]
-        index = torch.arange(len(prompt_rows), device=device)
-    if shares_cache:
-        layout = share_prompts(cache, mask, len(prompt_rows), room)
-    # Sampling
-    keeps_cache = branches is not None
+        index = torch.arange(len(rows), device=forwards.device)
+    layout = share_prompts(cache, mask, len(rows), room) if shares_cache else None
     mask = mask[index]
-    batch = left_pad(prompts, pad_token_id)
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
-    options = {
-        "keeps_cache": keeps_cache,
-        "ranks_in_step": ranks_in_step,
-        "runner": runner,
-        "casts_weights_once": casts_weights_once,
+    loop = functools.partial(decode, logits=logits[index], layout=layout, keeps_cache=branches is not None, **options)
+    batch = left_pad(prompts, forwards.pad_token_id)
+    inputs = {
+        "input_ids": batch["input_ids"].to(forwards.device),
+        "position_ids": batch["position_ids"].to(forwards.device),
+        "attention_mask": mask,
+        KV_CACHE: cache,
+        "custom_generate": loop,
     }
-    loop = functools.partial(decode, logits=logits[index], layout=layout, **options)
-    inputs |= {"attention_mask": mask, KV_CACHE: cache, "custom_generate": loop}
-    output = _generate(model, unwrapped_model, inputs, config, len(prompt_rows))
+    output = forwards.generate(inputs, config, len(rows))
     if branches is not None:
         sequences = output["sequences"] if isinstance(output, ModelOutput) else output
         end_ids = config.eos_token_id
@@ -233,58 +347,7 @@ def generate_completions(
     return output
 
 
-def _generate_from_repeated(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    dummies: Sequence[EncodedPrompt],
-    config: GenerationConfig,
-    pad_token_id: int,
-    device: torch.device,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> torch.Tensor | ModelOutput:
-    """Returns the output of `generate` without `decode`, on each prompt once per completion."""
-    rows = [*prompts, *dummies]
-    batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
-    del batch["position_ids"]
-    inputs: dict[str, Any] = {**batch, **media}
-    if config.stop_strings:
-        inputs["tokenizer"] = tokenizer
-    cache_config = windows_as_forwarded(unwrapped_model)
-    takes_cache = config.cache_implementation is None and config.use_cache is not False
-    if takes_cache and cache_config is not unwrapped_model.config:
-        inputs[KV_CACHE] = DynamicCache(config=cache_config)  # the default drops tokens outside of a window
-    with frozen_features(unwrapped_model, rows):
-        return _generate(model, unwrapped_model, inputs, config, len(prompts))
-
-
-def _generate(
-    model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
-) -> torch.Tensor | ModelOutput:
-    """Returns the output of `generate`. A tensor is cut to the ids after the prompts, and to the first `n` rows."""
-    # `generate` takes options that are `None` from the model's generation config. Without the replacement, a `min_p`
-    # or repetition penalty of the checkpoint would change the distribution of sampled tokens.
-    with replaced(unwrapped_model, generation_config=config):
-        output = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)(**inputs, generation_config=config)
-    return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
-
-
-def _prompt_batch(
-    rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int
-) -> tuple:
-    """Returns the left-padded per-token tensors of prompts, and their media."""
-    batch = left_pad(rows, pad_token_id)
-    batch = {**batch.pop("fields"), **batch}
-    return {name: value.to(device) for name, value in batch.items()}, media_inputs(rows, model, device)
-
-
-def _prefill_prefixes(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    device: torch.device,
-    pad_token_id: int,
-) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
+def _prefill_prefixes(forwards: PromptForwards, prompts: Sequence[EncodedPrompt]) -> Past | None:
     """
     Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
     of prompts. Returns `None` if that would save few tokens, or if a prefix could end within media.
@@ -292,7 +355,7 @@ def _prefill_prefixes(
     For example, prompts of 8 and 7 tokens have the first 5 in common. The prefix row has 5 tokens, and the 2 suffix
     rows have 3, with padding, so 11 tokens are forwarded in place of 16.
     """
-    trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
+    trees = trees_of(forwards.unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):  # no two prompts have a common prefix
         return None
     prefixes = []
@@ -312,39 +375,10 @@ def _prefill_prefixes(
     n_forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, suffixes.values()))
     if n_forwarded > _MAX_PREFILL_SHARE * len(prompts) * max(map(len, prompts)):
         return None
-    order = torch.tensor([prefix_index[prompt] for prompt in prompts], device=device)
-    cache, mask, _ = _prefill(model, unwrapped_model, prefixes, device, pad_token_id)
-    cache.reorder_cache(cast(torch.LongTensor, order))
-    return cache, mask[order], [suffixes[prompt] for prompt in prompts]
-
-
-def _prefill(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    device: torch.device,
-    pad_token_id: int,
-    past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
-) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """Prefills prompts, or the suffixes in `past`. Returns the cache, its mask `(B, N)`, and last logits `(B, V)`."""
-    rows = prompts if past is None else past[2]
-    with frozen_features(unwrapped_model, rows):
-        batch, media = _prompt_batch(rows, unwrapped_model, device, pad_token_id)
-        mask = batch.pop("attention_mask")
-        if past is None:
-            cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
-        else:
-            cache = past[0]
-            mask = torch.cat([past[1], mask], dim=1)
-        # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
-        inputs = unwrapped_model.prepare_inputs_for_generation(
-            batch.pop("input_ids"),
-            attention_mask=mask,
-            use_cache=True,
-            is_first_iteration=True,
-            **{KV_CACHE: cache, **batch, **media},
-        )
-        return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
+    order = torch.tensor([prefix_index[prompt] for prompt in prompts], device=forwards.device)
+    prefilled = forwards.prefill(prefixes, [])
+    prefilled.cache.reorder_cache(cast(torch.LongTensor, order))
+    return prefilled.cache, prefilled.mask[order], [suffixes[prompt] for prompt in prompts]
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:

@@ -1,58 +1,31 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling with vLLM: TRL's engine, extended to media, LoRA adapters and weights that are named as in checkpoints."""
 
-import math
-import re
-import tempfile
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from itertools import chain
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import GenerationConfig
-from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.generation.vllm_generation import VLLMGeneration
 
-from ..credentials import without_credentials
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
-from ..models.wrapped import replaced, unwrapped
-from .vllm_adapters import MERGED, EngineAdapter, load_adapter
-from .vllm_prompts import EnginePrompts, processors_unchecked
-from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
-from .vllm_server import (
-    EngineRequest,
-    ServerClient,
-    ServerGroup,
-    check_server_settings,
-    clock_of,
-    on_all_ranks,
-    server_completions,
-    server_renderer,
-)
-from .vllm_versions import SUPPORTED, engine_obstacle
-from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_unread
+from ..models.wrapped import unwrapped
+from .vllm_adapters import MERGED, EngineAdapter
+from .vllm_client import EngineRequest
+from .vllm_prompts import EnginePrompts
+from .vllm_requests import ServerSample
+from .vllm_versions import engine_obstacle
+from .vllm_weights import checkpoint_weights, gathered_weights
 
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.renderers import BaseRenderer
 
 logger = get_logger(__name__)
-
-# A counter of a server, in Prometheus' text format
-_COUNTER = re.compile(r"^(vllm:\w+)_total(?:{.*})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.MULTILINE)
-_METRICS_SECONDS = 10.0  # time limit for reading a server's counters
-
-if engine_obstacle() is None:
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.model_executor.models.utils import StageMissingLayer
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    from .vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
@@ -76,113 +49,73 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     """
     TRL's engine for prompts with media. A prompt's media are processed once for consecutive completions and for all
     turns of a conversation.
+
+    [`~engines.vllm_in_process.InProcess`] runs vLLM in the trainer's process, and
+    [`~engines.vllm_servers.Servers`] asks servers. They define `_start`, `_sample`, `_load` and `_counters`.
     """
 
-    # `placeholders` are ids that no completion may have. Servers read adapters from `adapter_folder`.
     def __init__(
         self,
         engine_kwargs: dict[str, Any] | None = None,
         adapter: EngineAdapter | None = None,
-        adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
-        max_staleness: int = 0,
-        placeholders: Collection[int] = (),
         **kwargs,
     ):
-        self._placeholders = placeholders
-        self._connection_times: dict[str, float] = {}  # by address, the time of connection on the server's clock
-        self._warn = WarnOnce()
-        self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
-        self._adapter_folder = adapter_folder
         self._while_sampling = while_sampling  # returns a context around the engine's sampling
-        self.vllm_client: Any = None  # client of this rank's server; on rank 0, of all servers
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
-        # Index, over the whole run, of the generation batch that is due at the next sync
-        self.generation_batch_index = 0
-        # Adapters on servers: the index of the generation batch that was due at their sync, and their folder. An
-        # adapter stays on the servers as long as requests in flight may use it
-        self._adapters: list[tuple[int, Path]] = []
-        self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
-        self._n_drafts = self._n_accepted = 0.0  # the engine's counters at the last call of `acceptance_length`
+        self._n_drafts = 0.0  # the engine's counters at the last call of `acceptance_length`
+        self._n_accepted = 0.0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
         obstacle = engine_obstacle()
         if obstacle is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
-        adapter_kwargs = self._adapter.engine_kwargs if self._adapter else {}
-        if self._needs_base_weights and self.mode == "colocate" and not LOADS_BENEATH_ADAPTERS:
-            raise ValueError(
-                "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM 0.28 or later; install it, "
-                f"or set {MERGED}."
-            )
         try:
-            # TRL constructs `LLM` with fixed arguments. The replacement adds arguments, or replaces them
-            engine_class = getattr(vllm_generation, "LLM", None)
-            engine_kwargs = {**adapter_kwargs, **self._engine_kwargs}
-            with (
-                replaced(vllm_generation, LLM=lambda **args: engine_class(**{**args, **engine_kwargs})),
-                processors_unchecked(),
-            ):
-                if self.mode == "server":
-                    info = self._connect()
-                else:
-                    info = {}
-                    super()._init_vllm()
+            renderer = self._start()
         except ValueError as error:
             if "does not support LoRA" in str(error):
                 raise ValueError(f"{error} Set {MERGED}, which merges the adapter into the weights.") from error
             raise
-        if self.mode == "server":
-            self._speculates = bool(info.get("speculative_config"))
-            self._with_bad_words(self.sampling)  # called only for its error about unsupported options
-            name = cast(str, self.model.name_or_path)
-            renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
-        else:
-            renderer = self.llm.renderer
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
 
-    def _connect(self) -> dict[str, Any]:
-        """Connects each rank with its server, and rank 0 with all. Returns the settings of this rank's server."""
-        rank = self.accelerator.process_index
-        n_ranks = self.accelerator.num_processes
-        timeout = self.server_timeout
-        urls = self._urls
-        if len(urls) > n_ranks and self._max_staleness == 0:
-            raise ValueError(
-                f"`vllm_server_base_url` has {len(urls)} servers for {n_ranks} processes, and each process uses only "
-                "one server; leave out the other servers."
-            )
+    # What differs between an engine in this process and servers
 
-        def connect() -> tuple[ServerClient, dict[str, Any]]:
-            rank_url = urls[rank % len(urls)]
-            client = ServerClient(rank_url, timeout) if rank else ServerGroup(urls, self.group_port, timeout)
-            info = client.get_server_info()
-            check_server_settings(client, info, self.model.config, self._engine_kwargs["dtype"])
-            used_urls = urls if rank == 0 or self._max_staleness > 0 else [rank_url]
-            self._connection_times = {url: clock_of(url, timeout)[1] for url in used_urls}
-            return client, info
+    def _start(self) -> "BaseRenderer":
+        """Starts vLLM, or connects with it. Returns the renderer, which processes prompts."""
+        raise NotImplementedError
 
-        self.vllm_client, info = on_all_ranks(self.accelerator, connect)
-        self._on_main_process(lambda: self.vllm_client.init_communicator(self.accelerator.device))
-        return info
+    def _sample(
+        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
+    ) -> list[ServerSample]:
+        """Returns the completions of requests, in their order."""
+        raise NotImplementedError
+
+    def _load(self, adapter: EngineAdapter | None, sends_weights: bool) -> None:
+        """Loads the policy's weights, if `sends_weights`, and an `adapter`, and resets vLLM's caches."""
+        raise NotImplementedError
+
+    def _counters(self) -> Mapping[str, float | None]:
+        """Returns vLLM's counters by name. Raises `RuntimeError` or `AssertionError` if they can't be read."""
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        """Loads weights that vLLM has dropped."""
 
     @property
-    def _urls(self) -> Sequence[str]:
-        return (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
+    def is_collective(self) -> bool:
+        """Whether all ranks must call `generate` equally often."""
+        raise NotImplementedError
 
-    def _on_main_process(self, work: Callable[[], None]) -> None:
-        on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)
+    # Samples
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the engine's forward."""
         return self.prompts.renderer.model_config.dtype
-
-    # Samples
 
     def generate(
         self,
@@ -209,12 +142,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         requests = self._requests(
             prompts, images, seed, [min(n, max_tokens) for n in room or [max_tokens] * len(prompts)]
         )
-        # A sleeping engine has no weights
-        if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
-            self.sync_weights()
-        sample = self._sample_with_server if self.mode == "server" else self._sample_with_engine
+        self._wake()
         with self._while_sampling():
-            completions = sample(requests, options, profiler or nullcontext())
+            completions = self._sample(requests, options, profiler or nullcontext())
         prompt_ids = []
         for request in requests:
             prompt_ids += [request.ids] * request.count
@@ -253,76 +183,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"completions of some prompts; {self.prompts.remedy_of_length}."
             )
         return requests
-
-    def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """Returns the requests to a server for completions of prompts."""
-        requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
-        return [request.for_server() for request in requests]
-
-    def ask(self, request: EngineRequest, salt: str, request_index: int, attempt: int) -> list[ServerSample]:
-        """
-        Returns completions from a server, see [`server_completions`]. The server depends on the rank, `request_index`
-        and `attempt`, so that requests are spread over servers, and a retry goes to the next server.
-        """
-        rank = self.accelerator.process_index
-        n_ranks = self.accelerator.num_processes
-        urls = self._urls
-        url = urls[(rank + request_index * n_ranks + attempt) % len(urls)]
-        options = {**self._with_bad_words(self.sampling), "seed": request.seed}
-        try:
-            return self._request_completions(url, request, options, attempt, salt)
-        except RequestLost as error:
-            # A timeout ends the run, unless it is the first attempt's and another server can answer the next attempt
-            error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
-            raise
-
-    def _request_completions(
-        self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
-    ) -> list[ServerSample]:
-        """Returns completions from a server. A retry checks that the server still has the trained weights."""
-        timeout = self.server_timeout * (1 + self._max_staleness)
-        adapter = self._adapter_request
-        if attempt > 0 and adapter is not None:  # a restarted server doesn't know the adapter
-            load_adapter(url, Path(adapter.lora_path), timeout)
-        completions = server_completions(
-            url,
-            None if adapter is None else adapter.lora_name,
-            request,
-            options,
-            timeout=timeout,
-            vocab_size=self.prompts.renderer.model_config.get_vocab_size(),
-            placeholders=self._placeholders,
-            salt=salt,
-        )
-        if attempt > 0:
-            self._check_not_restarted(url)
-        return completions
-
-    def _check_not_restarted(self, url: str) -> None:
-        """
-        Raises a `RuntimeError` if a server was restarted and has lost the trained weights. A lost adapter needs no
-        check: each version has its own name, and a restarted server refuses unknown names.
-        """
-        restart_loses_weights = self.unmerged_adapter is None or self._needs_base_weights
-        # A server that started after the connection was restarted. One second is added, because the time of the
-        # connection was rounded down to whole seconds
-        if restart_loses_weights and clock_of(url, self.server_timeout)[0] > self._connection_times[url] + 1:
-            raise RuntimeError(
-                f"The vLLM server at {without_credentials(url)} was started again and has lost the trained "
-                "weights, so it would sample with the weights of its folder; resume the run, which sends the trained "
-                "weights again."
-            )
-
-    def check_restarts(self) -> None:
-        """Raises a `RuntimeError` if a server has lost the trained weights by a restart. All ranks must call this."""
-
-        def check() -> None:
-            for url in self._connection_times:
-                # An unreachable server is no error here, as no request is waiting for it at this point
-                with suppress(RequestLost):
-                    self._check_not_restarted(url)
-
-        self._on_main_process(check)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -367,85 +227,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Returns the mean number of tokens per speculative step since the last call, or `None` if vLLM doesn't report
         it.
         """
-        counters = self._counters() if self._speculates else None
-        if not counters:
+        if not self._speculates:
             return None
-        last_counts = self._n_drafts, self._n_accepted
-        self._n_drafts, self._n_accepted = (
-            counters.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
-        )
-        n_drafts = self._n_drafts - last_counts[0]
-        # A step samples one token after the accepted tokens of its draft
-        return 1 + (self._n_accepted - last_counts[1]) / n_drafts if n_drafts > 0 else None
-
-    def _counters(self) -> Mapping[str, float | None]:
-        """Returns the counters of the engine or of this rank's server, by name, or none if they can't be read."""
         try:
-            if self.mode == "server":
-                return _server_counters(self.vllm_client)
-            return {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+            counters = self._counters()
         # The user has turned metrics off, or a server doesn't answer; the run goes on without this entry of the log
         except (AssertionError, RuntimeError):
-            return {}
-
-    def _sample_with_engine(
-        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
-    ) -> list[ServerSample]:
-        """Returns completions. Ranks that share an engine run each other's requests, and return their part."""
-        if isinstance(options.get("structured_outputs"), dict):
-            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        start = 0
-        batch = requests
-        if self.tensor_parallel_size > 1:
-            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
-            torch.distributed.all_gather_object(requests_of_ranks, requests, group=self.tp_group)
-            rank = torch.distributed.get_rank(group=cast(torch.distributed.ProcessGroup, self.tp_group))
-            start = sum(map(len, requests_of_ranks[:rank]))
-            batch = [*chain.from_iterable(requests_of_ranks)]
-            if is_peft_model(self.model):
-                # Collectives of the update must end before those of the engine (huggingface/trl#3671)
-                torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
-        with profiler:
-            outputs = self._run_requests(batch, options)
-        if self.enable_sleep_mode:
-            self.llm.sleep(level=2)
-            self._llm_weights_sleeping = True
-        completions = []
-        for output in outputs[start : start + len(requests)]:
-            for sample in output.outputs:  # `logprobs` has a dictionary by token for each position
-                logps = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
-                completions.append((list(sample.token_ids), [*map(logp_or_none, logps)]))
-        return completions
-
-    def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
-        """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
-        engine = self.llm.llm_engine
-        outputs = {}
-        for i, request in enumerate(requests):
-            sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
-            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(i), request.rendered, params, lora_request=self._adapter_request)
-        while engine.has_unfinished_requests():
-            outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
-        return [outputs[i] for i in range(len(requests))]
-
-    def _sample_with_server(
-        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
-    ) -> list[ServerSample]:
-        def complete(request: EngineRequest) -> list[ServerSample]:
-            request = request.for_server()  # media are converted while other requests are answered
-            url = self.vllm_client.base_url
-            patience = self.server_timeout
-            return until_answered(
-                lambda attempt: self._request_completions(url, request, options, attempt), patience, self._warn
-            )
-
-        with profiler:
-            answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
-            self.check_restarts()
-        return [*chain.from_iterable(answers)]
+            return None
+        if not counters:
+            return None
+        last_n_drafts = self._n_drafts
+        last_n_accepted = self._n_accepted
+        self._n_drafts = counters.get("vllm:spec_decode_num_drafts") or 0.0
+        self._n_accepted = counters.get("vllm:spec_decode_num_accepted_tokens") or 0.0
+        n_drafts = self._n_drafts - last_n_drafts
+        # A step samples one token after the accepted tokens of its draft
+        return 1 + (self._n_accepted - last_n_accepted) / n_drafts if n_drafts > 0 else None
 
     # Weights
 
@@ -477,118 +274,4 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_first = self._adapter_request is None
         # Base weights below an adapter never change, so they are sent again only if a sleep has dropped them
         sends_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
-        if self.mode == "server":
-            with ExitStack() as stack:
-                if self._max_staleness > 0:  # servers sample during updates
-                    self._on_main_process(lambda: stack.enter_context(self.vllm_client.paused()))
-                # A server that is gone must raise an error here. Later, ranks would wait for it in a collective
-                self._on_main_process(lambda: self.vllm_client.reset_encoder_caches())
-                self.check_restarts()
-                if sends_weights:
-                    on_all_ranks(self.accelerator, super().sync_weights)
-                if adapter is not None:
-                    self._load_adapter_on_servers(adapter)
-                self._on_main_process(stack.close)
-            return
-        if self.enable_sleep_mode:
-            empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-        if sends_weights:
-            self._load_weights()
-        if adapter is not None:
-            self._load_adapter(adapter)
-        self.llm.reset_prefix_cache()
-        # vLLM caches encoders' outputs by media alone, and would reuse those of old weights (huggingface/trl#7198)
-        self.llm.llm_engine.reset_encoder_cache()
-
-    def _load_weights(self) -> None:
-        worker = self.llm.llm_engine.model_executor.driver_worker
-        model = self._runner.model
-        # vLLM must load weights itself, as its kernels may hold them in other layouts (vllm-project/vllm#42821)
-        reload = getattr(worker, "reload_weights", None)
-        if reload is None:
-            raise RuntimeError(
-                f"vLLM's {type(worker).__name__} can't reload weights. As it may have changed their layout, "
-                f"it would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
-            )
-        is_unneeded = _unused_weight_test(model)
-        weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
-        if self._takes_all_weights:
-            # vLLM reads some weights only when it has all weights of their layer. By then, the adapter may be unmerged
-            # from the model's weights, so vLLM gets copies of the merged weights
-            reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
-            return
-        # vLLM silently drops weights that it has no place for. The names in its list of loaded weights aren't those of
-        # the checkpoint, so reads are recorded instead
-        left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
-        if left_out:
-            raise RuntimeError(
-                f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
-                f"'{left_out[0]}', so it would sample from another model; set `use_vllm=False`."
-            )
-        self._takes_all_weights = True
-
-    def _load_adapter(self, adapter: EngineAdapter) -> None:
-        engine = self.llm.llm_engine
-        last_request = self._adapter_request
-        with tempfile.TemporaryDirectory() as folder:
-            adapter.write(folder)
-            adapter_id = 1 if last_request is None else last_request.lora_int_id + 1
-            request = LoRARequest(f"policy-{adapter_id}", adapter_id, folder)
-            if last_request is not None:
-                engine.remove_lora(last_request.lora_int_id)
-            engine.add_lora(request)
-        self._adapter_request = request
-        # vLLM silently drops adapters of layers that it doesn't have or can't adapt
-        manager: Any = self._runner.lora_manager._adapter_manager
-        left_out = sorted(manager.get_adapter(adapter_id).loras.keys() - manager.modules.keys())
-        if left_out:
-            raise RuntimeError(
-                f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
-                f"such as '{left_out[0]}', so it would sample from another model; leave these layers out of "
-                f"`target_modules`, or set {MERGED}, which merges the adapter into the weights at each sync."
-            )
-
-    @property
-    def _runner(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner
-
-    def _load_adapter_on_servers(self, adapter: EngineAdapter) -> None:
-        # A unique name, as other runs may use the servers
-        [name] = broadcast_object_list([f"policy-{uuid.uuid4().hex}"])
-        folder = Path(self._adapter_folder or "", name).absolute()
-        is_main = self.accelerator.is_main_process
-        if is_main:
-            folder.mkdir(parents=True)
-        adapter.write(folder if is_main else None)
-        # Requests in flight use adapters from batch index `oldest_index` on. Without asynchronous sampling, none is in
-        # flight
-        oldest_index = self.generation_batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
-        old_folders = [path for batch_index, path in self._adapters if batch_index < oldest_index]
-        current_adapters = [adapter_entry for adapter_entry in self._adapters if adapter_entry[0] >= oldest_index]
-        self._adapters = [*current_adapters, (self.generation_batch_index, folder)]
-        self._on_main_process(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, old_folders))
-        self._adapter_request = LoRARequest(name, 1, str(folder))
-        self.vllm_client.model = name
-
-
-def _server_counters(client: ServerClient) -> dict[str, float]:
-    """Returns the counters of a server, summed over its engines."""
-    counters: dict[str, float] = defaultdict(float)
-    answer = client.answer("/metrics", method="GET", attempt_timeout=_METRICS_SECONDS, patience=0.0)
-    for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
-        counters[name] += float(value)
-    return counters
-
-
-def _unused_weight_test(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Returns a predicate of names of weights, true for weights of encoders that the engine doesn't have."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    unused = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, StageMissingLayer))
-
-    def is_unused(name: str) -> bool:
-        engine_names = [name] if mapper is None else mapper.apply_list([name])
-        return any(engine_name.startswith(unused) for engine_name in engine_names)
-
-    return is_unused
+        self._load(adapter, sends_weights)

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..encoding.prompts import EncodedPrompt
+from .vllm_client import EngineRequest, ServerClient, check_protocol, prompt_scores, server_renderer
 from .vllm_prompts import EnginePrompts
-from .vllm_server import EngineRequest, ServerClient, check_protocol, prompt_scores, server_renderer
 from .vllm_versions import engine_obstacle
 
 

@@ -126,7 +126,9 @@ def page(
     example: tuple[str, list[str]] | None = None,
 ) -> "ChatInterface":
     """Returns the page. Each model answers a message in the context of its own earlier completions."""
-    gradio, lock, (name, *other_names) = require_module("gradio", "chat"), Lock(), answerers
+    gradio = require_module("gradio", "chat")
+    lock = Lock()
+    name, *other_names = answerers
 
     def chat(
         message: dict[str, Any],
@@ -156,7 +158,9 @@ def page(
         return replies if other_names else replies[0]["content"]
 
     max_length = max(_MAX_TOKENS, config.max_completion_length)
-    sources = [*["upload"] * bool(modalities), *["microphone"] * ("audio" in modalities)]
+    sources = ["upload"] if modalities else []
+    if "audio" in modalities:
+        sources.append("microphone")
     interface = gradio.ChatInterface(
         chat,
         multimodal=True,
@@ -185,8 +189,10 @@ def page(
 
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
     """Returns a message's text and file paths. They come in different formats from Gradio's API and from its page."""
-    text, files = "", []
-    for block in [content] if isinstance(content, str) else content:
+    text = ""
+    files = []
+    blocks = [content] if isinstance(content, str) else content
+    for block in blocks:
         if isinstance(block, str) or "text" in block:
             text += block if isinstance(block, str) else block["text"]
         else:
@@ -208,10 +214,12 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     refused if scripts of other sites send them, if they name an unknown host, which may resolve to this server (DNS
     rebinding), or if they are too large.
     """
-    address, origin = headers.get("host", ""), headers.get("origin")
+    address = headers.get("host", "")
+    origin = headers.get("origin")
     try:
         # The browser adds `origin` if a page's script sends the request
-        name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
+        name = urlsplit(f"//{address}").hostname or ""
+        is_ours = origin is None or urlsplit(origin).netloc == address
         if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
             ipaddress.ip_address(name)  # raises for any other name, which a foreign DNS may resolve to this server
     except ValueError:

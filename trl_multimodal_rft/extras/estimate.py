@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -154,7 +155,9 @@ def measure(args: argparse.Namespace) -> Usage:
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
     completions = range(args.per_device_train_batch_size)
-    prompts = [unique[view * n_prompts + i // group_size] for view in range(n_views) for i in completions]
+    prompts = []
+    for view in range(n_views):
+        prompts += [unique[view * n_prompts + i // group_size] for i in completions]
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     forwards = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
@@ -238,14 +241,14 @@ def _measure_micro_batch(
             baseline += [*module.parameters(), *module.buffers()]
         with Watch(baseline) as watch:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-                states, state_gradients = None, []
+                states = None
+                state_gradients = []
                 if prompt_first:
                     models = [base] if critic is None else [base, critic.model]
                     states = prompt_states(models, prompts[0], ids.device)
                     # The states' gradients, which are summed over the chunks, take memory, too
-                    state_gradients = [
-                        torch.empty_like(state, dtype=torch.float32) for pair in states.values() for state in pair
-                    ]
+                    all_states = chain.from_iterable(states.values())
+                    state_gradients = [torch.empty_like(state, dtype=torch.float32) for state in all_states]
                 prompt_ops = watch.operations
                 temperature = 1.0 if logits_from_model else None
                 request = ScoreRequest(prompts, ids, mask, packed, states=states)
@@ -259,7 +262,8 @@ def _measure_micro_batch(
                     loss = loss + completion_values(critic, critic.model, request).mean()
                 if scores.values is not None:
                     loss = loss + scores.values.mean()
-            held, forward_ops = watch.now, watch.operations
+            held = watch.now
+            forward_ops = watch.operations
             loss.backward()
             del state_gradients
         return held, watch.peak, forward_ops, watch.operations, prompt_ops
@@ -295,7 +299,8 @@ def memory(args: argparse.Namespace, usage: Usage) -> dict[str, float]:
     # Weights, gradients and optimizer state. A width is the number of bytes of one weight.
     loaded_width = 4 if args.dtype == "float32" else 2
     adapter_width = 2 if args.load_in_4bit else 4
-    trained, frozen = usage.trained, usage.frozen
+    trained = usage.trained
+    frozen = usage.frozen
     weights, gradients, optimizer = _states(
         args, trained, frozen, adapter_width if args.use_peft else loaded_width, loaded_width
     )
@@ -502,7 +507,8 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result))
         return
-    usage, sizes = result["measured"], result["memory"]
+    usage = result["measured"]
+    sizes = result["memory"]
     print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
     for name, size in sizes.items():
         if name != "host" and size > 0 or name in ("update", "generation"):

@@ -100,8 +100,8 @@ class PairArguments(EvaluationArguments):
 
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
-    """Returns the rows to evaluate."""
-    name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
+    name = str(script_args.dataset_name)
+    benchmark = evaluation_args.benchmark
     if script_args.dataset_streaming:
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
     loader_options = {"audio_dir": evaluation_args.media_dir} if benchmark in ("mmau", "avqa") else {}
@@ -141,7 +141,8 @@ def score_by_name(
         )
     model_options: dict[str, Any] = {**model_init_kwargs(model_args), "trust_remote_code": pair_args.trust_remote_code}
     model, processor = load_trained_reward_model(name, **model_options)
-    batch_size, overlong = 2 * config.batch_size, pair_args.audio_overlong
+    batch_size = 2 * config.batch_size
+    overlong = pair_args.audio_overlong
     reward = RewardModel(model.to(accelerator.device), processor, batch_size=batch_size, audio_overlong=overlong)
     rules = MediaRules(media_dir=pair_args.media_dir, **budgets_of(config))
     with accelerator.main_process_first():
@@ -226,8 +227,11 @@ def main(
         raise ValueError(
             f"`compare_with` is {baseline!r}, which has no results; name the `output_dir` of an evaluation."
         )
-    accelerator, train_split = Accelerator(), script_args.dataset_train_split
-    split, name, benchmark = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
+    accelerator = Accelerator()
+    train_split = script_args.dataset_train_split
+    split = script_args.dataset_test_split
+    name = script_args.dataset_name
+    benchmark = evaluation_args.benchmark
     single_split = only_split(name, script_args.dataset_config) if benchmark is None and name is not None else None
     # The default of `dataset_test_split`, "test", stands for the only split of a file or folder with a single one
     split = single_split if single_split is not None and split == "test" else split

@@ -50,9 +50,11 @@ class FakeFloats(TorchDispatchMode):
             if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
-                if func is _ATEN._grouped_mm.default and (dtype := args[0].dtype) != torch.bfloat16:
+                if func is _ATEN._grouped_mm.default and args[0].dtype != torch.bfloat16:
                     # Kernels compute products of experts in any dtype, but torch infers shapes in bfloat16 alone
-                    return func(*(matrix.to(torch.bfloat16) for matrix in args[:2]), *args[2:], **kwargs).to(dtype)
+                    matrices: list[PyTree] = [*args[:2]]
+                    halves = [matrix.to(torch.bfloat16) for matrix in matrices]
+                    return func(*halves, *args[2:], **kwargs).to(matrices[0].dtype)
                 return func(*args, **kwargs)
         if not tensors and func is not _ATEN.linspace.default:  # models read drop rates from `linspace`
             with self.fake:  # allocates nothing; a result that must stay real is computed again below

@@ -27,7 +27,8 @@ from .prepare.folders import check_empty, write_folder
 REPORT = "filter.json"
 
 # Defaults for `--by accuracy`: completions per row, and their temperature
-_SAMPLES, _TEMPERATURE = 8, 1.0
+_SAMPLES = 8
+_TEMPERATURE = 1.0
 
 
 @dataclass
@@ -50,7 +51,8 @@ class FilterArguments(EvaluationArguments):
     output_dir: str = option("outputs/filter", "Folder for the kept rows and the report; must be empty or missing.")
 
     def __post_init__(self):
-        for name in ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without"):
+        other_names = ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without")
+        for name in other_names:
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ValueError(f"`--{name}` has no effect with `--by {self.by}`; leave it out, or change `--by`.")
         if self.by == "accuracy":
@@ -82,7 +84,8 @@ def drop_reason_by_contribution(
     """Returns the reason to drop a row, or `None` if correct completions need the row's medium."""
     if record["correct_without"] is None:
         return f"no {modality}"
-    accuracy_with, accuracy_without = _share_correct(record["correct"]), _share_correct(record["correct_without"])
+    accuracy_with = _share_correct(record["correct"])
+    accuracy_without = _share_correct(record["correct_without"])
     if accuracy_with is None or accuracy_without is None:
         return "not scored"
     if accuracy_without > max_accuracy_without:
@@ -102,7 +105,8 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
     # Names of the options with thresholds, and by the name of a share in the report, its key in the records
-    thresholds, keys_of_shares = ["min", "max"], {PASS_RATE: "correct"}
+    thresholds = ["min", "max"]
+    keys_of_shares = {PASS_RATE: "correct"}
     if args.by == "contribution":
         thresholds = ["min_accuracy_with", "max_accuracy_without"]
         keys_of_shares = {"accuracy_with": "correct", "accuracy_without": "correct_without"}
@@ -127,7 +131,8 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
 
 
 def _text(report: dict[str, Any]) -> str:
-    settings, metrics = report["settings"], report["metrics"]
+    settings = report["settings"]
+    metrics = report["metrics"]
     modality = settings["ablate"]
     summary = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
     if report["by"] == "contribution":
@@ -173,7 +178,8 @@ def main(
     reason_of: Any = drop_reason_by_contribution
     criteria: tuple = config.ablate, filter_args.min_accuracy_with, filter_args.max_accuracy_without
     if filter_args.by == "accuracy":
-        reason_of, criteria = drop_reason_by_accuracy, (filter_args.min, filter_args.max)
+        reason_of = drop_reason_by_accuracy
+        criteria = (filter_args.min, filter_args.max)
     reasons = {record["index"]: reason_of(record, *criteria) for record in result.rows}
     dropped = dict.fromkeys(result.skipped, "can't be read")
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}

@@ -31,9 +31,14 @@ _OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confid
 
 def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) -> EvaluationResult:
     """Evaluates a model on `--benchmark <harness>:<task>`. `arguments` are the command's other argument objects."""
-    options = {name: value for argument in arguments for name, value in vars(argument).items()}
-    defaults = {name: value for argument in arguments for name, value in vars(type(argument)()).items()}
-    benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
+    options = {}
+    defaults = {}
+    for argument in arguments:
+        options |= vars(argument)
+        defaults |= vars(type(argument)())
+    benchmark = options["benchmark"]
+    model = options["model_name_or_path"]
+    url = harness_args.server_url
     name, _, task = benchmark.partition(":")
     if name not in PACKAGES:
         raise ValueError(f"`--benchmark` is {benchmark!r}; before the colon, write one of {', '.join(PACKAGES)}.")
@@ -57,7 +62,10 @@ def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) ->
             exit_code = harness.wait()
     read_results = read_lmms if name == "lmms" else read_evalscope
     # A harness that failed may have written some results
-    rows, figures = ([], {}) if exit_code else read_results(folder)
+    rows = []
+    figures = {}
+    if exit_code == 0:
+        rows, figures = read_results(folder)
     if not figures:
         raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"]}
@@ -84,7 +92,8 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _ALIAS, *words]
-    url, log = f"http://127.0.0.1:{port}", folder / "server.txt"
+    url = f"http://127.0.0.1:{port}"
+    log = folder / "server.txt"
     with _start_program(command, log, "Install vLLM, or set `--server_url`.") as server:
         try:
             while server.poll() is None:
@@ -115,5 +124,6 @@ def _start_program(command: list[str], log: Path, remedy: str) -> subprocess.Pop
 def _last_error(log: Path) -> str:
     """Returns the last Python error in a log, or else the log's last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
-    errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
+    matches = [re.search(r"[\w.]*(?:Error|Exception): .*", line) for line in lines]
+    errors = [match[0] for match in matches if match]
     return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -37,9 +37,12 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
 
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Reads lmms-eval's rows and figures. Raises `ValueError` for failed requests, which lmms-eval counts as wrong."""
-    if (path := next(folder.rglob("*_results.json"), None)) is None:
+    path = next(folder.rglob("*_results.json"), None)
+    if path is None:
         return [], {}
-    results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
+    results = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    figures = {}
     counts = results["n-samples"]
     for task, values in results["results"].items():
         for name, value in values.items():
@@ -66,11 +69,14 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Reads EvalScope's rows and main figure. Raises `ValueError` for unscored rows, which EvalScope counts as 0."""
-    if (path := next(folder.glob("reports/*/*.json"), None)) is None:
+    path = next(folder.glob("reports/*/*.json"), None)
+    if path is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))
-    main_id, rows = report["primary_metric_identity"], []  # the identity is an object with a `name`
-    figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main_id), main_id["name"]
+    rows = []
+    main_id = report["primary_metric_identity"]  # an object with a `name`
+    figure = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main_id)
+    name = main_id["name"]
     subsets = (report.get("execution_summary") or {}).get("subsets") or {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):  # one file per subset of the task
         reviews = sorted(_json_lines(path), key=lambda review: review["index"])
@@ -78,7 +84,9 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
         _check_complete("EvalScope", path.stem, [review["index"] for review in reviews], subset.get("requested"))
         for review in reviews:
             # The last message is the completion
-            score, target, (*messages, _) = review["sample_score"]["score"], review["target"], review["messages"]
+            messages = review["messages"][:-1]
+            score = review["sample_score"]["score"]
+            target = review["target"]
             name = score["main_score_name"] or name
             for metric, reason in (score["metadata"] or {}).get("metric_errors", {}).items():
                 if name.lower().startswith(metric.lower()):

@@ -298,7 +298,8 @@ def _media_blocks(
         if ref.modality == "audio":
             blocks.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
             continue
-        for image in data if isinstance(data, list) else [data]:
+        images = data if isinstance(data, list) else [data]
+        for image in images:
             blocks.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}})
     return blocks
 
@@ -312,7 +313,8 @@ def _reply_in(response: Answer) -> str | None:
         return None
     try:
         choice = list_in(response.body, "choices", "choices")[0]
-        reply, reason = choice["message"]["content"], choice.get("finish_reason")
+        reply = choice["message"]["content"]
+        reason = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     if choice.get("error") or not isinstance(reply, (str, type(None))):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing, suppress
 from inspect import Parameter, Signature
+from itertools import chain
 from keyword import iskeyword
 from typing import Any
 
@@ -39,7 +40,8 @@ class Session:
     """Session on a server, which runs one environment per session."""
 
     def __init__(self, url: str):
-        self.url, self._exit_stack = url, ExitStack()
+        self.url = url
+        self._exit_stack = ExitStack()
         self._socket: Any = None
 
     def ask(self, request_type: str, data: Json, opens: bool = False) -> Json:
@@ -106,7 +108,8 @@ class OpenEnvironment(ServedEnvironment):
     media: Mapping[str, str]
 
     def __init__(self):
-        self._session, self._is_done = Session(self.url), False
+        self._session = Session(self.url)
+        self._is_done = False
         self.rewards: list[float] = []  # one per step of the episode
 
     def reset(self, **row: Value) -> Observation:
@@ -137,7 +140,8 @@ class OpenEnvironment(ServedEnvironment):
     def _observation(self, response: Json) -> Observation:
         """Returns the observation in a response. Raises `ValueError` for the error of an MCP tool."""
         try:
-            content, self._is_done = response["observation"], bool(response["done"])
+            content = response["observation"]
+            self._is_done = bool(response["done"])
         except (KeyError, TypeError):
             raise EnvironmentFailure("the server's answer has no `observation` and `done`") from None
         if "tool_name" in content:  # the result of an MCP tool
@@ -169,7 +173,8 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
         `ValueError`: If there is no OpenEnv server at the address.
     """
     require_module("websockets", "environments")
-    url, description = url.rstrip("/"), {}
+    url = url.rstrip("/")
+    description = {}
     for page in ("metadata", "schema"):
         try:
             response = requests.get(f"{url}/{page}", timeout=TIMEOUT)
@@ -179,7 +184,8 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
             raise ValueError(
                 without_credentials(f"There is no server of OpenEnv at {url}; /{page} failed: {error}")
             ) from None
-    action, tools = description["action"], {}
+    action = description["action"]
+    tools = {}
     if action["properties"].get("type", {}).get("const") != "call_tool":
         tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)
     else:
@@ -212,7 +218,9 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
         return self._call_tool(remote_name, {fields.get(key, key): value for key, value in arguments.items()})
 
     # `lines` of the docstring, `parameters` of the signature, and the schema's `fields` by parameter name
-    lines, parameters, fields = [" ".join(description.split()), "", "Args:"], [], {}
+    lines = [" ".join(description.split()), "", "Args:"]
+    parameters = []
+    fields = {}
     for field, field_schema in schema.get("properties", {}).items():
         if field == "metadata":  # every action has this field, which isn't for a model
             continue
@@ -232,7 +240,8 @@ def tool_of(name: str, description: str, schema: Json, remote_name: str | tuple[
         default = Parameter.empty if field in schema.get("required", ()) else spec.get("default")
         annotation = _TYPES.get(spec.get("type"), str)
         parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    tool.__name__, tool.__doc__ = name, "\n".join(lines)
+    tool.__name__ = name
+    tool.__doc__ = "\n".join(lines)
     tool.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
     return tool
@@ -267,28 +276,32 @@ def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modal
 
     For example, `{"text": "hi", "shot": "data:image/png;base64,AA=="}` adds an image block, and returns `["hi"]`.
     """
-    n_before, block_type = len(blocks), value.get("type") if isinstance(value, dict) else None
+    n_before = len(blocks)
+    block_type = value.get("type") if isinstance(value, dict) else None
     if block_type == "text" and isinstance(value.get("text"), str):
         blocks.append({"type": "text", "text": value["text"]})
         return []
     if block_type in ("image", "audio") and isinstance(value.get("data"), str):
-        modality, value = block_type, value["data"]
+        modality = block_type
+        value = value["data"]
     uri = _DATA_URI.match(value) if isinstance(value, str) else None
-    if (modality := uri.group(1) if uri else modality) is not None and value is not None:
+    if uri:
+        modality = uri.group(1)
+    if modality is not None and value is not None:
         is_text = isinstance(value, str)
         medium = base64.b64decode(value.rpartition(",")[2], validate=True) if is_text else _pixels(value)
         blocks.append({"type": modality, modality: medium})
         return []
     if isinstance(value, list):
-        remainders = [remainder for item in value for remainder in _move_blocks(item, blocks, media)]
+        remainders = [*chain.from_iterable(_move_blocks(item, blocks, media) for item in value)]
         return [remainders] if remainders or len(blocks) == n_before else []
     if not isinstance(value, dict):
         return [value]
-    fields = {
-        key: remainder
-        for key, item in value.items()
-        for remainder in _move_blocks(item, blocks, media, media.get(key))
-    }
+    fields = {}
+    for key, item in value.items():
+        remainders = _move_blocks(item, blocks, media, media.get(key))
+        if remainders:
+            fields[key] = remainders[0]
     fields = {key: item for key, item in fields.items() if item not in (None, {})}
     if len(blocks) > n_before and fields.keys() <= {"type"}:  # the shell of a block such as `image_url`
         return []

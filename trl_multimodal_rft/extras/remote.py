@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -29,7 +30,8 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 # Limits of a response in bytes: per reward, since numbers may have many digits, and for the text around rewards
-_BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
+_BYTES_PER_REWARD = 1024
+_BYTES_AROUND = 2**20
 
 
 @dataclass(eq=False, repr=False)
@@ -58,9 +60,11 @@ class Server:
 
     def _start_of(self, body: bytes) -> str:
         """Returns the start of a response for an error, without secrets, such as a key that the server repeats."""
-        text, key = body.decode(errors="replace"), self._api_key()
-        for spelling in () if key is None else (key, json.dumps(key)[1:-1], quote(key, safe="")):
-            text = text.replace(spelling, "***")
+        text = body.decode(errors="replace")
+        key = self._api_key()
+        if key is not None:
+            for spelling in (key, json.dumps(key)[1:-1], quote(key, safe="")):
+                text = text.replace(spelling, "***")
         return masked(text[:1000])[:200]
 
     def _ask_all(
@@ -184,7 +188,7 @@ class RemoteReward(Server):
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, n, self.batch_size)
         ]
-        return [reward for batch in self._ask_all(self._request_rewards, batches) for reward in batch]
+        return [*chain.from_iterable(self._ask_all(self._request_rewards, batches))]
 
     def _request_rewards(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
         """Sends a batch of the payload, and returns the checked rewards in the response."""

@@ -66,10 +66,13 @@ def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     # For PPO, full training is tried with a separate critic first. All other variants have a critic on the policy.
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     variants: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
-    for options in [{}, *variants] if trunk else variants:
+    if trunk:
+        variants = [{}, *variants]
+    for options in variants:
         if all(options.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
             # Weights in 4 bits aren't sharded
-            for strategy in strategies if not options.get("load_in_4bit") else strategies[:1]:
+            possible_strategies = strategies[:1] if options.get("load_in_4bit") else strategies
+            for strategy in possible_strategies:
                 yield {"strategy": strategy, **options}
 
 
@@ -85,7 +88,8 @@ def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
     a rollout is as large as an update. For micro-batches of 2 on one GPU, and groups of 8, they are 32, 16, 8 and 4.
     """
     # `n_completions`: in one step of all GPUs
-    n_completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
+    n_completions = size * args.gpus
+    group_size = 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // n_completions))
     steps = -(-steps * n_completions // group_size) * group_size // n_completions  # up to whole groups
     return [n for n in range(steps, 0, -1) if steps % n == 0 and n * n_completions % group_size == 0]
@@ -108,13 +112,16 @@ def _config_text(args: argparse.Namespace, options: dict[str, Any], peak: float,
     values["shared_trunk"] &= args.trainer == "ppo"
     switches = {**_SWITCHES, **(_SAMPLING_SWITCHES if has_sampling else {})}
     names = [*_KEYS, *(_SAMPLING_KEYS if has_sampling else ())]
-    names += [key for switch, more_keys in switches.items() if values[switch] for key in (switch, *more_keys)]
+    for switch, more_keys in switches.items():
+        if values[switch]:
+            names += [switch, *more_keys]
     if args.gpus == 1:
         names.remove("num_processes")
+    reward_funcs = " --reward_funcs ..." if has_sampling else ""
     keys = {name: values[name] for name in names if name != "lora_modules_to_save" or values[name]}
     return (
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {usage.prompt_tokens} tokens "
         f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with\n"
-        f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * has_sampling} "
+        f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{reward_funcs} "
         f"--output_dir ...\n{yaml.safe_dump(keys, sort_keys=False)}"
     )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
     if isinstance(output, ModelOutput):
         pooled = getattr(output, "pooler_output", None)
         output = output["last_hidden_state"] if pooled is None else pooled
-    return [output] if isinstance(output, torch.Tensor) else [tensor for item in output for tensor in _tensors(item)]
+    return [output] if isinstance(output, torch.Tensor) else [*chain.from_iterable(map(_tensors, output))]
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
@@ -59,9 +60,11 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
             f"{' and '.join(model.input_modalities)}; leave it out."
         )
     no_tokens = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
-    prompt, encoder_inputs = no_tokens, EncoderInputs()
+    prompt = no_tokens
+    encoder_inputs = EncoderInputs()
     if n_images or seconds:
-        processor, limits = None, {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
+        processor = None
+        limits = {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
         with suppress(OSError, ValueError):  # a model without a processor
             processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:

@@ -66,10 +66,8 @@ class VerifiersEnvironment(ServedEnvironment):
             completion = yield interaction.trace.info["urls"]
             # The trace is a tree of messages. Here, each message has the one before it as parent.
             for i, json_message in enumerate([*prompt, *_with_call_ids(completion)]):
-                is_sampled, message = (
-                    json_message["role"] == "assistant" and i >= len(prompt),
-                    vf.dialects.parse_message(json_message),
-                )
+                is_sampled = json_message["role"] == "assistant" and i >= len(prompt)
+                message = vf.dialects.parse_message(json_message)
                 node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
                 interaction.trace.nodes.append(node)
         # The end of the interaction has computed the rewards
@@ -112,17 +110,21 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
     config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=config))
-    tasks, task_class = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
+    tasks = [*env.taskset] if env.taskset.bounded else []
+    task_class = env.taskset.task_type()
     # Both kinds of hooks act on the requests of a harness, and would never run, because the trainer samples
     hooks = [name for name in dir(task_class) if hasattr(getattr(task_class, name), "intercept")]
-    hooks += [hook for task in tasks[:1] for hook in task.hooks("stop")]
+    if tasks:
+        hooks += tasks[0].hooks("stop")
     is_single_agent = vf.environment_class(taskset) is vf.SingleAgentEnv and all(task.data.prompt for task in tasks)
     if not tasks or hooks or not is_single_agent:
         raise ValueError(
             f"The taskset {taskset!r} is endless or empty, or its tasks need a user, other agents, or hooks of "
             "requests; name another taskset."
         )
-    agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
+    agent = vf.Agent(config)
+    serving = env.shared_tools()
+    loop = asyncio.new_event_loop()
     agent.harness = Policy(agent.harness.config)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
@@ -139,9 +141,10 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     attributes: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
     attributes["_serving"] = serving  # this object keeps the servers running
-    for server, tool in ((server, tool) for server, tool_list in tool_lists for tool in tool_list.tools):
-        name = f"{server}_{tool.name}".removeprefix("_")
-        attributes[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
+    for server, tool_list in tool_lists:
+        for tool in tool_list.tools:
+            name = f"{server}_{tool.name}".removeprefix("_")
+            attributes[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), attributes)
 
 
@@ -160,7 +163,8 @@ def _prompt_of(data: "TaskData") -> list[Json]:
 
 def _with_call_ids(completion: list[Json]) -> Iterator[Json]:
     """Yields messages in OpenAI's format. Calls get ids in order, and the result `n` refers to the call `n`."""
-    call_numbers, result_numbers = itertools.count(), itertools.count()
+    call_numbers = itertools.count()
+    result_numbers = itertools.count()
     for message in completion:
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         functions = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]

@@ -37,7 +37,7 @@ from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_content, as_error
-from .rollout import Rollout, Turn
+from .rollout import Rollout, Turn, require
 
 
 logger = get_logger(__name__)
@@ -106,6 +106,50 @@ class Trajectory:
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
             self.logps = self.logps + (logps or [0.0] * len(ids))  # the mask excludes tool results
+
+
+@dataclass(frozen=True)
+class ToolOutcome:
+    """Completions after all their turns, results of tools included."""
+
+    ids: list[list[int]]
+    logps: list[list[float | None]] | None  # log-probabilities, if an engine samples
+    mask: list[list[int]]  # 0 on tokens of tool results
+    prompts: list[EncodedPrompt]  # prompts to score with, see [`prompts_with_results`]
+    messages: list[list[dict[str, Any]]]  # of each completion
+    turns: list[list[Turn]]
+    contexts: list[list[list[dict[str, Any]]]]  # messages of each context that replaced a completion's prompt
+    failures: list[Exception | None]  # errors that ended environments
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> "ToolOutcome":
+        """Returns the outcome of trajectories on which [`ToolLoop.run`] has ended."""
+        has_logps = all(trajectory.logps is not None for trajectory in trajectories)
+        return cls(
+            ids=[trajectory.ids for trajectory in trajectories],
+            logps=[trajectory.logps or [] for trajectory in trajectories] if has_logps else None,
+            mask=[trajectory.mask for trajectory in trajectories],
+            prompts=prompts_with_results(model, trajectories),
+            messages=[trajectory.messages for trajectory in trajectories],
+            turns=[trajectory.sampled_turns for trajectory in trajectories],
+            # The first context is the prompt
+            contexts=[[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories],
+            failures=[trajectory.failure for trajectory in trajectories],
+        )
+
+    def add_to(self, rollout: Rollout) -> tuple:
+        """Adds all but the tokens to a rollout. Returns ids, log-probabilities and mask of the completions."""
+        source = rollout.source
+        rollout.prompts = self.prompts
+        source.completions = self.messages
+        source.turns = self.turns
+        source.contexts = self.contexts
+        source.failures = self.failures
+        # The newest weights, whose version is the batch index, sampled the last token after results
+        if source.flight is not None:
+            has_results = torch.tensor([0 in row for row in self.mask], device=source.flight.versions.device)
+            source.flight.versions[has_results, 1] = require(source.batch_index)
+        return self.ids, self.logps, self.mask
 
 
 @dataclass(frozen=True)
@@ -441,7 +485,6 @@ def run_turns(
             tokenizer_of(loop.encoder.processor), trajectory.ids, trajectory.messages[0]
         )
     loop.run(trajectories)
-    source.failures = [trajectory.failure for trajectory in trajectories]
     return trajectories
 
 

@@ -106,6 +106,16 @@ def test_placeholders_take_the_media_in_order_with_their_own_options():
     # Placeholders of one kind leave the other kinds at the start
 
 
+def test_placeholders_name_their_medium_by_its_index():
+    """As in the dataset of TRL's script `sft_vlm_gemma3`. Blocks of text have an empty `index`."""
+    blocks = [{"type": "image", "index": 1}, {**text("or"), "index": None}, {"type": "image", "index": 0}]
+    out = prompt_of({"prompt": user(*blocks), "images": ["i.png", "j.png"]})
+    assert [(ref.source, ref.options) for ref in iter_refs(out)] == [("j.png", {}), ("i.png", {})]
+    blocks[2]["index"] = 1
+    with pytest.raises(MediaError, match=r"the option 'index' of the image blocks is \[1, 1\]; give each image"):
+        prompt_of({"prompt": user(*blocks), "images": ["i.png", "j.png"]})
+
+
 @pytest.mark.parametrize(
     ("block", "source", "options"),
     [

@@ -26,7 +26,7 @@ from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, descri
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, importance_ratios, policy_loss
 from trl_multimodal_rft.rollout import groups
-from trl_multimodal_rft.trainers import multimodal_config, setup
+from trl_multimodal_rft.trainers.shared import multimodal_config, setup
 from trl_multimodal_rft.views.views import VIEWS, view
 
 
@@ -572,3 +572,22 @@ def test_ddp_does_not_search_for_weights_that_the_loss_does_not_reach(name, tmp_
     options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     assert config_class(str(tmp_path), **options).ddp_find_unused_parameters is False
     assert config_class(str(tmp_path), **options, ddp_find_unused_parameters=True).ddp_find_unused_parameters
+
+
+@pytest.mark.parametrize("name", house.exported("Config"))
+def test_options_of_loaders_that_do_nothing_here_warn_once(name, tmp_path, caplog):
+    config_class = house.exported("Config")[name]
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    config_class(str(tmp_path), **options, dataloader_multiprocessing_context="fork")
+    assert "dataloader_" not in caplog.text
+    given = {
+        "dataloader_in_order": False,
+        "dataloader_multiprocessing_context": "spawn",
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 4,
+    }
+    config = config_class(str(tmp_path), **options, **given)
+    for option, value in given.items():
+        assert caplog.text.count(f"`{option}={value!r}` has no effect here") == 1
+        # So that a copy of the config doesn't warn again
+        assert getattr(config, option) == config_class.__dataclass_fields__[option].default

@@ -488,7 +488,8 @@ def test_rows_that_max_length_cuts_off_are_dropped_and_counted(form, options, st
     assert (tmp_path / "skipped_rows.jsonl").read_text().count("leaves none to learn") == n_dropped
     found, kept = trainer.evaluate(data), trainer.evaluate(data.select(range(n_dropped, 6)))
     assert found["eval_loss"] == pytest.approx(kept["eval_loss"]) and kept["eval_media/skipped"] == 0
-    assert found["eval_media/skipped"] == (0 if form == "labels" else n_dropped)  # which are filtered before
+    is_filtered_before = form == "labels" or "packing" in options
+    assert found["eval_media/skipped"] == (0 if is_filtered_before else n_dropped)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -574,7 +575,6 @@ def test_rows_with_media_are_never_cut(tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
-        {"packing_strategy": "wrapped"},
         {"dataset_kwargs": {"add_special_tokens": False}},
         {"label_smoothing_factor": 0.1},
         {"train_sampling_strategy": "group_by_length"},

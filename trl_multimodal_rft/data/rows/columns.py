@@ -62,7 +62,7 @@ _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "questio
 # pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
 _LAYOUTS = (
     ("verl", {"prompt", "data_source", "reward_model"}),
-    ("video-r1", {"problem", "data_type", "path"}),
+    ("avqa-r1", {"problem", "data_type", "path"}),
     ("avqa", {"question_text", "multi_choice"}),
     ("mmau", {"audio_id", "choices"}),
     ("easyr1", {"problem", "answer"}),
@@ -503,8 +503,9 @@ class _RowReader:
                 raise self.error(
                     refs[0].column.split("[")[0], f"has {len(refs)} {modality}s for {len(blocks)} {problem}"
                 )
-            for block, ref in zip(blocks, refs, strict=False):
-                block[modality] = replace(ref, options=block[modality].options)
+            for block, ref in zip(blocks, _in_order_of_blocks(refs, blocks, modality), strict=False):
+                options = {key: value for key, value in block[modality].options.items() if key != "index"}
+                block[modality] = replace(ref, options=options)
             if not blocks and refs:
                 text = as_text(
                     [strip_media(message) for message in messages if message["role"] not in ("assistant", "tool")]
@@ -708,10 +709,23 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
     return placeholders
 
 
+def _in_order_of_blocks(refs: list[MediaRef], blocks: list[dict[str, Any]], modality: str) -> list[MediaRef]:
+    """Returns the media of a column in the order of their placeholders, which may have an `index` of their medium."""
+    indices = [block[modality].options.get("index", position) for position, block in enumerate(blocks)]
+    if sorted(indices) != [*range(len(blocks))]:
+        raise blocks[0][modality].error(
+            f"the option 'index' of the {modality} blocks is {indices}; give each {modality} of the column one block, "
+            "counted from 0, or leave 'index' out"
+        )
+    return [refs[index] for index in indices] if blocks else refs
+
+
 def _check_options(ref: MediaRef) -> None:
     """Raises a [`MediaError`] for an unknown option of a block, and for an invalid or a contradictory value."""
     names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
+        if name == "index" and ref.source is None and type(value) is int:
+            continue  # of the medium in its column
         if name not in names:
             raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {names}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -154,27 +154,6 @@ def text_lines(file: Path) -> list[str]:
         return [line for line in stream if line.strip()]
 
 
-def read_video_questions(file: Path) -> list[dict[str, Any]]:
-    """Reads rows of Video-R1, or converts IntentTrain's multiple-choice questions about videos to such rows."""
-    rows = read_json(file)
-    # Only rows of IntentTrain have these columns
-    if not any({"answer", "video"} & {*row} for row in rows):
-        return rows
-    rows = [row for row in rows if row.get("problem_type") == "multiple choice"]
-    rows = [row for row in rows if row.get("data_type", "video") == "video"]
-    if not rows:
-        raise ValueError(f"{file} has no rows with the problem type 'multiple choice' about videos.")
-    return [
-        {
-            **{name: value for name, value in row.items() if name != "video"},
-            "data_type": "video",
-            "path": required(row, index, "video", "path"),
-            "solution": required(row, index, "answer", "solution"),
-        }
-        for index, row in enumerate(rows)
-    ]
-
-
 def required(row: dict[str, Any], index: int, *names: str) -> Any:
     """Returns the value of the first column in `names` that a row has, or raises a `ValueError`."""
     for name in names:

@@ -3,6 +3,7 @@
 
 import base64
 import io
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ _messages = ChatMessages.to_openai_messages
 
 def register() -> list:
     """Replaces the functions with which lmms-eval makes requests. Registers no models, so the list is empty."""
-    ConfigurableMessagesTask.doc_to_visual, ChatMessages.to_openai_messages = media, messages
+    ConfigurableMessagesTask.doc_to_visual = media
+    ChatMessages.to_openai_messages = messages
     return []
 
 
@@ -35,11 +37,17 @@ def media(task: ConfigurableTask, row: dict) -> list:
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
     """Returns the messages of a request. Sounds are sent in Base64: files unchanged, and samples as WAV."""
     request = _messages(chat, **options)
-    for block in (block for message in request for block in message["content"] if block["type"] == "audio_url"):
-        if isinstance(sound := block.pop("audio_url")["url"], str):  # the path of a file
-            data, suffix = Path(sound).read_bytes(), Path(sound).suffix.removeprefix(".")
+    for block in chain.from_iterable(message["content"] for message in request):
+        if block["type"] != "audio_url":
+            continue
+        sound = block.pop("audio_url")["url"]
+        if isinstance(sound, str):  # the path of a file
+            data = Path(sound).read_bytes()
+            suffix = Path(sound).suffix.removeprefix(".")
         else:
-            wavfile.write(file := io.BytesIO(), sound["sampling_rate"], np.asarray(sound["array"]).T)
-            data, suffix = file.getvalue(), "wav"
+            file = io.BytesIO()
+            wavfile.write(file, sound["sampling_rate"], np.asarray(sound["array"]).T)
+            data = file.getvalue()
+            suffix = "wav"
         block |= {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": suffix}}
     return request

@@ -76,10 +76,11 @@ def load_mmau(
     """
     rows, audio = _read_rows_and_audio(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
     # `other_attributes`, a dictionary or its JSON, holds further columns
-    rows = [
-        {**row, **(json.loads(extra) if isinstance(extra := row.get("other_attributes"), str) else extra or {})}
-        for row in rows
-    ]
+    for i, row in enumerate(rows):
+        extra = row.get("other_attributes")
+        if isinstance(extra, str):
+            extra = json.loads(extra)
+        rows[i] = {**row, **(extra or {})}
 
     kept_columns = ("id", "task", "category", "sub-category", "difficulty", "dataset")
     return _assemble_dataset(rows, audio, template, kept_columns, ("question", "instruction"))
@@ -167,7 +168,8 @@ def load_audiomcq(
         row_indices = [index for index, label in enumerate(labels) if label == contribution]
         if not row_indices:
             raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
-        rows, audio = [rows[index] for index in row_indices], audio.select(row_indices)
+        rows = [rows[index] for index in row_indices]
+        audio = audio.select(row_indices)
 
     kept_columns = ("id", "source_dataset", "question_type", "audio-contribution")
     dataset = _assemble_dataset(rows, audio, template, kept_columns, ("question",))
@@ -197,7 +199,8 @@ def _read_rows_and_audio(
                 {audio_column: "audio"}
             )
         rows = list(dataset)
-    folder, audio_files = Path(path) if file is None else file.parent, {}
+    folder = Path(path) if file is None else file.parent
+    audio_files = {}
     for index, row in enumerate(rows):
         path_in_row = required(row, index, *_AUDIO_PATH_KEYS)
         audio_file = folder / path_in_row if audio_dir is None else Path(audio_dir, Path(path_in_row).name)
@@ -228,7 +231,8 @@ def _assemble_dataset(
     """Returns a dataset of the questions in rows, their audio and the columns in `names`."""
     columns: dict[str, list[Any]] = {"prompt": [], "solution": [], "choices": []}
     for index, row in enumerate(rows):
-        row_choices, answer = required(row, index, choice_column), row.get("answer")
+        row_choices = required(row, index, choice_column)
+        answer = row.get("answer")
         if isinstance(answer, str) and answer:
             # `answer` becomes the index of the right choice, or -1, for which the next check raises
             answer = row_choices.index(answer) if answer in row_choices else -1

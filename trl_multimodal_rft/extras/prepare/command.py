@@ -18,7 +18,7 @@ from .folders import check_empty, write_folder
 # Options of `prepare` that only some layouts have. They are named like the loaders' arguments, but an argument
 # `audio_dir` is set by `--media_dir`.
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
-_OPTIONS += ("nframes", "max_pixels", "contribution")
+_OPTIONS += ("max_pixels", "contribution")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
@@ -52,5 +52,6 @@ def run(args: argparse.Namespace) -> None:
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")
-    folder, split = shlex.quote(args.output_dir), next(iter(dataset))
+    folder = shlex.quote(args.output_dir)
+    split = next(iter(dataset))
     print(f"trl-multimodal-rft check --dataset_name {folder} --dataset_split {split} --model_name_or_path MODEL")

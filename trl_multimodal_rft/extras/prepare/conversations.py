@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ def conversation(
                 f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; correct the "
                 "row, or choose another layout."
             )
-        turns = [message for turn in turns for message in _messages_of(turn)]
+        turns = [*chain.from_iterable(map(_messages_of, turns))]
     chat = [{"role": "system", "content": _text(row["system"], "system", index)}] if row.get("system") else []
     for i, turn in enumerate(turns):
         turn = {key: value for key, value in turn.items() if value is not None}
-        role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = turn.get("from", turn.get("role"))
+        text = turn.get("value", turn.get("content"))
         role = _ROLES.get(role, "") if isinstance(role, str) else ""
         chat.append({"role": role, "content": text})
         if not role or not isinstance(text, str):

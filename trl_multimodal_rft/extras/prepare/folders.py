@@ -22,7 +22,9 @@ from ...progress import progress_bar
 
 
 # Bytes and rows after which another row group of Parquet begins, and bytes after which another file begins
-_ROW_GROUP_BYTES, _ROW_GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
+_ROW_GROUP_BYTES = 2**26
+_ROW_GROUP_ROWS = 1000
+_FILE_BYTES = 2**29
 
 T = TypeVar("T")
 
@@ -78,7 +80,8 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
     if len(rows) == 0:
         raise ValueError(f"the split '{split}' has no rows, which `load_dataset` can't read; leave it out.")
     schema = rows.features.arrow_schema
-    files, row_groups = [], _row_groups(rows, schema, rules, bar)
+    files = []
+    row_groups = _row_groups(rows, schema, rules, bar)
     row_group = next(row_groups, None)
     while row_group is not None:
         files.append(folder / f"{len(files):05}")
@@ -99,7 +102,8 @@ def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) 
         # `index` is the row that the loop below reads
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
-        path, data = value["path"], value["bytes"]
+        path = value["path"]
+        data = value["bytes"]
         ref = MediaRef(type(feature).__name__.lower(), value if data else path, {}, column, index, rules)
         media_size(ref)  # raises for a file that isn't of this modality
         if data is None:
@@ -113,7 +117,8 @@ def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) 
         for column, feature in rows.features.items()
         if any(is_media_feature(leaf) for _, leaf in feature_leaves(feature))
     ]
-    row_tables, n_bytes = [], 0
+    row_tables = []
+    n_bytes = 0
     for index in range(len(rows)):
         table = cast(pa.Table, tables[index : index + 1])
         for column in media_columns:
@@ -125,4 +130,5 @@ def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) 
         bar.update()
         if n_bytes > _ROW_GROUP_BYTES or len(row_tables) == _ROW_GROUP_ROWS or index == len(rows) - 1:
             yield pa.concat_tables(row_tables).combine_chunks()
-            row_tables, n_bytes = [], 0
+            row_tables = []
+            n_bytes = 0

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,14 @@ from ...data.rows.cells import truth_value
 from ...data.rows.columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from ...data.rows.features import is_media_feature, with_class_names
 from ...data.rows.letters import without_letters
-from ...data.rows.load import json_file, load_rows, read_json, read_video_questions, required
+from ...data.rows.load import json_file, load_rows, read_json, required
 from ...data.rows.pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 from ...families import MODALITIES
 from .benchmarks import PROBLEM_TEMPLATE
 from .conversations import conversation, preference_pair, source_of
 
 
-# The prompt of [`load_video_r1`]
+# The prompt of [`load_avqa_r1`]
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
 
 # Columns of ms-swift and of LLaMA-Factory that tell whether an answer is desirable
@@ -227,84 +227,61 @@ def load_geo3k(
     return load_easyr1(path, split, template=template)
 
 
-def load_video_r1(
+def load_avqa_r1(
     path: str | Path,
     split: str = "train",
     *,
-    task: Literal["sft", "rl"] = "rl",
     template: str = OPTIONS_TEMPLATE,
-    nframes: int | None = None,
     max_pixels: int | None = None,
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
-    Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
+    Reads AVQA-R1-6K, the questions about images and their sounds of
+    [EchoInk-R1](https://huggingface.co/papers/2505.04623).
 
-    The layout is that of https://huggingface.co/datasets/Video-R1/Video-R1-data: a list in JSON whose entries have
-    `problem`, `options` (with letters, empty for questions without choices), `solution` (the answer, or its letter, in
-    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; entries
-    for supervised training also have `process`, the thoughts before the solution. In
-    https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1, the dataset of
-    [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` maps
-    modalities to paths, `{"image": path, "audio": path}`.
-
-    https://huggingface.co/datasets/PhilipC/IntentTrain has `answer` in place of `solution`, and `video` in
-    place of `path`. The loader keeps its multiple-choice questions about videos, as NeMo RL does.
-
-    See [`load_conversations`] for the other arguments and the errors.
+    The layout is that of https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1: a list in JSON whose
+    entries have `problem`, `options` (with letters), `solution` (the letter of the answer, in answer tags), `path`
+    (`{"image": path, "audio": path}`), `problem_type`, `problem_id` and `data_source`. See [`load_conversations`] for
+    the other arguments and the errors.
 
     Args:
-        task (`str`, *optional*, defaults to `"rl"`):
-            `"rl"` gives `prompt` and `solution`. `"sft"` gives `messages`, in which `process` and `solution` are the
-            answer.
         template (`str`, *optional*):
             Prompt with `{problem}` and `{options}`, one option per line.
-        nframes, max_pixels (`int`, *optional*):
-            Number of frames of each video, and maximum number of pixels of an image or a frame, by default the
-            processor's choice.
+        max_pixels (`int`, *optional*):
+            Maximum number of pixels of an image, by default the processor's choice.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
-        `solution`, `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and
-        `data_source`; or of `messages` instead of prompt, solution and choices.
+        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `images`, `audios`, `solution`,
+        `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and `data_source`.
 
     Example:
     ```python
-    dataset = load_video_r1("Video-R1-data/Video-R1-260k.json")
-    dataset = dataset.filter(lambda form: form == "multiple choice", input_columns="problem_type")
+    dataset = load_avqa_r1("AVQA_R1/train/omni_rl_format_train.json")
+    trainer = MultimodalGRPOTrainer(model, choice_reward, args, dataset)
     ```
     """
+    image_options = {} if max_pixels is None else {"max_pixels": max_pixels}
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        data_type, path = required(row, index, "data_type"), required(row, index, "path")
-        paths = path if isinstance(path, dict) else {data_type: path}
-        if data_type not in ("image", "video", "image_audio", "video_audio") or [*paths] != data_type.split("_"):
+        paths = required(row, index, "path")
+        if not isinstance(paths, dict) or {*paths} != {"image", "audio"}:
             raise ValueError(
-                f"row {index}, column 'data_type': {data_type!r} doesn't fit the path {shortened(repr(path))}; write "
-                "'image' or 'video' and one path, or 'image_audio' or 'video_audio' and a path for each modality."
+                f"row {index}, column 'path': {shortened(repr(paths))} doesn't name an image and its sound; write "
+                '`{"image": path, "audio": path}`.'
             )
-        options = {"nframes": nframes, "max_pixels": max_pixels}
-        block_options = {
-            modality: {name: options[name] for name in options if name in OPTIONS[modality]} for modality in paths
-        }
-        return {
-            **row,
-            **{f"{modality}s": [{modality: file, **block_options[modality]}] for modality, file in paths.items()},
-        }
+        return {**row, "images": [{"image": paths["image"], **image_options}], "audios": [{"audio": paths["audio"]}]}
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         options = row.get("options") or []
         text = template.format(problem=required(row, index, "problem"), options="\n".join(options))
-        chat, solution = [{"role": "user", "content": text}], required(row, index, "solution")
-        if task == "sft":
-            chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
-        extras = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
-        if task == "sft":
-            return {"messages": chat, **extras}
-        choices = without_letters(options) if options else None
-        return {"prompt": chat, "solution": solution, "choices": choices, **extras}
+        return {
+            "prompt": [{"role": "user", "content": text}],
+            "solution": required(row, index, "solution"),
+            "choices": without_letters(options) if options else None,
+            **{name: row.get(name) for name in ("problem_type", "problem_id", "data_source")},
+        }
 
-    return _load_converted(path, split, media_dir, convert, None, with_media, read_video_questions)
+    return _load_converted(path, split, media_dir, convert, None, with_media)
 
 
 def load_preferences(
@@ -380,12 +357,14 @@ def _read_sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in json.loads(file.read_text(encoding="utf-8-sig")).values():
         # `repeat_time` below 1 is the share of rows to sample, otherwise the number of copies of each row
-        entries, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
+        entries = read_json(folder / part["annotation"])
+        times = part.get("repeat_time", 1)
         entries = random.Random(0).sample(entries, int(len(entries) * times)) if times < 1 else entries * int(times)
         for row in entries:
             images = row.get("image") or []
-            images = [os.path.join(part["root"], image) for image in ([images] if isinstance(images, str) else images)]
-            rows.append({**row, "image": images})
+            if isinstance(images, str):
+                images = [images]
+            rows.append({**row, "image": [os.path.join(part["root"], image) for image in images]})
     return rows
 
 
@@ -423,18 +402,15 @@ def _load_converted(
             columns[name][index] = messages
     if converted_columns is not None:
         # A dictionary in place of a set, to keep the order
-        other_columns = {
-            key: None
-            for row in rows
-            for key in row
-            if key not in converted_columns | columns.keys() and not _is_media_column(key)
-        }
-        columns |= {key: [row.get(key) for row in rows] for key in other_columns}
-    blocks = [
-        b for name in chat_columns for messages in columns[name] for message in messages for b in message["content"]
-    ]
+        other_columns = dict.fromkeys(chain.from_iterable(rows))
+        kept_columns = [
+            key for key in other_columns if key not in converted_columns | columns.keys() and not _is_media_column(key)
+        ]
+        columns |= {key: [row.get(key) for row in rows] for key in kept_columns}
+    chats = chain.from_iterable(columns[name] for name in chat_columns)
+    blocks = chain.from_iterable(message["content"] for message in chain.from_iterable(chats))
     # All blocks get the same keys, because a column of Arrow has one type of struct
-    option_names = sorted({key for block in blocks for key in block} - {"type", "text"})
+    option_names = sorted(set().union(*blocks) - {"type", "text"})
     option_features = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in option_names}
     block_feature = {"type": Value("string"), "text": Value("string"), **option_features}
     datasets = []
@@ -470,8 +446,9 @@ def _read_rows_and_media(
         dataset = load_rows(str(path), None, split, streaming=False)
         for name in LABELS:
             dataset = with_class_names(dataset, name)
-        media = [stored for name in dataset.column_names if (stored := _stored_media(dataset, name)) is not None]
-        rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
+        stored_columns = [_stored_media(dataset, name) for name in dataset.column_names]
+        media = [stored for stored in stored_columns if stored is not None]
+        rows = list(dataset.remove_columns([*chain.from_iterable(stored.column_names for stored in media)]))
     n_stored = len(media)
     if not rows:
         raise ValueError(f"{path} has no rows; name the file that holds them.")
@@ -510,7 +487,8 @@ def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
     """Returns a column of stored media with the feature of its modality, `None` for other columns and for paths."""
     if not _is_media_column(name):
         return None
-    column, feature = dataset.select_columns([name]), dataset.features[name]
+    column = dataset.select_columns([name])
+    feature = dataset.features[name]
     item_feature = feature.feature if isinstance(feature, List) else feature
     if is_media_feature(item_feature):
         return column
@@ -522,12 +500,17 @@ def _stored_media(dataset: Dataset, name: str) -> Dataset | None:
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
     """Returns media of the columns `name` and `{name}s`, with absolute paths. Moves their entries to `{name}s`."""
-    items, files, modality = [], [], name.removeprefix(TEACHER)
+    items: list[Any] = []
+    files: list[Any] = []
+    modality = name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
-        for item in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(value, list):
+            value = [] if value is None else [value]
+        for item in value:
             items.append(item)
-            if isinstance(item, dict) and (rivals := rival_keys(item, ("bytes", "path", modality))):
+            rivals = rival_keys(item, ("bytes", "path", modality)) if isinstance(item, dict) else None
+            if rivals:
                 raise ValueError(
                     f"row {index}, column '{column}': has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of "
                     "them."
@@ -622,7 +605,9 @@ def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: i
     for message in placed_row["prompt"]:
         content = message["content"]
         blocks = []
-        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for block in content:
             medium = block.get(block["type"])
             options = _source_options(medium) if isinstance(medium, MediaRef) else {}
             blocks.append({"type": block["type"], "text": block.get("text"), **options})
@@ -634,7 +619,8 @@ def _source_options(ref: MediaRef) -> dict[str, Any]:
     """Returns the options in the dictionary of a medium, such as verl's `{"video": path, "fps": 2}`."""
     item = ref.source if isinstance(ref.source, dict) else {}
     options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}
-    if unknown := options.keys() - OPTIONS[ref.modality]:
+    unknown = options.keys() - OPTIONS[ref.modality]
+    if unknown:
         raise ref.error(
             f"{sorted(unknown)} are no options of a block of {ref.modality}; remove them, or write some of "
             f"{OPTIONS[ref.modality]}."

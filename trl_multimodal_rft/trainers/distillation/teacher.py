@@ -17,7 +17,7 @@ from ...data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ...encoding.processors import load_processor, tokenizer_of
 from ...encoding.prompt_encoder import has_teacher_prompt
 from ...encoding.prompts import EncodedPrompt
-from ...engines.vllm_server import EngineRequest, on_all_ranks
+from ...engines.vllm_client import EngineRequest, on_all_ranks
 from ...engines.vllm_teacher import ServerTeacher
 from ...families import MODALITIES, input_modalities
 from ...forward.divergence import Head, Target, head_of, top_k_tokens

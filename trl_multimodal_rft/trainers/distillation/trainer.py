@@ -26,6 +26,7 @@ from ..shared.rollout_logs import log_media_contribution
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalDistillationConfig
+from .method import DISTILLATION
 from .teacher import (
     Teacher,
     check_teacher,
@@ -102,7 +103,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             a soft cap.
     """
 
-    _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
+    _tag_names = DISTILLATION.tags
     teacher_model: Any
     reward_weights: Any
 
@@ -219,7 +220,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             # of tokens of an optimizer step, as a mean over ranks
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        loss = scores.divergences.sum() / n_tokens  # a divergence outside the mask is 0
+        loss = DISTILLATION.loss(scores.divergences, n_tokens)
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
 
     # Checkpoints

@@ -15,6 +15,7 @@ from ...views.options import LossView, view_option
 from ..shared.arguments import Needs, check_values, help_from_docstring
 from ..shared.batches import batch_options
 from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
+from .method import GRPO
 
 
 # Bound of the ratio in dual-clip PPO, as in its paper
@@ -126,12 +127,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     """
 
     advantage_estimator: str = field(
-        default="group_norm",
+        default=GRPO.defaults["advantage_estimator"],
         metadata={
             "help": f"How rewards become advantages: {describe_estimators(None, 'group')}, or in Python a function."
         },
     )
-    loss_type: str = field(default="dapo", metadata={"help": f"Policy loss: {describe_losses()}."})
+    loss_type: str = field(default=GRPO.defaults["loss_type"], metadata={"help": f"Policy loss: {describe_losses()}."})
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ...algorithms.entropy import advantage_weights, high_entropy_mask, relevance_weights
-from ...algorithms.losses import LossOutput, Normalizer, view_term
+from ...algorithms.losses import LossOutput, Normalizer
 from ...algorithms.metrics import log_metrics, scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
@@ -19,6 +19,7 @@ from ...rollout.rollout import Rollout, require
 from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
 from ..shared.run import Run
+from .method import GRPO
 
 
 def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
@@ -116,7 +117,7 @@ def with_view_term(
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
     # Without scores under the view, the terms that read them have coefficients of 0, so any scores can stand in
     view_scores = scores if scores.view is None else scores.view
-    losses, kl = view_term(
+    losses, kl = GRPO.terms["loss_view"](
         scores.logps,
         view_scores.logps,
         mask,

@@ -19,10 +19,9 @@ from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
-from ...algorithms.advantages import estimate_advantages
 from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
+from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
 from ...algorithms.metrics import MicroBatchSums, log_metrics, token_mean
 from ...algorithms.returns import Steps
 from ...algorithms.shaping import RunningScale
@@ -39,6 +38,7 @@ from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
+from .method import GRPO
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -114,7 +114,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             its processor, its reference or vLLM's weights, or if dynamic sampling or replay can't exchange groups.
     """
 
-    _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
+    _tag_names = GRPO.tags
     _config_class = MultimodalGRPOConfig
 
     def __init__(
@@ -263,7 +263,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = self.args
         needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
-        advantages = estimate_advantages(
+        advantages = GRPO.advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
             rewards=rewards,
             rewards_per_func=require(rollout.rewards.per_func),
@@ -385,7 +385,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
             scored=inputs.scored_mask,
         )
-        output = grpo_loss(
+        output = GRPO.loss(
             self._policy_loss,
             tensors,
             args.loss_options(),

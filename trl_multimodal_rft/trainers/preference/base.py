@@ -24,7 +24,7 @@ from ...forward.scores import ScoreRequest, Scores
 from ...models.modes import evaluation_mode
 from ...models.parts import check_base_is_kept
 from ...models.wrapped import is_unsharded, replaced
-from ..shared.loading import CONSTRUCTOR_OPTIONS, LoadedParts, load_reference, loading_in_trl
+from ..shared.loading import CONSTRUCTOR_OPTIONS, Models, load_reference, loading_in_trl
 from ..shared.reading import Batch, CompletionTrainer, map_splits
 from ..shared.rollout_logs import is_due
 from ..shared.signatures import Processor, Rows
@@ -56,7 +56,7 @@ class PreferenceTrainer(CompletionTrainer):
         self,
         constructor: Callable[..., None],
         arguments: dict[str, Any],
-        loaded: LoadedParts,
+        loaded: Models,
         stand_in_columns: dict[str, list],
     ) -> None:
         """Runs TRL's constructor on a few stand-in rows, since it would tokenize the real datasets."""

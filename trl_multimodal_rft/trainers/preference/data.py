@@ -40,6 +40,7 @@ COMPARISON_COLUMNS = ("margin", "tie", "chosen_ids", "rejected_ids")
 class PreferenceCollator(SupervisedCollator):
     """Collator that encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
+    _token_names = ("prompt_ids", "chosen_ids", "rejected_ids")
     chat_template = None  # `None` is the model's own template
     view: View | None = None  # view under which chosen completions count as rejected
 
@@ -164,6 +165,8 @@ class PreferenceCollator(SupervisedCollator):
 @dataclass
 class ComparisonCollator(PreferenceCollator):
     """Collator that encodes and pads the pairs that a reward model compares."""
+
+    _token_names = ("chosen_ids", "rejected_ids")
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}

@@ -12,7 +12,6 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTr
 from trl import DPOTrainer
 
 from ...algorithms.metrics import log_metrics, scored_mean
-from ...algorithms.preferences import anchored_preference, conditional_preference
 from ...forward.scores import Scores
 from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
@@ -23,6 +22,7 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .base import PreferenceTrainer
 from .data import COLUMNS, REFERENCE_COLUMNS, PreferenceCollator
 from .dpo_config import MultimodalDPOConfig
+from .methods import DPO
 
 
 # Outputs of a model that TRL's loss reads
@@ -75,7 +75,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
 
-    _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
+    _tag_names = DPO.tags
 
     def __init__(
         self,
@@ -209,8 +209,10 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         }
         metrics = {name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()}
         log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
-        conditional = settings.conditional_coef * conditional_preference(chosen_logratios, view_logratios, self.beta)
-        anchored = settings.anchor_coef * anchored_preference(chosen_logratios, self.beta, settings.anchor)
+        conditional = settings.conditional_coef * DPO.terms["conditional_coef"](
+            chosen_logratios, view_logratios, self.beta
+        )
+        anchored = settings.anchor_coef * DPO.terms["anchor_coef"](chosen_logratios, self.beta, settings.anchor)
         return (conditional + anchored).sum() / n
 
     # Card

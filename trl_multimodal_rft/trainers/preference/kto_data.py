@@ -65,6 +65,7 @@ class LabelledCollator(PreferenceCollator):
     larger than a micro-batch of training, rows are paired within parts of training's size.
     """
 
+    _token_names = ("prompt_ids", "completion_ids")
     calculate_kl: bool = True  # whether the loss has a KL estimate
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:

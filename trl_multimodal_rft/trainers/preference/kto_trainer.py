@@ -22,6 +22,7 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .base import PreferenceTrainer
 from .kto_config import MultimodalKTOConfig
 from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator
+from .methods import KTO
 
 
 class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
@@ -69,7 +70,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             parallelism), if a micro-batch of the `"kto"` loss has one row, or if a dataset lacks columns.
     """
 
-    _tag_names = ["trl", "kto", "trl-multimodal-rft"]
+    _tag_names = KTO.tags
 
     def __init__(
         self,

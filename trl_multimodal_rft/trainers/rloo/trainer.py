@@ -10,18 +10,19 @@ from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
-from ...algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
+from ...algorithms.losses import LossInputs, LossOptions, LossOutput
 from ...algorithms.metrics import rank_mean, scored_mean
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.ranks import sum_over_ranks
-from ...rollout.reward import Estimates, has_signal, is_std_zero, leave_one_out
+from ...rollout.reward import Estimates, has_signal, is_std_zero
 from ...rollout.rollout import Rollout, require
 from ..shared.base import MultimodalTrainer
 from ..shared.rollout_logs import reward_index
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalRLOOConfig
+from .method import RLOO
 
 
 class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
@@ -73,8 +74,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             its processor, its reference or vLLM's weights.
     """
 
-    _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
-    _loss_needs_reference = False
+    _tag_names = RLOO.tags
+    _loss_needs_reference = "loss" in RLOO.kl
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     ) -> Estimates:
         """Returns leave-one-out advantages of all ranks, with the KL penalty in the reward."""
         penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
-        advantages = leave_one_out(penalized, group_ids, self.normalize_advantages)
+        advantages = RLOO.advantages(penalized, group_ids, self.normalize_advantages)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._run.group_size))
 
     def _divergence(self, rollout: Rollout) -> torch.Tensor:
@@ -143,7 +144,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
-        loss, metrics = rloo_loss(
+        loss, metrics = RLOO.loss(
             LossInputs(scores.logps, require(inputs.old_logps), require(inputs.advantages), mask),
             LossOptions(self.epsilon_low, self.epsilon_high),
         )

@@ -223,6 +223,25 @@ def warn_of_rates(config: TrainingArguments) -> None:
         )
 
 
+# Options of torch's data loaders, with their neutral values, and what happens here instead. They concern speed alone
+_LOADER_OPTIONS = {
+    "dataloader_in_order": ((True,), "rows always come in the order of the sampler"),
+    "dataloader_multiprocessing_context": ((None, "fork"), "processes that read rows ahead are forked"),
+    "dataloader_persistent_workers": ((False,), "processes that read rows ahead live as long as the run"),
+    "dataloader_prefetch_factor": ((None,), "`media_prefetch` says how many batches are read ahead"),
+}
+
+
+def warn_of_loader_options(config: TrainingArguments) -> None:
+    """Warns of options of torch's data loaders that have no effect, and sets them to their neutral values."""
+    for name, (neutral, reason) in _LOADER_OPTIONS.items():
+        value = getattr(config, name, neutral[0])  # versions of transformers differ in their options
+        if value not in neutral:
+            setattr(config, name, neutral[0])
+            # Accelerate's logger needs its state, which doesn't exist yet
+            logging.getLogger(__name__).warning(f"`{name}={value!r}` has no effect here: {reason}.")
+
+
 def check_generation_kwargs(config, names: set[str] | None) -> None:
     """Raises a `ValueError` if `generation_kwargs` has a name outside `names` (unless `None`) or an invalid value."""
     options = config.generation_kwargs or {}

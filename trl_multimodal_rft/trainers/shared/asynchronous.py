@@ -15,10 +15,10 @@ from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt
 from ...engines.in_flight import EarlyRewards, InFlight, Key, request_keys
 from ...engines.samplers import Samples
-from ...engines.vllm import MultimodalVLLMGeneration
+from ...engines.vllm_client import on_all_ranks, server_features
 from ...engines.vllm_prompts import EnginePrompts
 from ...engines.vllm_requests import ServerSample
-from ...engines.vllm_server import on_all_ranks, server_features
+from ...engines.vllm_servers import Servers
 from ...rollout.completions import add_completions
 from ...rollout.reward import checked_functions, only_waits, reward_early
 from ...rollout.rollout import Flight, Rollout
@@ -53,7 +53,7 @@ class AsynchronousSampling:
 
     run: Run
     flight: InFlight
-    engine: MultimodalVLLMGeneration
+    engine: Servers
 
     def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
         """

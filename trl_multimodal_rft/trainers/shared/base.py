@@ -20,72 +20,57 @@ from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import PendingMetrics
-from ...checks.run_checks import Checks
 from ...data.rows.batches import BatchShape, repeat_order
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import Rows, restore_media
-from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.samplers import Sampler
 from ...engines.transformers import Branches
 from ...families import input_modalities
 from ...forward.scores import Scores
 from ...models.modes import has_dropout
-from ...policy import Live, PolicyForward
+from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
-from ...rewards.named import as_reward_funcs
 from ...rollout.completions import take_custom_rollout
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
-from ...rollout.environments import Environments, rows_for_environments, template_for_tools
+from ...rollout.environments import Environments, template_for_tools
 from ...rollout.groups import GroupExchange, group_exchange
 from ...rollout.reward import Estimates, set_estimates, weighted_sum
 from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
-from ...rollout.stream import RowStream
 from ...rollout.turns import ToolLoop, completions_without_tools
 from ..checkpoints.mixin import CheckpointMixin
-from .arguments import check_arguments
-from .asynchronous import AsynchronousSampling, row_encoder
+from .asynchronous import AsynchronousSampling
 from .configs import stops_of
 from .engine import (
     check_prompts,
     check_sampler,
     continue_after_tools,
-    logit_bias,
-    requests_in_flight,
+    make_sampling,
     sample_prompts,
     self_check_settings,
     transformers_sampler,
-    vllm_sampler,
 )
 from .finite import check_weights
+from .inputs import Inputs, check_inputs
 from .loading import (
+    Models,
+    RewardSources,
     around_trl_constructor,
-    compile_models,
-    enable_packing,
-    first_fallbacks,
     load_for_sampling,
-    prepare_reference,
     reward_sources,
     start_loop,
     with_media_reader,
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
+from .prompts import make_prompts
 from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
-from .setup import (
-    check_kept_columns,
-    check_launch,
-    modalities,
-    unchecked_datasets,
-    warn_of_excluded_tokens,
-    warn_of_unread_media,
-    warn_of_unused_recommendations,
-)
+from .scoring import compile_models, enable_packing, make_scoring
+from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
 
 
@@ -134,112 +119,74 @@ class MultimodalTrainer(CheckpointMixin):
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
     ):
-        # 1. Arguments and datasets are checked before anything is loaded
-        check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
-        check_launch(args, model)
-        warn_of_excluded_tokens(args)
-        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
-        check_kept_columns(args, reward_funcs, kwargs.get("train_dataset"))
-        tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
-        rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
-        processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
-        datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
-        if factory is None:  # environments may read any column
-            functions = () if rollout_func else reward_funcs or ()
-            warn_of_unread_media(args, datasets, modalities(model, args), reward_funcs=functions)
-        if datasets["train_dataset"] is None:
-            kwargs["train_dataset"] = rows_for_environments(factory, args)
-        # 2. Models, processors, environments and rewards are loaded in TRL's order, which determines random numbers
+        # TRL's order, which determines random numbers: models, rewards, and then TRL's constructor
+        inputs = check_inputs(model, reward_funcs, args, processing_class, **kwargs)
         set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_for_sampling(
-            model,
-            args,
-            processing_class,
-            quantization_config=kwargs.get("quantization_config"),
-            ref_model=ref_model,
-            sampler=sampler,
-            peft_config=kwargs.get("peft_config"),
-            datasets=[*datasets.values()],
-            uses_tools=bool(tools) or factory is not None,
-        )
-        self.toolbox = Environments(tools or (), factory, args.rules)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, args)
-        self.card_notes = CardNotes()
-
-        # 3. TRL's constructor prepares the model and the optimizer
-        placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
-        with around_trl_constructor(args, loaded, placeholders):
+        models = load_for_sampling(inputs)
+        self.toolbox = Environments(inputs.tools or (), inputs.environment_factory, args.rules)
+        rewards = reward_sources(inputs.reward_funcs, inputs.reward_processing_classes, self.toolbox, args)
+        with around_trl_constructor(args, models):
             super().__init__(
-                model=loaded.model, args=args, processing_class=loaded.processing_class, **sources.for_trl(), **kwargs
+                model=models.model,
+                args=args,
+                processing_class=models.processing_class,
+                **rewards.for_trl(),
+                **inputs.for_trl,
             )
-        # 4. Parts of the run, with the model that TRL prepared
+        # With the model and the optimizer that TRL has prepared
         freeze_and_check(self.model, args, self.optimizer)
-        self._load_processor = loaded.load_processor
-        self._policy = PolicyForward(
-            self.accelerator,
-            self.processing_class,
-            fallbacks=first_fallbacks(self.accelerator, self.model, self.ref_model, args),
-            temperature=self.temperature,
-            max_tokens=args.max_tokens_per_microbatch,
-        )
-        self.checks = Checks(self._policy, self.accelerator)
-        self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        self._shuffles_completions = rollout_func is not None or args.packing_settings.shuffle
-        self._set_tools(sources.environment_funcs)
-        self.prompts = PromptEncoder(
-            self._unwrapped(self.model),
-            self.processing_class,
-            {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None},
-            args.audio_overlong,
-            args.rules,
-            args.ignored_media_columns or (),
-            args.special_tokens_in_text,
-            keep_decoded=args.keeps_decoded,
-            for_engine=args.use_vllm if sampler is None else sampler.is_engine,
-            feature_dtype=self._live.feature_dtype,
-        )
-        # For asynchronous sampling, the process that reads a row also renders its media for servers. With tools, the
-        # media stay decoded for later turns
-        renders_early = args.max_staleness > 0 and not self.tools
-        encode = (
-            row_encoder(self.prompts, lambda: self.vllm_generation.prompts)
-            if renders_early
-            else self.prompts.encode_row
-        )
-        self._stream = RowStream(
-            args,
-            self.accelerator,
-            encode=None if self.toolbox.factories or rollout_func is not None else encode,
-            messages=self.prompts.messages,
-            encode_teacher_prompt=self.prompts.encode_teacher_prompt if args.teacher_columns else None,
-            columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
-            metrics=self._metrics,
-            state=lambda: self._live.state,
-        )
-        if loaded.ref_model is not None:
-            reference: Any = prepare_reference(loaded.ref_model, args, self.accelerator)
-            self.beta, self.ref_model = args.beta, reference
-            if args.sync_ref_model:
-                self.add_callback(SyncRefModelCallback(reference, self.accelerator))
-        # TRL's constructor has loaded the reward models by their names
-        options = self.accelerator, args, self.chat_template_kwargs
-        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
-        self._run = self._make_run(unchecked_datasets(datasets))
-        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        self._set_scoring(models)
+        self._set_tools(rewards.environment_funcs)
+        self._set_prompts(inputs)
+        self._set_rewards(rewards)
+        self._run = self._make_run(unchecked_datasets(inputs.datasets))
         if args.needs_rewards:
-            makes_prompts = rollout_func is not None or factory is not None
-            self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
-        # 5. Samplers, which read the run, then packing and compilation, which change the models, then callbacks
-        self.use_vllm = args.use_vllm
-        self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
-        self._make_samplers(sampler, placeholders, loaded.revision)
+            self._groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
+        self._set_sampling(inputs, models)
+        # After the samplers, which read the models: packing and compilation, which change them
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
         compile_models(self.accelerator, args, self.model, self.ref_model)
         self._finish_setup()
         self._add_log_callbacks()
         self._stream.is_new(self.train_dataset)
         self._run.check_held_out({"eval_dataset": self.eval_dataset})
+
+    def _set_scoring(self, models: Models) -> None:
+        scoring = make_scoring(
+            self.accelerator, self.model, self.ref_model, models.ref_model, self.processing_class, self.args
+        )
+        self._policy = scoring.policy
+        self.checks = scoring.checks
+        self.ref_model = scoring.reference
+        self._load_processor = models.load_processor
+        if models.ref_model is not None:
+            self.beta = self.args.beta  # 0 in TRL's constructor
+            if self.args.sync_ref_model:
+                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+
+    def _set_prompts(self, inputs: Inputs) -> None:
+        self.rollout_func = inputs.rollout_func
+        self.card_notes = CardNotes()
+        self._shuffles_completions = inputs.rollout_func is not None or self.args.packing_settings.shuffle
+        prompts = make_prompts(
+            inputs,
+            self.toolbox,
+            self.accelerator,
+            self._live,
+            model=self._unwrapped(self.model),
+            processing_class=self.processing_class,
+            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
+            metrics=self._metrics,
+            engine_prompts=lambda: self.vllm_generation.prompts,
+        )
+        self.prompts = prompts.encoder
+        self._stream = prompts.stream
+
+    def _set_rewards(self, sources: RewardSources) -> None:
+        """Lets reward models read media. TRL's constructor has loaded them by their names."""
+        options = self.accelerator, self.args, self.chat_template_kwargs
+        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
 
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
@@ -266,6 +213,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
         """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
+        self.tools = self.toolbox.tools
         self.environment_factories, self.environments = self.toolbox.factories or None, None
         self._environment_pool = self.toolbox.pools
         self._env_tools = {
@@ -289,21 +237,37 @@ class MultimodalTrainer(CheckpointMixin):
         self.reward_processing_classes.append(None)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
-    def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
-        args, run = self.args, self._run
-        settings = self.generation_config, self.generation_kwargs, DistributedBackend(self.accelerator)
-        batching = getattr(self, "continuous_batching_config", None)
-        self._transformers_sampler = transformers_sampler(run, *settings, batching, placeholders)
-        self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
-        if not args.use_vllm:
-            self.sampler = self._transformers_sampler if sampler is None else sampler
-            return
-        has_rows = self.rollout_func is None and self._knows_rows
-        datasets = [self.train_dataset, self.eval_dataset] if has_rows else []
-        getters = (lambda: self.host_memory), (lambda: self.is_in_train)  # `is_in_train` changes during the run
-        engine_sampler = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
-        self.sampler, self.vllm_generation = engine_sampler, engine_sampler.engine
-        self.in_flight = requests_in_flight(args, engine_sampler.engine)
+    def _set_sampling(self, inputs: Inputs, models: Models) -> None:
+        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        args = self.args
+        self.use_vllm = args.use_vllm
+        self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
+        placeholders = all_placeholder_ids(models.model, models.processing_class)
+        local = transformers_sampler(
+            self._run,
+            self.generation_config,
+            self.generation_kwargs,
+            DistributedBackend(self.accelerator),
+            getattr(self, "continuous_batching_config", None),
+            placeholders,
+        )
+        has_rows = inputs.rollout_func is None and self._knows_rows
+        sampling = make_sampling(
+            self._run,
+            local,
+            inputs.sampler,
+            placeholders,
+            revision=models.revision,
+            datasets=[self.train_dataset, self.eval_dataset] if has_rows else [],
+            host_memory=self.host_memory,
+            is_in_train=lambda: self.is_in_train,  # changes during the run
+        )
+        self.sampler = sampling.sampler
+        self.in_flight = sampling.in_flight
+        self._transformers_sampler = sampling.local
+        self._logit_bias = sampling.logit_bias
+        if sampling.engine is not None:
+            self.vllm_generation = sampling.engine
 
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
@@ -428,8 +392,8 @@ class MultimodalTrainer(CheckpointMixin):
             sample_asynchronously = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
             ids, logps = sample_asynchronously(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            arguments = self.sampler, rollout, (ids, logps), branches, self.tool_loop
-            ids, logps, tool_mask = continue_after_tools(run, *arguments)
+            outcome = continue_after_tools(run, self.sampler, rollout, (ids, logps), branches, self.tool_loop)
+            ids, logps, tool_mask = outcome.add_to(rollout)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -25,13 +26,15 @@ from ...engines.samplers import Sampler, Samples, TransformersSampler, VLLMSampl
 from ...engines.transformers import Branches, sample_completions
 from ...engines.vllm import MultimodalVLLMGeneration, ends_of_text
 from ...engines.vllm_adapters import EngineAdapter
+from ...engines.vllm_in_process import InProcess
+from ...engines.vllm_servers import Servers
 from ...forward.scores import split_lengths
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
 from ...policy import Fallbacks
 from ...rollout.ranks import any_rank, sum_over_ranks
-from ...rollout.rollout import Rollout, require
-from ...rollout.turns import LIMITS, ToolLoop, prompts_with_results, run_turns
+from ...rollout.rollout import Rollout
+from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, run_turns
 from ..checkpoints.files import checkpoints, step_of
 from .asynchronous import probe_engine
 from .configs import SamplingConfig, mapping
@@ -49,7 +52,7 @@ _ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utiliz
 _ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
 # Arguments of the engine whose options have no prefix
 _SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
-_SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
+_SAMPLING_OPTIONS += ("trust_remote_code",)
 
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
@@ -64,8 +67,8 @@ def make_engine(
     bias: dict[int, float],
     revision: str | None,
     max_media: dict[str, int],
-    host_memory: Callable[[], HostMemory | None],
-) -> MultimodalVLLMGeneration:
+    host_memory: HostMemory | None,
+) -> InProcess | Servers:
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
@@ -101,22 +104,27 @@ def make_engine(
 
     def without_weights() -> AbstractContextManager[None]:
         """Returns a context that moves the policy's weights to the host, with `offload_during_generation`."""
-        memory = host_memory()
-        return nullcontext() if memory is None else memory.offloading(storages(weights(model)))
+        return nullcontext() if host_memory is None else host_memory.offloading(storages(weights(model)))
 
-    return MultimodalVLLMGeneration(
-        model=model,
-        accelerator=accelerator,
-        processing_class=run.prompts.processor,
-        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+    arguments = {
+        "model": model,
+        "accelerator": accelerator,
+        "processing_class": run.prompts.processor,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
         **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
         **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
-        generation_kwargs=generation_kwargs,
-        engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
-        adapter=adapter,
+        "generation_kwargs": generation_kwargs,
+        "engine_kwargs": {**engine_kwargs, **(args.vllm_engine_kwargs or {})},
+        "adapter": adapter,
+        "while_sampling": without_weights,
+    }
+    if args.vllm_mode != "server":
+        return InProcess(**arguments)
+    return Servers(
+        **arguments,
         placeholders=bias.keys() - {int(i) for i in options.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # pushes to the Hub leave out `_*`
-        while_sampling=without_weights,
+        max_staleness=args.max_staleness,
     )
 
 
@@ -164,6 +172,38 @@ def transformers_sampler(
         continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,  # dtype for continuous batching
     )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What samples completions."""
+
+    sampler: Sampler
+    local: TransformersSampler  # of the self-check, and the sampler itself without another one
+    engine: InProcess | Servers | None = None
+    in_flight: InFlight | None = None  # requests for later batches
+    logit_bias: dict[int, float] = field(default_factory=dict)  # of the engine, by token id
+
+
+def make_sampling(
+    run: Run,
+    local: TransformersSampler,
+    sampler: Sampler | None,
+    placeholders: set[int],
+    *,
+    revision: str | None,
+    datasets: Iterable[Any],
+    host_memory: HostMemory | None,
+    is_in_train: Callable[[], bool],
+) -> Sampling:
+    """Returns the user's `sampler`, or the sampler of the config with its engine. `revision` is the model's."""
+    args = run.args
+    if not args.use_vllm:
+        return Sampling(local if sampler is None else sampler, local)
+    bias = logit_bias(args, placeholders)
+    engine_sampler = vllm_sampler(run, bias, revision, datasets, host_memory, is_in_train)
+    engine: Any = engine_sampler.engine
+    return Sampling(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
 
 
 def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
@@ -275,54 +315,42 @@ def continue_after_tools(
     samples: Samples,
     branches: Branches,
     make_loop: Callable[..., ToolLoop],
-) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]]]:
-    """
-    Calls tools and samples further turns, until no completion ends with a call. All ranks must call this.
-
-    Returns ids, log-probabilities, and masks that are 0 on results of tools.
-    """
+) -> ToolOutcome:
+    """Calls tools and samples further turns, until no completion ends with a call. All ranks must call this."""
 
     def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
         return sampler(run.live.model_wrapped, prompts, step=run.step, room=max_lengths, branches=branches)
 
     loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
-    for part in (
-        part
-        for trajectory in trajectories
-        for prompt in (trajectory.prompt, *trajectory.closed_contexts)
-        for part in prompt.parts
-    ):
-        part.decoded = ()  # no later turn needs decoded media
-    rollout.prompts = prompts_with_results(loop.encoder.model, trajectories)
-    rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-    rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
-    # The first context is the prompt
-    rollout.source.contexts = [[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories]
-    ids, mask = [trajectory.ids for trajectory in trajectories], [trajectory.mask for trajectory in trajectories]
-    logps = None if samples[1] is None else [trajectory.logps or [] for trajectory in trajectories]
-    if sampler.samples_policy and any(len(trajectory.sampled_turns) > 1 for trajectory in trajectories):
+    for trajectory in trajectories:
+        for prompt in (trajectory.prompt, *trajectory.closed_contexts):
+            for part in prompt.parts:
+                part.decoded = ()  # no later turn needs decoded media
+    outcome = ToolOutcome.of(loop.encoder.model, trajectories)
+    if sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.notices.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
             run.notices.mode_after_tools = mode
-    # The newest weights, whose version is the batch index, sampled the last token after results
-    if (flight := rollout.source.flight) is not None:
-        has_results = torch.tensor([0 in row_mask for row_mask in mask], device=run.accelerator.device)
-        flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
         # Each context with the tokens that were sampled after it
-        contexts, lengths = split_lengths(rollout.prompts, list(map(len, ids)))
-        tokens = chain.from_iterable(ids)
+        contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
+        tokens = chain.from_iterable(outcome.ids)
         run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    # Metrics over all ranks
+    _log_calls(run, trajectories)
+    return outcome
+
+
+def _log_calls(run: Run, trajectories: Sequence[Trajectory]) -> None:
+    """Logs how often tools were called over all ranks. Raises `RuntimeError` if all calls of the first batch fail."""
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(ids)]
+    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
     *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
     if run.is_training and calls and not run.notices.checked_calls:
         run.notices.checked_calls = True
-        faults = [fault for trajectory in trajectories for fault in trajectory.faults]
+        faults = list(chain.from_iterable(trajectory.faults for trajectory in trajectories))
         [n_faults] = sum_over_ranks(run.accelerator, [len(faults)])
         if n_faults == calls:
             first_fault = faults[0] if faults else "it is on another rank"
@@ -334,7 +362,6 @@ def continue_after_tools(
     failure_rate = failures / calls if calls else 0.0
     run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
     run.metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
-    return ids, logps, mask
 
 
 def vllm_sampler(
@@ -342,7 +369,7 @@ def vllm_sampler(
     bias: dict[int, float],
     revision: str | None,
     datasets: Iterable[Any],
-    host_memory: Callable[[], HostMemory | None],
+    host_memory: HostMemory | None,
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
     """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""
@@ -365,6 +392,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
     """Returns the store of the engine's requests for later batches, or `None` without `max_staleness`."""
     if args.max_staleness == 0:
         return None
+    assert isinstance(engine, Servers)  # the config checks `vllm_mode`
     return InFlight(
         engine.ask,
         args.max_staleness,

@@ -6,14 +6,13 @@ import logging
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_peft_model
+from accelerate.utils import is_peft_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
@@ -22,32 +21,27 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models import prepare_deepspeed
 from trl.trainer.utils import (
-    disable_dropout_in_model,
     get_config_model_id,
     shutdown_event_loop_in_daemon,
     start_event_loop_in_daemon,
 )
 
 from ...encoding.processors import adopt_template, check_processor, load_processor
+from ...encoding.prompts import all_placeholder_ids
 from ...engines.samplers import Sampler
 from ...families import MODALITIES, family_of
-from ...forward.attention import install_prefix_attention
-from ...forward.features import install_encoder_attention
-from ...forward.head import add_fused_head, head_rule
-from ...forward.masks import sharing_obstacle
 from ...models.modes import fix_encoders
 from ...models.parts import check_adapter, check_base_is_kept, freeze_as_built
 from ...models.pretrained import is_adapter, load_model, policy_class, require_all_weights, trained_part
 from ...models.reward_model import check_scores, load_trained_reward_model
 from ...models.wrapped import replaced, unwrapped
-from ...policy import Fallbacks, training_obstacle
+from ...policy import training_obstacle
 from ...rewards.model import RewardModel
 from ...rollout.environments import Environments
-from ...views.options import LossView
 from .configs import SamplingConfig, TrainerConfig, mapping
+from .inputs import Inputs
 from .setup import (
     NO_NAME,
     check_engine_format,
@@ -92,16 +86,16 @@ def loading_in_trl(by_name: bool):
             trl_logger.removeFilter(is_shown)
 
 
-@dataclass
-class LoadedParts:
-    """Parts of a trainer, checked and loaded before TRL's constructor."""
+@dataclass(frozen=True)
+class Models:
+    """Policy, reference and processor, checked and loaded before TRL's constructor."""
 
     model: Any
     processing_class: Any
     processor_source: dict[str, Any] | None  # arguments that load the processor again, if it was loaded here
     revision: str | None  # of the model, if it was loaded here
     by_name: bool  # whether the model was loaded here
-    ref_model: Any = None  # set by `load_for_sampling`
+    ref_model: Any = None  # reference, if this package loads it, and not TRL
 
     def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
         """Returns the processor as transformers loads it, or the processor that was passed."""
@@ -116,7 +110,7 @@ def load_parts(
     quantization_config: Any,
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
-) -> LoadedParts:
+) -> Models:
     """
     Loads a model by its name with `load`, and a missing processor. Raises `ValueError` if the model can't be trained.
     """
@@ -145,40 +139,35 @@ def load_parts(
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
     check_processor(processing_class)
-    return LoadedParts(model, processing_class, processor_source, revision, by_name)
+    return Models(model, processing_class, processor_source, revision, by_name)
 
 
-def load_for_sampling(
-    model: Any,
-    args: Any,
-    processing_class: Any,
-    *,
-    quantization_config: Any,
-    ref_model: Any,
-    sampler: Sampler | None,
-    peft_config: Any,
-    datasets: list[Any],
-    uses_tools: bool,
-) -> LoadedParts:
+def load_for_sampling(inputs: Inputs) -> Models:
     """Loads the parts of [`load_parts`] and the reference, if any, and checks that they can sample as configured."""
+    args = inputs.args
+    sampler = inputs.sampler
+    ref_model = inputs.ref_model
+    quantization_config = inputs.for_trl.get("quantization_config")
+    peft_config = inputs.for_trl.get("peft_config")
     if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
         raise ValueError(
             f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler` "
             "instance, and set `use_vllm=False`."
         )
-    loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
-    model, processing_class = loaded.model, loaded.processing_class
+    models = load_parts(inputs.model, args, inputs.processing_class, quantization_config, args.max_completion_length)
+    model = models.model
+    processing_class = models.processing_class
     check_name(model, args, ref_model, peft_config)
     check_adapter(model, peft_config)
     check_head_cast(model, args)
-    if uses_tools:
+    if inputs.uses_tools:
         prepare_for_tools(processing_class)
     if args.use_vllm:
         check_engine_format(processing_class)
     if args.disable_dropout is None:
         fix_encoders(unwrapped(None, model))
     if any(modality in model.input_modalities for modality in MODALITIES):
-        check_takes_media(processing_class, args.ignored_media_columns, *datasets)
+        check_takes_media(processing_class, args.ignored_media_columns, *inputs.datasets.values())
     if ref_model is None:
         if needs_reference(args):
             check_base_is_kept(model, peft_config, f"the reference of `beta={args.beta}`", "set `beta=0`")
@@ -186,8 +175,7 @@ def load_for_sampling(
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
-    loaded.ref_model = ref_model
-    return loaded
+    return replace(models, ref_model=ref_model)
 
 
 # Options that are off in TRL's constructor, because the trainers here handle signals and compile layers themselves
@@ -195,122 +183,21 @@ CONSTRUCTOR_OPTIONS: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_co
 
 
 @contextmanager
-def around_trl_constructor(args: SamplingConfig, loaded: LoadedParts, placeholders: set[int]):
+def around_trl_constructor(args: SamplingConfig, models: Models):
     """Replaces options and config entries that TRL's constructor reads, within the context."""
     # The trainer starts the engine itself. If a reference is loaded, TRL mustn't load another one, or sync it
     changes = {**CONSTRUCTOR_OPTIONS, "use_vllm": False}
-    if loaded.ref_model is not None:
+    if models.ref_model is not None:
         changes |= {"beta": 0.0, "sync_ref_model": False}
     # TRL passes `disable_compile` itself, and a second value would be an error
-    if "disable_compile" in (generation_kwargs := mapping(args.generation_kwargs)):
+    generation_kwargs = mapping(args.generation_kwargs)
+    if "disable_compile" in generation_kwargs:
         changes["generation_kwargs"] = {
             name: value for name, value in generation_kwargs.items() if name != "disable_compile"
         }
-    with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **changes):
+    placeholders = all_placeholder_ids(models.model, models.processing_class)
+    with image_token_id(models.model.config, placeholders), loading_in_trl(models.by_name), replaced(args, **changes):
         yield
-
-
-def first_fallbacks(
-    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
-) -> Fallbacks:
-    """Adds fused heads to the policy and to TRL's reference. Returns the fallbacks that hold until the self-check."""
-    model = unwrapped(accelerator, policy)
-    head_options = {
-        "temperature": args.temperature,
-        "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
-        "rule": head_rule(model),
-    }
-    if reference is not None:
-        add_fused_head(unwrapped(accelerator, reference), outputs=_reference_outputs(args), **head_options)
-    has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **head_options)
-    if not has_head:
-        logger.warning(
-            f"{model.config.model_type}: TRL's fused head doesn't support this model's computations around the LM "
-            "head, so log-probabilities are computed from the model's logits, which takes more memory."
-        )
-    # `disable_compile` also turns off CUDA graphs of decoding steps
-    allows_graph = not mapping(args.generation_kwargs).get("disable_compile")
-    return Fallbacks(
-        packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=allows_graph
-    )
-
-
-def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
-    """Returns the outputs of a reference's head, with entropies if they are compared with the policy's."""
-    compares_entropies = getattr(args, "loss_view_settings", LossView()).temperature is not None
-    return ("log_probs", "entropy") if compares_entropies else ("log_probs",)
-
-
-def enable_packing(
-    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
-) -> bool:
-    """Prepares models for packed rows, and returns whether the config asks for packing and all models support it."""
-    models = [unwrapped(accelerator, model) for model in (policy, reference) if model is not None]
-    for model in models:
-        install_encoder_attention(model)
-    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    packs = args.packing_settings.rows == "prefix"
-    if packs and obstacle:
-        logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-    if not packs or obstacle:
-        return False
-    for model in models:
-        install_prefix_attention(model)
-    batch_size, group_size = args.per_device_train_batch_size, args.num_generations or 1
-    if batch_size % group_size != 0:
-        logger.warning(
-            f"`per_device_train_batch_size` ({batch_size}) holds no whole groups of `num_generations` ({group_size}), "
-            "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
-            f"multiple of {group_size}."
-        )
-    return True
-
-
-def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
-    """
-    Returns arguments of `torch.compile` for a backend and a mode, or `None` without a backend. Backend and mode
-    default to the options of `accelerate launch`. Raises a `ValueError` for a backend that accelerate doesn't know.
-    """
-    backends = [name.lower() for name in DynamoBackend.list()]
-    if backend is not None and backend.lower() not in backends:
-        raise ValueError(f"`torch_compile_backend` is one of {', '.join(backends)}, not {backend!r}.")
-    plugin = TorchDynamoPlugin(backend=backend, mode=mode)
-    return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
-
-
-def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Module | None) -> None:
-    """Compiles the layers of models with `torch_compile=True`, see [`~forward.compiled.compile_layers`]."""
-    compile_kwargs = compile_options(args.torch_compile_backend, args.torch_compile_mode)
-    if compile_kwargs is None:
-        return
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "`torch_compile=True` compiles whole layers, but ZeRO-3 gathers weights inside of them; use "
-            "`fsdp2.yaml`, which gathers weights before a layer, or ZeRO-2."
-        )
-    from ...forward.compiled import compile_layers  # imported here, because few runs need it
-
-    for model in models:
-        if model is None:
-            continue
-        try:
-            compile_layers(unwrapped(accelerator, model), compile_kwargs, logger.warning_once)
-        except RuntimeError as error:
-            raise ValueError(f"`torch_compile_mode` {args.torch_compile_mode!r}: {error}.") from error
-
-
-def prepare_reference(
-    ref_model: PreTrainedModel, args: SamplingConfig, accelerator: Accelerator
-) -> nn.Module | FSDPModule:
-    """Prepares a reference for the accelerator, in the same way as TRL prepares the references that it loads."""
-    if args.disable_dropout:
-        disable_dropout_in_model(ref_model)
-    add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        return prepare_deepspeed(ref_model, accelerator)
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return prepare_fsdp(ref_model, accelerator)
-    return accelerator.prepare_model(ref_model, evaluation_mode=True)
 
 
 def start_loop(name: str) -> AbstractEventLoop:

@@ -27,6 +27,7 @@ from .arguments import (
     check_json,
     check_values,
     help_from_docstring,
+    warn_of_loader_options,
     warn_of_rates,
 )
 from .batches import batch_options, check_batches
@@ -153,6 +154,7 @@ class MediaArguments(CheckedKeywords, _Config):
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
+        warn_of_loader_options(self)
         if self.ddp_find_unused_parameters is None:
             # The loss reaches all trained weights. DDP would search for others in each step, and warn of finding none
             self.ddp_find_unused_parameters = False

@@ -39,9 +39,10 @@ from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from ..checkpoints.mixin import CheckpointMixin
 from .arguments import check_arguments
-from .loading import LoadedParts, compile_models, load_parts
+from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans
+from .scoring import compile_models
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
@@ -95,7 +96,7 @@ class CompletionTrainer(CheckpointMixin):
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
-        self._token_columns = TokenColumns(lambda row: self.data_collator.token_columns(row))
+        self._token_columns = TokenColumns(self.data_collator.token_columns, self.data_collator.token_names)
         self._stream = RowStream(
             self.args,
             self.accelerator,
@@ -105,8 +106,9 @@ class CompletionTrainer(CheckpointMixin):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self.train_dataset = self._without_overlong(self.train_dataset, "train")
+        self.train_dataset = self._packed(self._without_overlong(self.train_dataset, "train"), "train")
         self.eval_dataset = map_splits(self.eval_dataset, partial(self._without_overlong, split="eval"))
+        self.eval_dataset = map_splits(self.eval_dataset, partial(self._packed, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -140,6 +142,13 @@ class CompletionTrainer(CheckpointMixin):
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
             return super()._fingerprints()
+
+    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
+        """Returns whether a dataset is packed before its rows are read."""
+        return False
+
+    def _packed(self, dataset: Rows, split: str) -> Rows:
+        return dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
         """
@@ -194,6 +203,8 @@ class CompletionTrainer(CheckpointMixin):
                 takes = modalities(self.data_collator.model, self.args)
                 warn_of_unread_media(self.args, {"eval_dataset": dataset}, takes, supervised=True)
             dataset = self.data_collator.prepare(dataset, "eval")
+            if self._packs_dataset(dataset, "eval"):
+                dataset = self._packed(self._without_overlong(dataset, "eval"), "eval")
             if is_new:
                 self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")
@@ -249,7 +260,7 @@ class CompletionTrainer(CheckpointMixin):
                 self.args, first_rows, modalities(model, self.args), dataset_part="first", supervised=True
             )
         if not self._warned_of_positions:
-            self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
+            self._warned_of_positions = warn_of_positions(sequences, [sequence.row for sequence in sequences], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]  # without the answer
         # `prompts` of preferences also have the media of their completions
         row_modalities = (encoded.modalities for encoded in batch.get("prompts", sequences))
@@ -295,7 +306,7 @@ class CompletionTrainer(CheckpointMixin):
 
 def load_for_scoring(
     arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
-) -> LoadedParts:
+) -> Models:
     """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """TRL's columns of tokens, which rows of text get when they are read from a trainer's dataset."""
 
+import uuid
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -21,16 +22,30 @@ class TokenColumns:
     Args:
         columns (`Callable`):
             Returns the columns of tokens of a row, none for a row with media.
+        names (`Callable`):
+            Returns the names of a dataset's new columns of tokens, none for a dataset with media columns.
     """
 
-    def __init__(self, columns: Columns):
+    def __init__(self, columns: Columns, names: Callable[[Dataset], list[str]]):
         self._columns = columns
+        self._names = names
+        self._id = uuid.uuid4().hex
         self._sources: WeakKeyDictionary[Dataset | IterableDataset, Dataset | IterableDataset] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, str]:
+        """Returns the state by which `datasets` hashes a transform. The functions' would hold the model's weights."""
+        return {"_id": self._id}
+
     def shown(self, dataset: Rows) -> Rows:
-        """Returns a dataset whose rows get columns of tokens when they are read. Leaves formatted datasets as is."""
+        """
+        Returns a dataset that lists columns of tokens, which its rows get when they are read. Leaves formatted
+        datasets as is.
+        """
         if isinstance(dataset, Dataset) and dataset.format["type"] is None:
-            shown: Dataset | IterableDataset = dataset.with_transform(self._add_to_batch)
+            listed = dataset
+            for name in self._names(dataset):
+                listed = listed.add_column(name, [None] * len(dataset))  # listed here, filled when a row is read
+            shown: Dataset | IterableDataset = listed.with_transform(self._add_to_batch)
         elif isinstance(dataset, IterableDataset) and dataset._formatting is None:
             shown = dataset.map(lambda row, index: self._with_columns(row, index), with_indices=True)
         else:

@@ -18,10 +18,6 @@ _UNUSED_OPTIONS = {
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "only its entry `skip_prepare_dataset` is known",
     ),
-    "packing_strategy": (
-        ("bfd",),
-        "`packing=True` concatenates the whole rows of a micro-batch, and neither cuts rows nor joins those of others",
-    ),
     "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
 }
 
@@ -43,9 +39,11 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
             nothing to learn is left. Rows with media are never cut or dropped; the metrics `rows/cut` and
             `rows/longer_with_media` count both. `None` allows any length.
         packing (`bool`, *optional*, defaults to `False`):
-            Whether to concatenate the rows of a micro-batch, without padding, and without attention between rows.
-            Unlike in TRL, loss, gradient and the number of rows in an update are the same as with padded rows. If the
-            model doesn't support packing, rows are padded, with a message. To bound the tokens of a forward, set
+            Whether to forward rows one after the other, without padding, and without attention between rows. A
+            dataset of text is packed before the run, as by [`~trl.SFTTrainer`], so that a row holds several rows. Rows
+            of streams, of datasets with media or with a transform, and of any length (`max_length=None`) are packed
+            with those of their micro-batch. Loss and gradient are those of padded rows. If the model doesn't support
+            packing, rows are padded, with a message. To bound the tokens of a forward, set
             `max_tokens_per_microbatch`.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
@@ -65,7 +63,6 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "supervised training")
-        self.dataset_kwargs = {"skip_prepare_dataset": True}  # since the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(
                 "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "

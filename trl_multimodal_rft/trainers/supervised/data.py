@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -18,13 +18,13 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
 from ...data.reading.refs import OverlongRow
-from ...data.rows.batches import Row
+from ...data.rows.batches import DatasetRows, Row
 from ...data.rows.cells import Cell, cell_value
 from ...data.rows.columns import MEDIA_COLUMNS, has_media, other_layout, prepare_remedy
 from ...data.rows.unread import lists_columns
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs
-from ...encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
+from ...encoding.supervised import PACKED_LENGTHS, SupervisedEncoder, SupervisedSequence, row_labels
 from ...rollout.stream import EncodedRow
 from ..shared.setup import check_takes_media
 
@@ -48,6 +48,7 @@ class SupervisedCollator:
     processing_class: ProcessorMixin | PreTrainedTokenizerBase
     args: Any
     formatting_func: Callable[[dict], str] | None = None
+    _token_names: ClassVar[tuple[str, ...]] = ("input_ids", "labels")  # TRL's columns of tokens
 
     def __post_init__(self):
         self.encoder = SupervisedEncoder(
@@ -73,7 +74,12 @@ class SupervisedCollator:
             on tokens that aren't learned. `plain(load, i)` encodes row `i` with the processor that `load()` returns,
             for the self-check.
         """
-        sequences, stored = self._encoded_rows(rows), self._stored_rows(rows)
+        sequences: list[SupervisedSequence] = []
+        stored: list[Row] = []
+        for encoded, row in zip(self._encoded_rows(rows), self._stored_rows(rows), strict=True):
+            parts = encoded if isinstance(encoded, list) else [encoded]
+            sequences += parts
+            stored += [row] * len(parts)
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
         return {
             "sequences": sequences,
@@ -103,11 +109,19 @@ class SupervisedCollator:
         }
         return plain_outputs(encoder.conversation(row, answer), processor, self.args.audio_overlong, template_kwargs)
 
-    def encode(self, row: Row) -> SupervisedSequence:
+    def encode(self, row: Row) -> Any:
         """
-        Returns a row as a sequence, of text cut to `max_length` tokens. Raises `OverlongRow` if no learned token is
-        left.
+        Returns a row as a sequence, of text cut to `max_length` tokens, or a packed row as a list of sequences. Raises
+        `OverlongRow` if no learned token is left.
         """
+        if row.get(PACKED_LENGTHS):
+            sequences = self.encoder.encode_packed(row)
+            for sequence in sequences:
+                check_ids(sequence.input_ids, self.model.config, row.row_index)
+            return sequences
+        return self._cut(self._encode_whole(row))
+
+    def _encode_whole(self, row: Row) -> SupervisedSequence:
         args = self.args
         if row.get("input_ids"):
             sequence = self.encoder.encode_tokens(row, args.completion_only_loss)
@@ -118,13 +132,17 @@ class SupervisedCollator:
         else:
             sequence = self._encoder_of(row).encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         check_ids(sequence.input_ids, self.model.config, row.row_index)
-        if args.max_length is None or len(sequence) <= args.max_length or sequence.modalities:
-            return sequence
+        return sequence
+
+    def _cut(self, sequence: SupervisedSequence) -> SupervisedSequence:
+        args = self.args
         n_tokens = len(sequence)
+        if args.max_length is None or n_tokens <= args.max_length or sequence.modalities:
+            return sequence
         sequence = sequence.cut(args.max_length, from_end=args.truncation_mode == "keep_end")
         if not sequence.learned[1:].any():
             raise OverlongRow(
-                f"row {row.row_index} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
+                f"row {sequence.row} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
                 "learn; raise `max_length`, or make the prompt shorter"
             )
         return sequence
@@ -178,19 +196,40 @@ class SupervisedCollator:
         Returns whether `max_length` may leave nothing of a row, or `False` if its text is too short for that, or if it
         has media.
         """
-        if self.args.max_length is None or self._has_media(row):
+        if self.args.max_length is None or row.get(PACKED_LENGTHS) or self._has_media(row):
             return False
         # A token of text has a byte or more. The other half is for what a chat template adds
         return self.formatting_func is not None or 2 * _n_bytes(dict(row)) > self.args.max_length
 
     def token_columns(self, row: Row) -> dict[str, list[int]]:
-        """Returns TRL's columns of tokens of a row, none for a row with media."""
-        return {} if self._has_media(row) else self._token_columns(row)
+        """Returns TRL's columns of tokens of a row, none for a packed row, which has them, or a row with media."""
+        return {} if row.get(PACKED_LENGTHS) or self._has_media(row) else self._token_columns(row)
+
+    def token_names(self, dataset: Dataset) -> list[str]:
+        """Returns the names of the columns of tokens that a dataset lacks, none for a dataset with media columns."""
+        columns = {*dataset.column_names}
+        return [] if columns & self._media_columns else [name for name in self._token_names if name not in columns]
 
     def _token_columns(self, row: Row) -> dict[str, list[int]]:
-        sequence = self.encode(row)
+        return self.tokens(row)
+
+    def tokens(self, row: Row, cut: bool = True) -> dict[str, list[int]]:
+        """Returns the tokens and labels of a row of text, without `cut` beyond `max_length`. See [`encode`]."""
+        sequence = self._encode_whole(row)
+        sequence = self._cut(sequence) if cut else sequence
         labels = sequence.input_ids.masked_fill(~sequence.learned, -100)
         return {"input_ids": sequence.input_ids.tolist(), "labels": labels.tolist()}
+
+    def holds_text_alone(self, dataset: Dataset) -> bool:
+        """Returns whether no row of a dataset has media."""
+        columns = {*dataset.column_names}
+        if columns & self._media_columns:
+            return False
+        messages = sorted(columns & {*_MESSAGE_COLUMNS})  # which may hold media in their blocks
+        if not messages:
+            return True
+        rows = DatasetRows(dataset.select_columns(messages))
+        return not any(self._has_media(rows[index]) for index in range(len(rows)))
 
     def _has_media(self, row: Row) -> bool:
         is_filled = (cell_value(row.get(name)) is not None for name in self._media_columns)
@@ -280,6 +319,16 @@ def missing_columns_error(name: str, columns: set[str], needed: str, layout: str
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 
+def packs(args: Any, split: str) -> bool:
+    """Returns whether the rows of a split are packed."""
+    return args.packing if split == "train" or args.eval_packing is None else args.eval_packing
+
+
+def splits_rows(args: Any, split: str) -> bool:
+    """Returns whether long rows of a split are split between packed rows. They are cut otherwise."""
+    return packs(args, split) and args.packing_strategy != "bfd"
+
+
 def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     """Returns a tokenized dataset without rows that lose all labels to `max_length`. Raises for ambiguous labels."""
     if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
@@ -289,7 +338,13 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
         )
     # Rows of streams and of datasets with a transform are dropped when they are read
     has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)
-    if not has_columns or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
+    is_whole = PACKED_LENGTHS in columns or splits_rows(args, name)
+    if (
+        not has_columns
+        or is_whole
+        or args.max_length is None
+        or not columns & {"labels", "completion_mask", "assistant_masks"}
+    ):
         return dataset
     window = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     completion_only = args.completion_only_loss

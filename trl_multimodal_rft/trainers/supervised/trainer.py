@@ -17,6 +17,7 @@ from trl.data_utils import get_dataset_column_names
 from ...checks.sequences import check_sequences
 from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import undecoded
+from ...encoding.supervised import PACKED_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
@@ -25,12 +26,22 @@ from ..shared.reading import Batch, CompletionTrainer, NumItems, load_for_scorin
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalSFTConfig
-from .data import SupervisedCollator
+from .data import SupervisedCollator, splits_rows
+from .method import SFT
+from .packed_rows import DatasetPacker
 
 
 # Columns that `remove_unused_columns` keeps, in addition to `dataset_text_field`
 _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
-_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
+_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks", PACKED_LENGTHS)
+
+# TRL's constructor prepares datasets, allows no collator with `packing`, and needs a chat template with generation
+# markers for `assistant_only_loss`. The collator and the trainer do all of this themselves
+_OPTIONS_IN_TRL = {
+    "packing": False,
+    "assistant_only_loss": False,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+}
 
 
 class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
@@ -83,7 +94,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             columns to learn from, or media that a tokenizer can't encode.
     """
 
-    _tag_names = ["trl", "sft", "trl-multimodal-rft"]
+    _tag_names = SFT.tags
     _name = "SFT"
     _paper = {
         "title": "Training language models to follow instructions with human feedback",
@@ -129,9 +140,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         eval_dataset = collator.prepare(eval_dataset, "eval")
         with (
             loading_in_trl(loaded.by_name),
-            # TRL's constructor allows no collator with `packing`, and needs a chat template with generation markers
-            # for `assistant_only_loss`. The collator and this trainer implement both options
-            replaced(args, packing=False, assistant_only_loss=False, **CONSTRUCTOR_OPTIONS),
+            replaced(args, **_OPTIONS_IN_TRL, **CONSTRUCTOR_OPTIONS),
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
             arguments["eval_dataset"] = eval_dataset
@@ -151,6 +160,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
+        self._packer = DatasetPacker(collator)
         keeps_all_columns = not args.remove_unused_columns or formatting_func is not None
         self._set_up_scoring(
             datasets,
@@ -166,6 +176,18 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self._show_tokens()
         self._finish_setup()
 
+    # Datasets
+
+    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
+        return self._packer.takes(dataset, split)
+
+    def _packed(self, dataset: Rows, split: str) -> Rows:
+        return self._packer.packed(dataset, split) if self._packs_dataset(dataset, split) else dataset
+
+    def _without_overlong(self, dataset: Rows, split: str) -> Rows:
+        is_whole = splits_rows(self.args, split) and self._packs_dataset(dataset, split)
+        return dataset if is_whole else super()._without_overlong(dataset, split)
+
     # Update
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
@@ -176,9 +198,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
         options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
         scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
-        per_token_loss = -scores.logps  # 0 on tokens that aren't learned
-        if args.loss_type == "dft":  # weighs the loss of a token by its probability
-            per_token_loss = per_token_loss * scores.logps.exp().detach()
+        per_token_loss = SFT.loss(scores.logps, args.loss_type)  # 0 on tokens that aren't learned
         n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:

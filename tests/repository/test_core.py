@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import house
 import pytest
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = house.ROOT
 
 # Imports each module of the copy, each trainer with its config, and prints the help of each command
 USE = """
@@ -32,6 +31,32 @@ for command in cli.COMMANDS:
     except SystemExit as end:
         assert end.code == 0, command
 """
+
+
+def imports_outside(name, known, seen):
+    """Whether a module of the tests imports what is outside of the core, itself or through another of them."""
+    seen.add(name)
+    for imported in house.imports(known[name], known):
+        path = known[imported]
+        if path.is_relative_to(house.PACKAGE):
+            if any(path.is_relative_to(house.PACKAGE / folder) for folder in house.outside()):
+                return True
+        elif imported not in seen and imports_outside(imported, known, seen):
+            return True
+    return False
+
+
+def tests_of_the_core():
+    """Test files in the folders of the core's layers that import nothing from outside of it."""
+    known = house.modules_and_tests()
+    folders = [ROOT / "tests" / layer for layer in house.layers()]
+    return [
+        str(path.relative_to(ROOT))
+        for name, path in known.items()
+        if path.name.startswith("test_")
+        and any(path.is_relative_to(folder) for folder in folders)
+        and not imports_outside(name, known, set())
+    ]
 
 
 @pytest.fixture
@@ -58,3 +83,15 @@ def test_modules_trainers_and_help(core):
     assert not any(line.startswith("trl_multimodal_rft.evaluation") for line in lines)
     outside = run(core, "-c", "from trl_multimodal_rft.rewards import choice_reward")
     assert "No module named 'trl_multimodal_rft.rewards.ready'" in outside.stderr
+
+
+@pytest.mark.slow
+def test_quick_tests(core):
+    for name in ("tests", "docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, core / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "constraints.txt"):
+        shutil.copy(ROOT / name, core)
+    files = tests_of_the_core()
+    assert len(files) > 40
+    tested = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+    assert tested.returncode == 0, tested.stdout[-5000:]

@@ -16,11 +16,11 @@ from helpers.trainer_utils import TRAINERS, length_and_sum, load, make_trainer, 
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import (
+    load_avqa_r1,
     load_conversations,
     load_easyr1,
     load_preferences,
     load_verl,
-    load_video_r1,
 )
 from trl_multimodal_rft.data.reading.refs import iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
@@ -217,63 +217,30 @@ def test_easyr1_as_its_files_and_as_a_dataset(files, tmp_path):
     assert [each.size for each in again[1]["images"]] == [each.size for each in dataset[1]["images"]]
 
 
-VIDEO_R1 = {
+AVQA_R1 = {
     "problem_id": 2,
     "problem": "What appears?",
-    "data_type": "video",
+    "data_type": "image_audio",
     "problem_type": "multiple choice",
     "options": ["A. A cat", "B. A dog"],
     "solution": "<answer>B</answer>",
-    "path": "./media/0.mp4",
-    "data_source": "STAR",
+    "path": {"image": "media/0.png", "audio": "media/0.wav"},
+    "data_source": "OmniInstruct_v1-AVQA",
 }
 
 
-def test_video_r1(files, tmp_path):
-    (tmp_path / "data" / "media" / "0.mp4").write_bytes(b"a clip")
-    other = {"data_type": "image", "path": "./media/0.png", "options": [], "solution": "<answer>2</answer>"}
-    dataset = load_video_r1(files([VIDEO_R1, {**VIDEO_R1, **other, "problem_type": "numerical"}]))
+def test_avqa_r1(files, tmp_path):
+    (tmp_path / "data" / "media" / "0.wav").write_bytes(b"a sound")
+    other = {"options": [], "solution": "<answer>2</answer>", "problem_type": "numerical"}
+    dataset = load_avqa_r1(files([AVQA_R1, {**AVQA_R1, **other}]), max_pixels=784)
     assert dataset["choices"][:] == [["A cat", "A dog"], None] and dataset[0]["problem_type"] == "multiple choice"
     asked = "What appears?\nA. A cat\nB. A dog\nOutput the final answer in <answer> </answer>."
-    assert blocks(dataset[0]["prompt"][0]) == ["video", asked]
-    assert blocks(dataset[1]["prompt"][0])[0] == "image"
-    assert [len(videos) for videos in dataset["videos"][:]] == [1, 0]
-    path = files([{**VIDEO_R1, "process": "<think>It barks.</think>"}])
-    dataset = load_video_r1(path, task="sft", nframes=4, max_pixels=784)
-    assert dataset.column_names == ["messages", "videos", "problem_type", "problem_id", "data_source"]
-    assert blocks(dataset[0]["messages"][1]) == ["<think>It barks.</think>\n<answer>B</answer>"]
-    row = {"prompt": dataset[0]["messages"], "videos": dataset[0]["videos"]}
-    (video,) = iter_refs(rows_to_messages([row]))
-    assert video.options == {"nframes": 4, "max_pixels": 784}
-
-
-def test_video_r1_with_an_image_and_its_sound(files, tmp_path):
-    (tmp_path / "data" / "media" / "0.wav").write_bytes(b"a sound")
-    path = {"image": "media/0.png", "audio": "media/0.wav"}
-    row = {**VIDEO_R1, "data_type": "image_audio", "path": path, "data_source": "OmniInstruct_v1-AVQA"}
-    dataset = load_video_r1(files([row]), max_pixels=784)
-    assert [*blocks(dataset[0]["prompt"][0])][:2] == ["image", "audio"] and dataset[0]["choices"] == ["A cat", "A dog"]
+    assert blocks(dataset[0]["prompt"][0]) == ["image", "audio", asked]
     image, audio = iter_refs(rows_to_messages([dataset[0]]))
     assert image.options == {"max_pixels": 784} and audio.options == {}
-    for wrong in ({"path": {"image": "media/0.png"}}, {"data_type": "image"}, {"data_type": "text"}):
-        with pytest.raises(
-            ValueError, match="row 0, column 'data_type'.* doesn't fit the path .* a path for each modality"
-        ):
-            load_video_r1(files([{**row, **wrong}]))
-
-
-def test_intent_train(files, tmp_path):
-    """Keeps the multiple-choice rows about videos, as NeMo RL's loader does."""
-    (tmp_path / "data" / "media" / "0.mp4").write_bytes(b"a clip")
-    row = {key: value for key, value in VIDEO_R1.items() if key not in ("data_type", "solution", "path")}
-    row |= {"answer": "B", "video": "media/0.mp4"}
-    others = [{**row, "problem_type": "emer_ov_mc", "answer": "A,B"}, {**row, "data_type": "image"}]
-    dataset = load_video_r1(files([others[0], row, others[1]]), nframes=8)
-    assert len(dataset) == 1 and dataset[0]["solution"] == "B" and dataset[0]["choices"] == ["A cat", "A dog"]
-    (video,) = iter_refs(rows_to_messages([dataset[0]]))
-    assert video.options == {"nframes": 8}
-    with pytest.raises(ValueError, match="no rows with the problem type 'multiple choice' about videos"):
-        load_video_r1(files(others))
+    for wrong in ({"image": "media/0.png"}, "media/0.mp4"):
+        with pytest.raises(ValueError, match="row 0, column 'path': .* doesn't name an image and its sound; write"):
+            load_avqa_r1(files([{**AVQA_R1, "path": wrong}]))
 
 
 def trains(dataset, family, folder, kind="dpo"):
@@ -558,7 +525,7 @@ def test_files_that_are_no_media_are_named(files, tmp_path, capsys):
         ("ms-swift", {"objects": {"bbox": [[1, 2, 3, 4]]}}, "row 1, column 'objects': boxes depend on the model"),
         ("ms-swift", {"id": 3}, "column 'id': its values are of several types"),
         ("easyr1", {}, "row 0 has no 'problem'"),
-        ("video-r1", {}, "row 0 has no 'data_type'"),
+        ("avqa-r1", {}, "row 0 has no 'path'"),
         ("mmau", {}, "row 0 has no 'audio_path' or 'audio' or 'audio_id'"),
     ],
 )

@@ -3,8 +3,8 @@
 Rollouts of a GRPO step: transformers with one prefill per prompt, vLLM, and unmodified TRL with vLLM, in one run.
 
 ```bash
-OMP_NUM_THREADS=1 python tests/shims/vllm_cpu.py benchmarks/rollout.py --clock cpu --threads 1
-python benchmarks/rollout.py --device cuda --preset 3b --tokens 512 --json
+OMP_NUM_THREADS=1 python tests/shims/vllm_cpu.py benchmarks/sampling.py --clock cpu --threads 1
+python benchmarks/sampling.py --device cuda --preset 3b --tokens 512 --json
 ```
 
 All three use the same dataset with images and the model of `policy_update.py`, with seeded random weights. vLLM runs

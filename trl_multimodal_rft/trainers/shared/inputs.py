@@ -1,0 +1,69 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the trainers that sample, checked before anything is loaded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...engines.samplers import Sampler
+from ...rewards.named import as_reward_funcs
+from ...rollout.environments import rows_for_environments
+from .arguments import check_arguments
+from .setup import check_kept_columns, check_launch, modalities, warn_of_excluded_tokens, warn_of_unread_media
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a trainer's constructor, checked."""
+
+    model: Any
+    args: Any
+    processing_class: Any
+    reward_funcs: list[Any] | None
+    datasets: dict[str, Any]  # `train_dataset` and `eval_dataset`, as they were passed
+    for_trl: dict[str, Any]  # further arguments of TRL's constructor, with a dataset in any case
+    reward_processing_classes: Any = None
+    ref_model: Any = None
+    tools: Sequence[Callable] | None = None
+    environment_factory: Any = None
+    rollout_func: Any = None
+    sampler: Sampler | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """`True` if completions call tools of the user or of environments."""
+        return bool(self.tools) or self.environment_factory is not None
+
+    @property
+    def makes_prompts(self) -> bool:
+        """`True` if environments or the user's function make prompts, and the rows may have none."""
+        return self.rollout_func is not None or self.environment_factory is not None
+
+
+# Arguments that TRL's constructor doesn't get
+_OWN = ("reward_processing_classes", "ref_model", "tools", "environment_factory", "rollout_func", "sampler")
+
+
+def check_inputs(model: Any, reward_funcs: Any, args: Any, processing_class: Any, **kwargs: Any) -> Inputs:
+    """Returns the arguments of a trainer's constructor. Raises an error if they don't fit each other or the launch."""
+    check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
+    check_launch(args, model)
+    warn_of_excluded_tokens(args)
+    reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
+    check_kept_columns(args, reward_funcs, kwargs.get("train_dataset"))
+    inputs = Inputs(
+        model=model,
+        args=args,
+        processing_class=processing_class,
+        reward_funcs=reward_funcs,
+        datasets={name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")},
+        for_trl={name: value for name, value in kwargs.items() if name not in _OWN},
+        **{name: kwargs[name] for name in _OWN if name in kwargs},
+    )
+    if inputs.environment_factory is None:  # environments may read any column
+        functions = () if inputs.rollout_func else reward_funcs or ()
+        warn_of_unread_media(args, inputs.datasets, modalities(model, args), reward_funcs=functions)
+    if inputs.datasets["train_dataset"] is None:
+        rows = rows_for_environments(inputs.environment_factory, args)
+        inputs = replace(inputs, for_trl={**inputs.for_trl, "train_dataset": rows})
+    return inputs

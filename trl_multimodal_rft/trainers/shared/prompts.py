@@ -1,0 +1,71 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The encoder of prompts, and the rows whose prompts it encodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from ...data.rows.columns import MEDIA_COLUMNS
+from ...encoding.prompt_encoder import PromptEncoder
+from ...engines.vllm_prompts import EnginePrompts
+from ...policy import Live
+from ...rollout.environments import Environments
+from ...rollout.stream import RowStream
+from .asynchronous import row_encoder
+from .inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What reads rows and encodes their prompts."""
+
+    encoder: PromptEncoder
+    stream: RowStream
+
+
+def make_prompts(
+    inputs: Inputs,
+    toolbox: Environments,
+    accelerator: Accelerator,
+    live: Live,
+    *,
+    model: Any,
+    processing_class: Any,
+    template_kwargs: dict[str, Any],
+    metrics: Any,
+    engine_prompts: Callable[[], EnginePrompts],
+) -> Prompts:
+    """Returns the encoder of prompts for the unwrapped `model`. `engine_prompts` returns the encoder for servers."""
+    args = inputs.args
+    encoder = PromptEncoder(
+        model,
+        processing_class,
+        {**template_kwargs, "tools": toolbox.tools or None},
+        args.audio_overlong,
+        args.rules,
+        args.ignored_media_columns or (),
+        args.special_tokens_in_text,
+        keep_decoded=args.keeps_decoded,
+        for_engine=args.use_vllm if inputs.sampler is None else inputs.sampler.is_engine,
+        feature_dtype=live.feature_dtype,
+    )
+    encode: Callable | None = encoder.encode_row
+    if args.max_staleness > 0 and not toolbox.tools:
+        # For asynchronous sampling, the process that reads a row also renders its media for servers. With tools, the
+        # media stay decoded for later turns
+        encode = row_encoder(encoder, engine_prompts)
+    if toolbox.factories or inputs.rollout_func is not None:
+        encode = None
+    stream = RowStream(
+        args,
+        accelerator,
+        encode=encode,
+        messages=encoder.messages,
+        encode_teacher_prompt=encoder.encode_teacher_prompt if args.teacher_columns else None,
+        columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+        metrics=metrics,
+        state=lambda: live.state,
+    )
+    return Prompts(encoder, stream)
