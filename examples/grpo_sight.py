@@ -44,7 +44,7 @@ DEMO = {
     "per_device_train_batch_size": 64,
     "num_generations": 8,
     "max_completion_length": 10,
-    "max_steps": 120,
+    "max_steps": 100,
     "learning_rate": 4e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
@@ -60,7 +60,7 @@ DEMO = {
 }
 # Arguments of SFT, which trains the projector alone
 COLD_START = {
-    "max_steps": 40,
+    "max_steps": 100,
     "batch_size": 16,
     "learning_rate": 2e-3,
     "lr_scheduler_type": "constant_with_warmup",

@@ -170,16 +170,25 @@ CALLED = {
 }
 
 
+# The first version that isn't tested, of packages of which pip may install newer ones
+UNTESTED = {"accelerate": "1.16", "datasets": "5.3", "peft": "0.22"}
+
+
 @lru_cache
 def bounds() -> dict[str, str]:
-    """Returns the bounds of tested versions by package, from pyproject.toml; empty if this package isn't installed."""
+    """
+    Returns the bounds of tested versions by package, from pyproject.toml and [`UNTESTED`]; empty if this package isn't
+    installed.
+    """
+    found = {}
     with suppress(PackageNotFoundError):
-        # The name, and the bounds before any marker: `torch>=2.9,<3; python_version < "3.13"` has 2.9 and 3
-        matches = (
-            re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", line) for line in requires(PACKAGE) or ()
-        )
-        return {match[1]: f">={match[2]},<{match[3]}" for match in matches if match}
-    return {}
+        for line in requires(PACKAGE) or ():
+            # The name, and the bounds before any marker: `torch>=2.9,<3; python_version < "3.13"` has 2.9 and 3
+            match = re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))?", line)
+            end = match and (match[3] or UNTESTED.get(match[1]))
+            if end:
+                found[match[1]] = f">={match[2]},<{end}"
+    return found
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:

@@ -14,15 +14,38 @@ from trainers.preference.test_dpo import text_pairs
 from trainers.preference.test_reward_trainer import fresh
 
 from trl_multimodal_rft.algorithms.metrics import (
+    Latest,
+    MetricLog,
     MicroBatchSums,
     completion_means,
     largest,
-    log_metrics,
     rank_mean,
     smallest,
     token_mean,
 )
 from trl_multimodal_rft.trainers.shared.rollout_logs import EvaluationMeans
+
+
+def write(metrics, gather, found) -> None:
+    log = MetricLog({"train": found}, lambda: True, gather)
+    log.add(metrics)
+    log.read()
+
+
+def test_numbers_are_written_as_they_are():
+    """Those of ranks wait until they are read."""
+    found = {"train": defaultdict(list), "eval": defaultdict(list)}
+    log = MetricLog(found, lambda: False, lambda numbers: numbers)
+    log.add({"mean": rank_mean(torch.tensor(2.0)), "own": 0.1, "all": Latest(3)})
+    log.add({"own": 0.2, "all": Latest(5)})
+    log.add({"own": 0.3}, mode="train")
+    assert found == {"train": {"own": [0.3]}, "eval": {"own": [0.1, 0.2], "all": [5]}}
+    log.read()
+    assert found["eval"]["mean"] == [2.0] and not found["train"]["mean"]
+    log.replace_last("own", 0.4)
+    assert found["eval"]["own"] == [0.1, 0.4]
+    log.replace_last("all", None)
+    assert "all" not in found["eval"]
 
 
 def test_ranks_combine():
@@ -50,7 +73,7 @@ def test_ranks_combine():
         return torch.cat([numbers, others[None]])
 
     for _ in range(2):
-        log_metrics(first, gather, found)
+        write(first, gather, found)
     values = {name: numbers[0] for name, numbers in found.items()}
     expected = {"tokens": 7 / 3, "completions": 55 / 3, "low": 1.5, "high": 4, "rank": 2.75, "running": 60}
     assert values == pytest.approx(expected)
@@ -60,9 +83,9 @@ def test_ranks_combine():
 def test_nothing_valid_is_not_a_number():
     nothing = completion_means(torch.ones(2, 3), torch.zeros(2, 3))
     found = defaultdict(list)
-    log_metrics({"low": smallest(nothing), "high": largest(nothing)}, lambda numbers: numbers, found)
+    write({"low": smallest(nothing), "high": largest(nothing)}, lambda numbers: numbers, found)
     assert all(math.isnan(value) for (value,) in found.values())
-    log_metrics({}, None, found)  # ranks have nothing to wait for
+    write({}, None, found)  # ranks have nothing to wait for
 
 
 def test_window_sums_micro_batches_and_ranks():

@@ -24,7 +24,7 @@ from trl_multimodal_rft.algorithms.losses import (
     grpo_loss,
     rloo_loss,
 )
-from trl_multimodal_rft.algorithms.metrics import log_metrics, rank_mean, token_mean
+from trl_multimodal_rft.algorithms.metrics import MetricLog, rank_mean, token_mean
 
 
 TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
@@ -124,7 +124,9 @@ def batch(by_token=False):
 
 def logged(metrics):
     found = defaultdict(list)
-    log_metrics(metrics, lambda numbers: numbers, found)
+    log = MetricLog({"train": found}, lambda: True, lambda numbers: numbers)
+    log.add(metrics)
+    log.read()
     return found
 
 

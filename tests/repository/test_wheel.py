@@ -49,6 +49,12 @@ def test_a_tag_is_ready_for_the_index(tmp_path):
     assert 'pip install "trl-multimodal-rft[audio' in text and "pip install -e" not in text
 
 
+def test_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
 def test_workflow_and_containers_run_what_is_there():
     """The job that publishes has the environment's identity and no other right; containers make targets."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]

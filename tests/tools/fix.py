@@ -14,8 +14,9 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 
@@ -26,6 +27,7 @@ import idioms  # noqa: E402
 import trl  # noqa: E402
 from families_report.report import MARK  # noqa: E402
 from helpers import reference_pages  # noqa: E402
+from packaging.requirements import Requirement  # noqa: E402
 
 import trl_multimodal_rft  # noqa: E402
 from trl_multimodal_rft import data, evaluation, lightrft, models, rewards, trainers  # noqa: E402
@@ -34,6 +36,7 @@ from trl_multimodal_rft.cli import LAUNCHED  # noqa: E402
 from trl_multimodal_rft.lazy import lazy_names  # noqa: E402
 from trl_multimodal_rft.lightrft.strategy import RULES  # noqa: E402
 from trl_multimodal_rft.policy import Fallbacks  # noqa: E402
+from trl_multimodal_rft.versions import UNTESTED  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +171,23 @@ def with_block(text: str, name: str, block: str) -> str:
 # Versions, examples, and files beside the pages
 
 
+def versions_table() -> str:
+    """Returns the table of versions of other packages that fit this version, from its requirements."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    cells = {"this version": project["version"]}
+    for requirement in map(Requirement, requirements):
+        ends = {end.operator: end.version for end in requirement.specifier}
+        end = ends.get("<", UNTESTED.get(requirement.name))
+        if end is not None:
+            major, minor = end.split(".")
+            last = f"{major}.{int(minor) - 1}"
+            cells[requirement.name] = last if last == ends[">="] else f"{ends['>=']} to {last}"
+    names = sorted(cells, key=lambda name: (name != "this version", name != "trl", name != "transformers"))
+    rows = [names, ["---"] * len(names), [cells[name] for name in names]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def with_versions(text: str, column: Path) -> str:
     """Returns the page of versions with the pins of a column's file in the row of that column."""
     names = re.search(r"^\| command \| Python \| (.*) \|$", text, re.MULTILINE)[1].split(" | ")
@@ -189,6 +209,7 @@ def derived() -> dict[Path, str]:
         texts[page] = with_entry(texts[page], name)
     for column in sorted(COLUMNS.glob("*.txt")):
         texts[INSTALL] = with_versions(texts[INSTALL], column)
+    texts[INSTALL] = with_block(texts[INSTALL], "versions", versions_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "options", lightrft_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "pages", reference_pages.table())
     for page in (README, ROOT / "docs" / "README.md"):

@@ -135,9 +135,10 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def import_circles() -> list[list[str]]:
-    """Returns modules that import each other, directly or indirectly."""
+    """Returns modules that import each other, directly or indirectly. Lazy names of a package are no imports of it."""
     known = modules()
-    reached = {name: imports(path, known) - {name} for name, path in known.items()}
+    lazy = {name for name, path in known.items() if path.name == "__init__.py" and "lazy_names(" in path.read_text()}
+    reached = {name: set() if name in lazy else imports(path, known) - {name} for name, path in known.items()}
     for through in known:
         for name in known:
             if through in reached[name]:

@@ -1,9 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a micro-batch: numbers per rank, gathered in one call for all metrics, and functions to combine them."""
+"""Metrics of a run: how the numbers of ranks become one value, and the log to which all metrics are written."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -60,48 +61,89 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(1) / mask.sum(1)
 
 
-class PendingMetrics:
-    """
-    Metrics that stay on the device until they are logged.
+@dataclass(frozen=True)
+class Latest:
+    """A number that takes the place of earlier ones since the last log, such as a count of the whole run."""
 
-    Reading them between the forward and the backward pass would make the host wait for the device.
+    number: float
+
+
+class MetricLog:
+    """
+    Log to which a trainer writes its metrics by [`add`]. TRL logs the mean of a metric's values since its last log.
+
+    Args:
+        by_mode (`Mapping[str, dict[str, list[float]]]`):
+            TRL's `_metrics`: values by name, in training (`"train"`) and in evaluation (`"eval"`).
+        is_training (`Callable`):
+            Function that returns whether the current mode is training.
+        gather (`Callable`):
+            Function that gathers tensors of all ranks.
     """
 
-    def __init__(self):
-        # Metrics by name, the numbers of all of them on all ranks, `(ranks, sum of K)`, and the log for the values
+    def __init__(
+        self, by_mode: Mapping[str, dict[str, list[float]]], is_training: Callable[[], bool], gather: Callable
+    ):
+        self.by_mode = by_mode
+        self._is_training = is_training
+        self._gather = gather
+        # Metrics by name, the numbers of all of them on all ranks, `(ranks, sum of K)`, and the mode's values
         self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
 
-    def add(self, metrics: dict[str, Metric], gather: Callable, log: dict[str, list[float]]) -> None:
-        """Gathers metrics in one call; [`read`] appends them to `log`. All ranks must pass the same names."""
-        if metrics:
-            numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
-            self._pending.append((metrics, gather(numbers[None]), log))
+    @property
+    def current(self) -> dict[str, list[float]]:
+        """Values of the current mode, by name."""
+        return self.by_mode["train" if self._is_training() else "eval"]
+
+    def add(
+        self, metrics: Mapping[str, Metric | Latest | float], mode: Literal["train", "eval"] | None = None
+    ) -> None:
+        """
+        Writes metrics of a mode, by default the current one.
+
+        A [`Metric`] says how the numbers of ranks are reduced. They are gathered here, in one call for all metrics,
+        and stay on the device until [`read`], as the host would have to wait for them between the forward and the
+        backward pass. All ranks must pass the same names. A plain number is written at once and as it is: ranks have
+        reduced it, or each logs its own.
+        """
+        values_by_name = self.current if mode is None else self.by_mode[mode]
+        to_reduce = {}
+        for name, metric in metrics.items():
+            if isinstance(metric, Metric):
+                to_reduce[name] = metric
+            elif isinstance(metric, Latest):
+                values_by_name[name] = [metric.number]
+            else:
+                values_by_name[name].append(metric)
+        if to_reduce:
+            numbers = torch.cat([metric.numbers.float() for metric in to_reduce.values()])
+            self._pending.append((to_reduce, self._gather(numbers[None]), values_by_name))
+
+    def replace_last(self, name: str, value: float | None) -> None:
+        """Replaces the value that TRL has written last in the current mode. `None` removes it."""
+        values = self.current[name]
+        values[-1:] = [] if value is None else [value]
+        if not values:
+            del self.current[name]  # TRL would log the mean of an empty list
 
     def read(self) -> None:
-        """Reads the pending metrics, and appends them to their logs."""
+        """Reads the metrics of ranks from the device, and writes their values."""
         pending = self._pending
         self._pending = []
         if not pending:
             return
         widths = [numbers.size(1) for _, numbers, _ in pending]
         gathered = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
-        for (metrics, _, log), rank_numbers in zip(pending, gathered, strict=True):
+        for (metrics, _, values_by_name), rank_numbers in zip(pending, gathered, strict=True):
             numbers_per_metric = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
             for (name, metric), metric_numbers in zip(metrics.items(), numbers_per_metric, strict=True):
                 value = metric.combine(metric_numbers).item()
                 if metric.skips_nan and math.isnan(value):
                     continue
                 if metric.merge is None:
-                    log[name].append(value)
+                    values_by_name[name].append(value)
                 else:
-                    log[name] = [metric.merge([value, *log[name]])]
-
-
-def log_metrics(metrics: dict[str, Metric], gather: Callable, log: dict[str, list[float]]) -> None:
-    """Gathers metrics in one call and appends them to `log`. All ranks must pass the same names."""
-    pending = PendingMetrics()
-    pending.add(metrics, gather, log)
-    pending.read()
+                    values_by_name[name] = [metric.merge([value, *values_by_name[name]])]
 
 
 class MicroBatchSums:

@@ -77,14 +77,14 @@ def measure_noise(
     repeats = []
     devices = [mask.device] if mask.device.type == "cuda" else []
     for seed in range(_N_REPEATS):
-        with torch.random.fork_rng(devices=devices), _perturbed_inputs(model, dtype, seed):
+        with torch.random.fork_rng(devices=devices), perturbed_inputs(model, dtype, seed):
             repeats.append(score()[mask.bool()])
     noise = torch.zeros(mask.shape, device=mask.device)
     return noise.masked_scatter(mask.bool(), noise_of(torch.stack(repeats)).float())
 
 
 @contextmanager
-def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
+def perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
     """Multiplies token embeddings and inputs of encoders by random factors, from 1 - eps / 2 to 1 + eps / 2."""
     half_step = torch.finfo(dtype).eps / 2
     generators = {}

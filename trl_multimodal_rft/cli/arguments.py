@@ -12,6 +12,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..rewards.named import load_reward_funcs
 from ..rollout.tools import load_tools
+from ..spelling import recipe_names
 from .option_table import options
 from .options import launched_command_parser
 
@@ -83,8 +84,6 @@ class RFTScriptArguments(PromptArguments):
     def load_rewards(self, default_names: Sequence[str]) -> list[Callable]:
         """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default_names`."""
         if self.reward_recipe is not None:
-            from ..rewards.ready.recipe import load_reward_recipe
-
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
         return load_reward_funcs(default_names if self.reward_funcs is None else self.reward_funcs)
 
@@ -160,6 +159,21 @@ class PPOScriptArguments(RunArguments, RFTScriptArguments):
     )
     ptx_dataset_config: str | None = option(None, "Configuration of the dataset `ptx_dataset_name`.")
     ptx_dataset_split: str = option("train", "Split of the dataset `ptx_dataset_name`.")
+
+
+def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -> list[Callable]:
+    """
+    Loads the reward functions of a recipe, `{label: {name: weight}}`, see [`~rewards.ready.recipe.apply_recipe`].
+
+    Raises `ValueError` if the recipe has another form.
+    """
+    from ..rewards.ready.recipe import apply_recipe
+
+    names = recipe_names(recipe)
+    functions = dict(zip(names, load_reward_funcs(names), strict=True))
+    # (kind, name, weight) of each reward, as `apply_recipe` expects
+    table = {label: [("named", name, weight) for name, weight in weights.items()] for label, weights in recipe.items()}
+    return apply_recipe(functions, table, label_column)
 
 
 def parse(

@@ -28,10 +28,11 @@ from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.cells import is_truth, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS, as_text, check_has_prompt, further_keys, strip_media
+from ..data.rows.columns import as_text, further_keys, strip_media
 from ..data.rows.counts import describe_empty_cells
 from ..data.rows.features import undecoded, with_class_names
 from ..data.rows.load import load_rows
+from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.pairs import COMPLETIONS, check_text_only, is_equal_pair, put_answer_media, read_answer
 from ..data.rows.unread import check_columns, check_ignored
 from ..encoding.media import decode_media
@@ -442,13 +443,10 @@ def _reward_names(args: argparse.Namespace, columns: Collection[str]) -> Sequenc
     return DEFAULT_REWARDS if samples and all(options.get(name) is None for name in others) else ()
 
 
-def run(args: argparse.Namespace) -> None:
-    """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
-    check_ignored(args.ignored_media_columns)
-    if args.plot is not None:
-        from ..extras.plots import check_plot
-
-        check_plot(args.plot)
+def read_inputs(
+    args: argparse.Namespace,
+) -> tuple[Dataset | IterableDataset, PreTrainedModel, ProcessorMixin | PreTrainedTokenizerBase]:
+    """Returns the rows, the model without weights and the processor that the options name."""
     model_source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     config, model_class = read_config(args.model_name_or_path, **model_source)
     try:
@@ -456,13 +454,25 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise ValueError(f"{args.model_name_or_path!r} has no processor: {error}") from error
     model = without_weights(config, model_class)
+    rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
+    rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
+    return rows, model, processor
+
+
+def run(args: argparse.Namespace) -> None:
+    """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
+    check_ignored(args.ignored_media_columns)
+    if args.plot is not None:
+        from ..extras.plots import check_plot
+
+        check_plot(args.plot)
+    rows, model, processor = read_inputs(args)
+    config = model.config
     max_tokens = args.max_prompt_length
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     context_lengths = [length for length in (max_positions, args.vllm_max_model_length) if length is not None]
     if max_tokens is None and context_lengths:
         max_tokens = min(context_lengths) - args.max_completion_length
-    rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
-    rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
     if args.max_length is not None:  # which has to leave a token for the answer
         max_tokens = min(args.max_length - 1, args.max_length if max_tokens is None else max_tokens)

@@ -113,6 +113,37 @@ def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
     return run_config | options
 
 
+def compare(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--model_name_or_path", "--model", required=True, help="name on the Hub or folder of a model")
+    add("--dataset_name", required=True, help="name on the Hub, file or folder (also one written by `save_to_disk`)")
+    add("--dataset_split", default="train", help="split with the rows")
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        help="steps of each trainer; more than one, to leave the first one's caches out",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
+    names = [
+        name for name in _CHECK_OPTIONS if name not in ("dataset_streaming", "reward_funcs", "vllm_max_model_length")
+    ]
+    parser.add_options(
+        "grpo",
+        *names,
+        "packing",
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=32,
+        learning_rate=0.01,
+        gradient_checkpointing=False,
+        model_revision=None,
+    )
+    add("--media_rules", type=parse_json, help=_RULES_HELP)
+    add("--chat_template_kwargs", type=parse_json, default={}, help="arguments of the chat template, as JSON")
+    parser.set_defaults(dataset_streaming=False)
+
+
 def estimate(parser: Parser) -> None:
     add = parser.add_argument
     add("--config", help=_CONFIG_HELP)

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from datasets.features.features import require_decoding
 
-from ..data.rows.columns import TEACHER
+from ..data.rows.names import TEACHER
 
 
 # Columns that `--system_prompt` changes

@@ -22,6 +22,7 @@ COMMANDS = {
     **LAUNCHED,
     "chat": "web UI to compare a trained model with its base",
     "check": "find the rows of a dataset that would not train, and the lengths of the others",
+    "compare": "train a few steps with TRL's trainer and with this one, and compare numbers, time and memory",
     "estimate": "estimate whether a training run fits into GPU memory, and what to change if not",
     "families": "list the models with vision or audio, and their family-specific rules",
     "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
@@ -29,6 +30,7 @@ COMMANDS = {
 # Modules of the commands outside of the core, in the package
 OUTSIDE = {
     "chat": "extras.chat",
+    "compare": "extras.compare",
     "estimate": "extras.estimate",
     "evaluate": "extras.evaluate",
     "filter": "extras.filter",

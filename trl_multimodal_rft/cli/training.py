@@ -21,11 +21,11 @@ from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
 from ..reporting.hub import repository_name, upload_command
 from ..trainers.checkpoints.files import checkpoints
-from ..trainers.checkpoints.mixin import CheckpointMixin
 from ..trainers.preference.dpo_config import MultimodalDPOConfig
 from ..trainers.preference.kto_config import MultimodalKTOConfig
 from ..trainers.preference.reward_config import MultimodalRewardConfig
 from ..trainers.shared.configs import TrainerConfig
+from ..trainers.shared.trainer import BaseTrainer
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import FILE_NAME, write_run_file
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 def run(
     name: str,
-    trainer_class: type[CheckpointMixin],
+    trainer_class: type[BaseTrainer],
     script_args: RunArguments,
     training_args: TrainerConfig,
     model_args: ModelConfig,

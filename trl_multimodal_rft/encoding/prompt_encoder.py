@@ -10,7 +10,8 @@ import torch
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
-from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, check_has_prompt, rows_to_messages
+from ..data.rows.columns import rows_to_messages
+from ..data.rows.names import TEACHER, TEACHER_COLUMNS, check_has_prompt
 from ..views.views import View
 from .media import check_hears_videos
 from .processors import checked_prompt, checked_texts
@@ -89,7 +90,8 @@ class PromptEncoder:
             row=row,
             sampled=sampled,
         )
-        if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
+        dtype = None if self.feature_dtype is None else self.feature_dtype()
+        if dtype is not None:
             encoded.media = cast_features(encoded.media, dtype)
         return encoded
 

@@ -16,8 +16,9 @@ from ..encoding.conversations import conversation, encode_prefix
 from ..encoding.prompts import EncodedPrompt
 from ..models.critic import Critic, ValueHead
 from .divergence import Target
-from .layout import States, rows_of, to_device
+from .layout import States
 from .masks import linear_masks
+from .prompts import rows_of, to_device
 
 
 @dataclass(eq=False)
@@ -131,7 +132,7 @@ class ScoreRequest:
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Prompts that get separate forwards: `"media"` separates prompts whose media would give other features if
-            they were encoded together, see [`~forward.layout.split_samples`]; `"prompt"` separates all prompts; by
+            they were encoded together, see [`~forward.prompts.split_samples`]; `"prompt"` separates all prompts; by
             default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus forwards
             have weight 0.
         logits_temperature (`float`, *optional*):
@@ -376,6 +377,11 @@ class DeferredParts:
                 scores = score(index, part)
             self.outputs.append(scores.map(_leaf))
         self.seconds = time.perf_counter() - start  # duration of these additional forwards
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Number of parts, and seconds of the additional forwards, of this rank."""
+        return {"token_budget/parts": float(len(self.parts)), "token_budget/extra_time": self.seconds}
 
     def joined(self) -> Scores:
         """Returns scores in the order of the batch, as one forward of the whole micro-batch would return them."""

@@ -26,7 +26,8 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.reading.decoding import load_image, read_audio, require_module
 from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.rows.columns import MEDIA_COLUMNS, TOOL_PREFIX, as_text
+from ..data.rows.columns import TOOL_PREFIX, as_text
+from ..data.rows.names import MEDIA_COLUMNS
 from ..models.modes import kept_random_state
 from .events import EventPart
 from .hub import PRIVATE

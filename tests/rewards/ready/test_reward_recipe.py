@@ -12,12 +12,12 @@ from datasets import Dataset
 from helpers.trainer_utils import InjectedOurs, Recorded, image_rows, make_trainer, run
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.arguments import load_reward_recipe, parse
 from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.cli.preflight import check_run
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
-from trl_multimodal_rft.rewards.ready.recipe import combine_rewards, load_reward_recipe
+from trl_multimodal_rft.rewards.ready.recipe import combine_rewards
 
 
 RECIPE = {

@@ -27,10 +27,11 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.checkpoints import mixin
+from trl_multimodal_rft.trainers.checkpoints import checkpoints
 from trl_multimodal_rft.trainers.checkpoints.files import replace_folder
 from trl_multimodal_rft.trainers.checkpoints.manifest import measure_folder, verify_checkpoint, write_manifest
 from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, layout_mismatch
+from trl_multimodal_rft.trainers.shared import trainer as base_trainer
 from trl_multimodal_rft.trainers.shared.setup import resolve_config
 
 
@@ -291,7 +292,8 @@ def test_shards_are_refused_before_anything_loads(trainer_class, tmp_path):
 
 
 def test_models_alone_are_saved_whole_beside_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(mixin, "writes_shards", lambda accelerator: True)
+    for module in (base_trainer, checkpoints):
+        monkeypatch.setattr(module, "writes_shards", lambda accelerator: True)
     make(tmp_path, save_only_model=True).train()
     assert load_file(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
 

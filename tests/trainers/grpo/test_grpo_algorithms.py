@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
+from helpers.marks import slow_but
 from helpers.trainer_utils import (
     InjectedOurs,
     Recorded,
@@ -18,6 +19,8 @@ from helpers.trainer_utils import (
     logged,
     make_trainer,
     moved,
+    norm,
+    relative_difference,
 )
 from torch.testing import assert_close
 from trl.experimental.gmpo import GMPOTrainer
@@ -174,6 +177,31 @@ def test_gmpo_takes_no_advantages_by_token():
 
     with pytest.raises(ValueError, match="`loss_type='gmpo'` takes one advantage per completion"):
         ours(advantage_estimator=by_token, loss_type="gmpo", max_steps=1)
+
+
+LOSSES_OF_TOKENS = {
+    "ipo(ipo_threshold=0.02, kl_tau=0.5)": {},
+    "dppo_tv": {"epsilon": 0.02},
+    "dppo_kl": {"epsilon": 0.01},
+    "clip_cov(clip_cov_ratio=1.0, clip_cov_lb=0.1)": {},  # leaves out all tokens of the range
+    "kl_cov(kl_cov_ratio=0.2)": {},
+    "fipo(decay_rate=2.0, clip_high_only=False)": {"delta": 3.0},
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(LOSSES_OF_TOKENS, "ipo(ipo_threshold=0.02, kl_tau=0.5)", "kl_cov(kl_cov_ratio=0.2)")
+)
+def test_losses_of_tokens_equal_those_by_hand_packed_and_padded(name):
+    updates = []
+    for packing in ("prefix", "padded"):
+        result = ours(loss_type=name, packing=packing, **REUSED, **LOSSES_OF_TOKENS[name])
+        check_losses(result)
+        updates.append(result.update)
+    assert norm(updates[0]) > 1e-3
+    assert relative_difference(*updates) < 2e-5
+    plain = ours(loss_type="dapo", **REUSED)
+    assert relative_difference(plain.update, updates[0]) > 1e-3
 
 
 # KL

@@ -2,8 +2,9 @@
 """Search for media of a dataset that no prompt contains, before a model silently trains on text alone."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
@@ -12,22 +13,11 @@ from datasets.features.features import FeatureType
 from ...credentials import masked_url
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
-from .columns import (
-    MEDIA_COLUMNS,
-    TEACHER,
-    block_modality,
-    check_names,
-    find_media,
-    holds_several_media,
-    is_absent,
-    is_empty,
-    may_be_sentence,
-    other_layout,
-    prepare_remedy,
-)
 from .counts import empty_row_indices
 from .features import Rows, feature_leaves
+from .find_media import block_modality, find_media, holds_several_media, is_absent, is_empty, may_be_sentence
 from .load import check_separator
+from .names import MEDIA_COLUMNS, TEACHER, check_names, other_layout, prepare_remedy
 
 
 # Number of evenly spaced rows that are inspected
@@ -80,6 +70,72 @@ class _UnreadMedia:
         return f"{self.path!r} ({self.evidence}): {remedy}"
 
 
+@dataclass
+class _Columns:
+    """A dataset's columns, as far as they are known without decoding media, and what is read of them."""
+
+    dataset: Rows
+    name: str
+    ignored: Collection[str]
+    message_columns: Collection[str]
+    needs_prompt: bool
+    dataset_part: Literal["all", "first", "some"]
+    model_modalities: Collection[str]
+    option_modalities: Mapping[str, set[str]]
+
+    def __post_init__(self):
+        features, rows, modalities = _inspect_dataset(self.dataset, self.message_columns, self.ignored)
+        self.features = features
+        self.rows = rows
+        names = dict.fromkeys(features)  # in order
+        if not features:
+            for row in rows:
+                names.update(dict.fromkeys(row))
+        self.names = list(names)
+        # Features can stand in for a row: they have its columns and nested keys
+        self.sample: Mapping[str, Any] = features or (rows[0] if rows else {})
+        all_rows = self.dataset if isinstance(self.dataset, Sequence) else rows
+        for row in all_rows:
+            modalities |= _row_modalities(row, self.message_columns, self.ignored)
+        self.modalities: set[str | None] = modalities  # of the prompts, `None` for an unknown one
+        self.media_columns = [name for name in self.names if name in MEDIA_COLUMNS and name not in self.ignored]
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.modalities - {None})
+
+    @property
+    def read_modalities(self) -> set[str | None]:
+        """Modalities of the prompts and of the media columns among `message_columns`, such as a teacher's."""
+        names = [name.removeprefix(TEACHER) for name in self.message_columns if name in self.names]
+        return self.modalities | {MEDIA_COLUMNS[name] for name in names if name in MEDIA_COLUMNS}
+
+    @property
+    def knows_modalities(self) -> bool:
+        return bool(self.names) and None not in self.read_modalities and not isinstance(self.dataset, IterableDataset)
+
+    @cached_property
+    def unread_media(self) -> list[_UnreadMedia]:
+        read = {*self.message_columns, *self.ignored, *MEDIA_COLUMNS}
+        findings = [
+            _media_in_column(name, self.features.get(name), [row.get(name) for row in self.rows])
+            for name in self.names
+            if name not in read
+        ]
+        return [media for media in findings if media is not None]
+
+    @property
+    def gives_text_alone(self) -> bool:
+        """Whether the unread media seem to be the only ones."""
+        # Rows after the first rows may still fill the media columns
+        if self.has_media or (self.dataset_part == "first" and self.media_columns):
+            return False
+        inputs = {*MODALITIES}.intersection(self.model_modalities)
+        return any(
+            media.is_certain or (media.in_every_cell and media.suits_any(inputs)) for media in self.unread_media
+        )
+
+
 def check_columns(
     dataset: Rows,
     name: str,
@@ -104,103 +160,134 @@ def check_columns(
     `option_modalities` maps options to the modalities that they change. Prompts must have one of an option's
     modalities.
     """
-    features, rows, modalities = _inspect_dataset(dataset, message_columns, ignored)
-    columns = list(features or dict.fromkeys(key for row in rows for key in row))
-    # Features can stand in for a row: they have its columns and nested keys
-    sample = features or (rows[0] if rows else {})
-    if columns:
-        check_separator(columns)
-        check_names(name, columns, sample, needs_prompt)
-    modalities = modalities.union(
-        *(
-            _row_modalities(row, message_columns, ignored)
-            for row in (dataset if isinstance(dataset, Sequence) else rows)
-        )
+    columns = _Columns(
+        dataset,
+        name,
+        ignored,
+        message_columns,
+        needs_prompt,
+        dataset_part,
+        model_modalities,
+        option_modalities or {},
     )
-    has_media = bool(modalities - {None})
-    if single_message_columns := [
-        column for column in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(column), dict)
-    ]:
-        remedy = f", or {prepare_remedy('llama-factory --task dpo')}" * ("chosen" in single_message_columns)
-        raise MediaError(
-            f"{name}: column {single_message_columns[0]!r} holds a message; write a list of messages, `[...]`{remedy}."
-        )
+    if columns.names:
+        check_separator(columns.names)
+        check_names(name, columns.names, columns.sample, needs_prompt)
+    warnings = []
+    for rule, error in _RULES:
+        for message in rule(columns):
+            if error is not None:
+                raise error(f"{name}: {message}")
+            warnings.append(f"{name}: {message}")
+    return " ".join(warnings) or None
+
+
+def _single_messages(columns: _Columns) -> Iterator[str]:
+    names = ("prompt", "completion", "chosen", "rejected")
+    single = [name for name in names if isinstance(columns.sample.get(name), dict)]
+    if single:
+        remedy = f", or {prepare_remedy('llama-factory --task dpo')}" if "chosen" in single else ""
+        yield f"column {single[0]!r} holds a message; write a list of messages, `[...]`{remedy}."
+
+
+def _lists_of_media(columns: _Columns) -> Iterator[str]:
     for modality in MODALITIES:
-        feature = features.get(modality)
+        feature = columns.features.get(modality)
         is_list = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
-        if modality not in ignored and (
-            is_list or any(holds_several_media(modality, row.get(modality)) for row in rows)
-        ):
-            raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
-    # Media that no prompt contains: an error if they are certain and the only ones, otherwise a warning
-    other_columns = [column for column in columns if column not in {*message_columns, *ignored, *MEDIA_COLUMNS}]
-    findings = [
-        _media_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
-    ]
-    unread_media = [media for media in findings if media is not None]
-    media_columns, warnings = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], []
-    if unread_media:
-        paths_in_answers = [media.path for media in unread_media if re.search("chosen|rejected", media.column)]
-        if paths_in_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
-            raise MediaError(
-                f"{name}: no answer gets {paths_in_answers}; put media of answers into blocks of 'chosen' and "
-                "'rejected', or name the columns in `ignored_media_columns`"
-            )
-        model_modalities = {*MODALITIES}.intersection(model_modalities)
-        has_likely_media = any(
-            media.is_certain or (media.in_every_cell and media.suits_any(model_modalities)) for media in unread_media
+        is_list = is_list or any(holds_several_media(modality, row.get(modality)) for row in columns.rows)
+        if is_list and modality not in columns.ignored:
+            yield f"column '{modality}' holds a list; rename the column to '{modality}s'"
+
+
+def _media_of_answers(columns: _Columns) -> Iterator[str]:
+    paths = [media.path for media in columns.unread_media if re.search("chosen|rejected", media.column)]
+    if paths and not columns.needs_prompt and {"chosen", "rejected"} <= {*columns.names}:
+        yield (
+            f"no answer gets {paths}; put media of answers into blocks of 'chosen' and 'rejected', or name the "
+            "columns in `ignored_media_columns`"
         )
-        # Rows after the first rows may still fill the media columns
-        is_text_alone = has_likely_media and not (has_media or (dataset_part == "first" and media_columns))
-        layout = other_layout(sample)
-        message = (
-            f"{name}: no prompt gets these "
-            f"media{', and there are no others, so that the model would get text alone' * is_text_alone}: "
-            f"{'; '.join(media.describe(columns) for media in unread_media)}. If only reward functions read a column, "
-            "name it in `ignored_media_columns`."
-        )
-        message += "" if layout is None else f" Or {prepare_remedy(layout)}."
-        if is_text_alone and dataset_part != "some":
-            raise MediaError(message)
-        warnings.append(message)
-    # Options that change no medium of the prompts. `message_columns` may include a teacher's media columns.
-    modalities |= {
-        MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in message_columns if column in columns
-    } - {None}
-    knows_modalities = columns and None not in modalities and not isinstance(dataset, IterableDataset)
-    for option, option_targets in (option_modalities or {}).items():
-        if knows_modalities and not modalities.intersection(option_targets):
-            modalities_text = ", ".join(sorted(modalities)) or "text alone"
-            message = (
-                f"{name}: {option} changes {' or '.join(sorted(option_targets))}, but prompts hold {modalities_text}; "
-                f"remove {option}."
+
+
+def _only_media_unread(columns: _Columns) -> Iterator[str]:
+    if columns.gives_text_alone and columns.dataset_part != "some":
+        yield from _unread_media(columns)
+
+
+def _unread_media(columns: _Columns) -> Iterator[str]:
+    if not columns.unread_media:
+        return
+    consequence = ", and there are no others, so that the model would get text alone"
+    consequence = consequence if columns.gives_text_alone else ""
+    remedies = "; ".join(media.describe(columns.names) for media in columns.unread_media)
+    layout = other_layout(columns.sample)
+    conversion = "" if layout is None else f" Or {prepare_remedy(layout)}."
+    yield (
+        f"no prompt gets these media{consequence}: {remedies}. If only reward functions read a column, name it in "
+        f"`ignored_media_columns`.{conversion}"
+    )
+
+
+def _useless_options_of_all_rows(columns: _Columns) -> Iterator[str]:
+    if columns.dataset_part == "all":
+        yield from _useless_options(columns)
+
+
+def _useless_options(columns: _Columns) -> Iterator[str]:
+    if not columns.knows_modalities:
+        return
+    held = columns.read_modalities
+    for option, changed in columns.option_modalities.items():
+        if not held.intersection(changed):
+            yield (
+                f"{option} changes {' or '.join(sorted(changed))}, but prompts hold "
+                f"{', '.join(sorted(filter(None, held))) or 'text alone'}; remove {option}."
             )
-            if dataset_part == "all":
-                raise ValueError(message)
-            warnings.append(message)
-    if media_columns and not has_media and dataset_part == "all" and not isinstance(dataset, IterableDataset):
-        raise MediaError(
-            f"{name}: no row has anything in {', '.join(map(repr, media_columns))}, so that the model would get text "
+
+
+def _empty_media_columns(columns: _Columns) -> Iterator[str]:
+    is_whole = columns.dataset_part == "all" and not isinstance(columns.dataset, IterableDataset)
+    if columns.media_columns and not columns.has_media and is_whole:
+        yield (
+            f"no row has anything in {', '.join(map(repr, columns.media_columns))}, so that the model would get text "
             "alone; fill in the media, or remove the column."
         )
-    if knows_modalities and not has_media:
-        warnings.append(without_media(name, columns, model_modalities, dataset_part))
-    return " ".join(filter(None, warnings)) or None
+
+
+def _no_media(columns: _Columns) -> Iterator[str]:
+    if columns.knows_modalities and not columns.has_media:
+        yield from _text_alone(columns.names, columns.model_modalities, columns.dataset_part)
+
+
+# Rules in the order of their checks: a function that yields a message where the rule is broken, and the error, `None`
+# for a warning. Once a rule has raised, the rules below aren't checked.
+_RULES: tuple[tuple[Callable[[_Columns], Iterator[str]], type[ValueError] | None], ...] = (
+    (_single_messages, MediaError),
+    (_lists_of_media, MediaError),
+    (_media_of_answers, MediaError),
+    (_only_media_unread, MediaError),
+    (_unread_media, None),
+    (_useless_options_of_all_rows, ValueError),
+    (_useless_options, None),
+    (_empty_media_columns, MediaError),
+    (_no_media, None),
+)
 
 
 def without_media(
     name: str, columns: Collection[str], model_modalities: Collection[str], dataset_part: str = "first"
 ) -> str:
     """Returns a warning that prompts have no media, or an empty text for a model that takes text alone."""
-    model_inputs = [modality for modality in MODALITIES if modality in model_modalities]
-    if not model_inputs:
-        return ""
+    return "".join(f"{name}: {message}" for message in _text_alone(columns, model_modalities, dataset_part))
+
+
+def _text_alone(columns: Collection[str], model_modalities: Collection[str], dataset_part: str) -> Iterator[str]:
+    inputs = [modality for modality in MODALITIES if modality in model_modalities]
     where = "" if dataset_part == "all" else " of the first batch"
-    return (
-        f"{name}: no prompt{where} has media, so that a model for {', '.join(model_inputs)} gets text alone. The "
-        f"columns are {sorted(columns)}; if one of them stands for media, put the media into 'prompt' or "
-        f"{model_inputs[0]!r}."
-    )
+    if inputs:
+        yield (
+            f"no prompt{where} has media, so that a model for {', '.join(inputs)} gets text alone. The columns are "
+            f"{sorted(columns)}; if one of them stands for media, put the media into 'prompt' or {inputs[0]!r}."
+        )
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
@@ -246,32 +333,32 @@ def _inspect_dataset(
             c for c, feature in features.items() if _holds_text(feature) and not [*_media_in_feature(feature, c)]
         ]
         values = dataset.select_columns(text_columns).with_format(None)[indices] if text_columns else {}
-        rows = [
-            dict(zip(text_columns, row, strict=True)) for row in zip(*(values[c] for c in text_columns), strict=True)
-        ]
-    modalities = {
+        rows = [{name: values[name][i] for name in text_columns} for i in range(n_rows if text_columns else 0)]
+    modalities: set[str | None] = {
         MEDIA_COLUMNS[column] for column in filled_columns.difference(ignored) if [*feature_leaves(features[column])]
     }
-    # Keys and features in the columns of messages
-    leaves = [leaf for column in message_columns for leaf in feature_leaves(features.get(column, Value("null")))]
-    if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
-        modalities |= {*MODALITIES}
-    # JSON may hold media of any modality
-    unknown_modality = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}
-    return (
-        features,
-        rows,
-        modalities | unknown_modality | {block_modality(key) for key, _ in leaves if block_modality(key)},
-    )
+    for column in message_columns:
+        for key, leaf in feature_leaves(features.get(column, Value("null"))):
+            if key in ("bytes", "path", "url", "base64"):
+                modalities |= {*MODALITIES}
+            if type(leaf).__name__ == "Json":
+                modalities.add(None)  # it may hold media of any modality
+            if block_modality(key) is not None:
+                modalities.add(block_modality(key))
+    return features, rows, modalities
 
 
 def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _UnreadMedia | None:
     """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _media_in_feature(feature, column):
         return _UnreadMedia(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
-    cells = [[*find_media(value, column)] for value in values]  # paths, modalities and media by cell
-    in_every_cell = all(media or is_absent(value) or not value for media, value in zip(cells, values, strict=True))
-    findings = [(isinstance(values[i], (list, tuple)), *medium) for i, media in enumerate(cells) for medium in media]
+    findings = []
+    in_every_cell = True
+    for value in values:
+        media = [*find_media(value, column)]
+        if not media and not is_absent(value) and value:
+            in_every_cell = False
+        findings += [(isinstance(value, (list, tuple)), *medium) for medium in media]
     # Media before texts that may be names of files
     for is_list, path, modality, medium in sorted(findings, key=lambda finding: isinstance(finding[-1], str)):
         if isinstance(medium, Encoded):
@@ -313,15 +400,16 @@ def _holds_text(feature: FeatureType) -> bool:
 
 def _row_modalities(row: dict[str, Any], message_columns: Collection[str], ignored: Collection[str]) -> set[str]:
     """Returns the modalities of a row's media, or all modalities if the modality of a medium is unknown."""
-    columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
-    block_modalities = [
+    modalities = {
         modality
-        for c in message_columns
-        if not isinstance(row.get(c), str)
-        for _, modality, _ in find_media(row.get(c))
-    ]
-    return (
-        {*MODALITIES}
-        if None in block_modalities
-        else {*map(MEDIA_COLUMNS.__getitem__, columns), *filter(None, block_modalities)}
-    )
+        for column, modality in MEDIA_COLUMNS.items()
+        if column not in ignored and not is_empty(row.get(column))
+    }
+    for column in message_columns:
+        if isinstance(row.get(column), str):
+            continue
+        for _, modality, _ in find_media(row.get(column)):
+            if modality is None:
+                return {*MODALITIES}
+            modalities.add(modality)
+    return modalities

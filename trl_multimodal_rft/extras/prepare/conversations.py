@@ -9,8 +9,8 @@ from typing import Any
 
 from ...data.reading.refs import shortened
 from ...data.rows.cells import Cell
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.load import one_line_errors, required
+from ...data.rows.names import MEDIA_COLUMNS
 from ...spelling import did_you_mean
 
 

@@ -27,7 +27,7 @@ from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
-from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
+from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
@@ -256,14 +256,13 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Trains on a micro-batch, and ends the update if it is complete, in the order of `Trainer`'s loop."""
         args = self.args
         model = self.model_wrapped
-        metrics = self._metrics["train"]
         self._n_micro_batches += 1
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends_update)
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         # One rate per parameter group of the optimizer. Without a critic, the first group's rate is logged.
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
-            metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
+            self._metric_log.add({"critic_lr" if is_critic else "actor_lr": rate})
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self.training_step(model, micro_batch, None)
         micro_batch.release_media()
@@ -273,12 +272,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.accelerator.unscale_gradients()
             max_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
             norm, critic_norm = self._two_optimizers.clip_grad_norms(max_norm)
-            metrics["critic_grad_norm"].append(float(critic_norm))
+            self._metric_log.add({"critic_grad_norm": float(critic_norm)})
             self._get_grad_norm(model, torch.hypot(norm, critic_norm))  # skips the update if it isn't finite
         else:
             norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
             norm = self._get_grad_norm(model, norm)
-        metrics["grad_norm"].append(float(norm))
+        self._metric_log.add({"grad_norm": float(norm)})
         self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
         self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
@@ -352,7 +351,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # as equally long. `train_on_buffer` corrects the number.
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
-            rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
+            rewards=RewardValues(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
             tokens=TokenChoice(matrices.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )
@@ -361,7 +360,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
-        self._unread_metrics.read()
+        self._metric_log.read()
         # The lines below turn the trainer's names into LightRFT's
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
         self._metrics["train"].clear()

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from ...spelling import recipe_names
 from ..calls import PreparedCall, RowError, check_rewards, check_signature, is_finite, wrap_reward
-from ..named import load_reward_funcs
 
 
 def combine_rewards(
@@ -123,19 +121,6 @@ def apply_recipe(
         _on_labelled_rows(name, func, weights.get(name, {}), recipe.keys(), label_column)
         for name, func in reward_funcs.items()
     ]
-
-
-def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -> list[Callable]:
-    """
-    Loads the reward functions of a recipe, `{label: {name: weight}}`, see [`apply_recipe`].
-
-    Raises `ValueError` if the recipe has another form.
-    """
-    names = recipe_names(recipe)
-    functions = dict(zip(names, load_reward_funcs(names), strict=True))
-    # (kind, name, weight) of each reward, as `apply_recipe` expects
-    table = {label: [("named", name, weight) for name, weight in weights.items()] for label, weights in recipe.items()}
-    return apply_recipe(functions, table, label_column)
 
 
 def _on_labelled_rows(

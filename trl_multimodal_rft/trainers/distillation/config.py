@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from trl import DistillationConfig
 
-from ...data.rows.columns import TEACHER_COLUMNS
+from ...data.rows.names import TEACHER_COLUMNS
 from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view

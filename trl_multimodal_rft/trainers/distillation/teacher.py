@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from ...data.rows.columns import TEACHER, TEACHER_COLUMNS
+from ...data.rows.names import TEACHER, TEACHER_COLUMNS
 from ...encoding.processors import load_processor, tokenizer_of
 from ...encoding.prompt_encoder import has_teacher_prompt
 from ...encoding.prompts import EncodedPrompt

@@ -12,7 +12,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import scored_mean
-from ...data.rows.columns import TEACHER_COLUMNS
+from ...data.rows.names import TEACHER_COLUMNS
 from ...engines.samplers import Sampler
 from ...forward.scores import ScoreRequest, Scores
 from ...models.parts import check_base_is_kept

@@ -11,7 +11,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from ...algorithms.entropy import advantage_weights, high_entropy_mask, relevance_weights
 from ...algorithms.losses import LossOutput, Normalizer
-from ...algorithms.metrics import log_metrics, scored_mean
+from ...algorithms.metrics import scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
 from ...rollout.ranks import local_rows
@@ -77,8 +77,8 @@ def measure_dependency(
             old_scores, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, batch_size)
     if not args.loss_view_settings.has_gradient:  # updates don't forward the view
         rollout.view.prompts = []
-    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * has_replacement)}
-    log_metrics(metrics, run.accelerator.gather, run.metrics.current)
+    dependency = scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * has_replacement)
+    run.metrics.add({"view/dependency": dependency})
     return old_scores
 
 

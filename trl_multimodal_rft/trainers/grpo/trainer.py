@@ -22,14 +22,14 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
-from ...algorithms.metrics import MicroBatchSums, log_metrics, token_mean
+from ...algorithms.metrics import MicroBatchSums, token_mean
 from ...algorithms.returns import Steps
 from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rewards.calls import StepwiseReward
+from ...rollout.estimates import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ...rollout.ranks import gather_rows
-from ...rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ...rollout.rollout import Rollout, require
 from ...rollout.token_filter import TokenFilter
 from ..shared.base import MultimodalTrainer
@@ -232,7 +232,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self._kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
-            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.current)
+            self._metric_log.add({"kl": token_mean(kl, rollout.loss_mask)})
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         args, shaped = self.args, rewards
@@ -449,7 +449,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     max_coef=args.entropy_coef_max,
                 )
         if self._entropy_bonus_enabled and ends_step:
-            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+            self._metric_log.add({"entropy_coef": self.entropy_coef})
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
         """
@@ -467,8 +467,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
-                self._metrics["train"]["kl/estimate"].append(estimate)
-            self._metrics["train"]["kl_coef"].append(self.kl_coef)
+                self._metric_log.add({"kl/estimate": estimate})
+            self._metric_log.add({"kl_coef": self.kl_coef})
 
     def _counts_for_kl(self) -> bool:
         """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""

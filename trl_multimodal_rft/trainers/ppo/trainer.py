@@ -335,11 +335,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             loss = loss + args.ptx.coef * self._loss_if_updated("policy", mean, scores.supervised)
             metrics |= ptx_output.metrics
         if self.accelerator.sync_gradients:
-            logged = self._metrics["train"]
             if self.kl_coef != 0 and args.kl_target is None:
-                logged["kl_coef"].append(self.kl_coef)
+                self._metric_log.add({"kl_coef": self.kl_coef})
             if self.critic is not None:
-                logged["value_learning_rate"].append(self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)])
+                learning_rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
+                self._metric_log.add({"value_learning_rate": learning_rate})
         return LossOutput(loss, metrics)
 
     @property

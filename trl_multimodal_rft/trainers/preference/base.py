@@ -192,16 +192,16 @@ class PreferenceTrainer(CompletionTrainer):
         update every `media_contribution_steps`; in evaluation, of the first micro-batch with media.
         """
         step, interval, is_training = self.state.global_step, self.args.media_contribution_steps, self.model.training
-        metrics, n = self._metrics["train" if is_training else "eval"], len(inputs["sequences"])
-        is_unmeasured = step != self._contribution_step if is_training else "media/contribution" not in metrics
+        n = len(inputs["sequences"])
+        has_measured = "media/contribution" in self._metric_log.current
+        is_unmeasured = step != self._contribution_step if is_training else not has_measured
         if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
             return
         self._contribution_step = step if is_training else self._contribution_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
         completions = inputs["prompts"][:n], ids, mask
         measured = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
-        for name, value in (self.checks.smoothed(measured) if is_training else measured).items():
-            metrics[name].append(value)
+        self._metric_log.add(self.checks.smoothed(measured) if is_training else measured)
 
 
 def _stand_in_rows(

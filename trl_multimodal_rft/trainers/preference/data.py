@@ -13,8 +13,8 @@ from trl.data_utils import get_dataset_column_names
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.cells import finite_number, truth_value
-from ...data.rows.columns import MEDIA_COLUMNS, other_layout
 from ...data.rows.features import undecoded, with_class_names
+from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.pairs import COMPLETIONS, TIE, is_equal_pair
 from ...data.rows.unread import lists_columns
 from ...encoding.join import padded

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
-from ...algorithms.metrics import log_metrics, scored_mean
+from ...algorithms.metrics import scored_mean
 from ...forward.scores import Scores
 from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
@@ -207,8 +207,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
             "logps/view": logps[2 * n :].detach(),
         }
-        metrics = {name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()}
-        log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
+        self._metric_log.add({name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()})
         conditional = settings.conditional_coef * DPO.terms["conditional_coef"](
             chosen_logratios, view_logratios, self.beta
         )

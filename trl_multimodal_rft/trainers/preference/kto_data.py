@@ -13,8 +13,8 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from ...data.rows.batches import Row
 from ...data.rows.cells import Cell, finite_number, truth_value
-from ...data.rows.columns import MEDIA_COLUMNS, other_layout
 from ...data.rows.features import with_class_names
+from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
 from ...encoding.prompts import EncodedPrompt, check_ids

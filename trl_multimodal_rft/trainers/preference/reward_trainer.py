@@ -189,12 +189,10 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         """Replaces the last `accuracy` and `margin` of TRL by values without ties, if the micro-batch has ties."""
         sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
         n_correct, difference_sum, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
-        metrics = self._metrics["train" if self.model.training else "eval"]
         self._evaluation_means.counts = {"accuracy": n, "margin": n}
-        for name, total in (("accuracy", n_correct), ("margin", difference_sum)) if n_ties else ():
-            metrics[name][-1:] = [total / n] if n else []
-            if not metrics[name]:
-                del metrics[name]  # TRL would log the mean of an empty list
+        if n_ties:
+            self._metric_log.replace_last("accuracy", n_correct / n if n else None)
+            self._metric_log.replace_last("margin", difference_sum / n if n else None)
 
     # Card
 

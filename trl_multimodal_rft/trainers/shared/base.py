@@ -19,7 +19,6 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
-from ...algorithms.metrics import PendingMetrics
 from ...data.rows.batches import BatchShape, repeat_order
 from ...data.rows.features import Rows, restore_media
 from ...encoding.prompts import all_placeholder_ids
@@ -34,13 +33,13 @@ from ...rewards.calls import distinct_names
 from ...rollout.completions import take_custom_rollout
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
+from ...rollout.estimates import Estimates, set_estimates, weighted_sum
 from ...rollout.groups import GroupExchange, group_exchange
-from ...rollout.reward import Estimates, set_estimates, weighted_sum
+from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
 from ...rollout.turns import ToolLoop, completions_without_tools
-from ..checkpoints.mixin import CheckpointMixin
 from .asynchronous import AsynchronousSampling
 from .configs import stops_of
 from .engine import (
@@ -68,16 +67,17 @@ from .optimizer import freeze_and_check
 from .prompts import make_prompts
 from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
+from .run import CompletionSettings, Notices, Run, attribute_of
 from .scoring import compile_models, enable_packing, make_scoring
 from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
+from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(CheckpointMixin):
+class MultimodalTrainer(BaseTrainer):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.
@@ -97,16 +97,16 @@ class MultimodalTrainer(CheckpointMixin):
     _logit_bias: dict[int, float]
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
-    _rewards = functools.cached_property(lambda self: RewardFunctions())
-    # TRL's attributes that are kept in `_live` and `_rewards`
+    _reward_functions = functools.cached_property(lambda self: RewardFunctions())
+    # TRL's attributes that are kept in `_live` and `_reward_functions`
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
     ref_model = attribute_of("_live", "ref_model")
     critic = attribute_of("_live", "critic")
     state = attribute_of("_live", "state")
-    reward_funcs = attribute_of("_rewards", "functions")
-    reward_func_names = attribute_of("_rewards", "names")
-    reward_processing_classes = attribute_of("_rewards", "processors")
+    reward_funcs = attribute_of("_reward_functions", "functions")
+    reward_func_names = attribute_of("_reward_functions", "names")
+    reward_processing_classes = attribute_of("_reward_functions", "processors")
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
@@ -176,7 +176,7 @@ class MultimodalTrainer(CheckpointMixin):
             model=self._unwrapped(self.model),
             processing_class=self.processing_class,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
-            metrics=self._metrics,
+            metrics=self._metric_log,
             engine_prompts=lambda: self.vllm_generation.prompts,
         )
         self.prompts = prompts.encoder
@@ -191,8 +191,11 @@ class MultimodalTrainer(CheckpointMixin):
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         # `stops` is a pair: token ids, and strings
-        rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
-        rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
+        stops = stops_of(self.args)
+        self._live.report_to = self.args.report_to
+        rewards = self._reward_functions
+        rewards.template_kwargs = self.chat_template_kwargs
+        rewards.loop = getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
         group_sizes = self.args.num_generations, self.num_generations_eval
         end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
@@ -203,7 +206,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.toolbox,
             self._stream,
             self.checks,
-            MetricLog(self._metrics, self._live),
+            self._metric_log,
             rewards,
             self.card_notes,
             self._live,
@@ -273,10 +276,9 @@ class MultimodalTrainer(CheckpointMixin):
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
         main_handler = handler if self.is_world_process_zero() else None
-        self._unread_metrics = PendingMetrics()
         means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
         self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
-        callbacks = (ReadMetrics(self._unread_metrics), means, *self._rollout_log.callbacks(handler, scheduler))
+        callbacks = (ReadMetrics(self._metric_log), means, *self._rollout_log.callbacks(handler, scheduler))
         for callback in callbacks:
             self.add_callback(callback)
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
@@ -438,7 +440,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
-        self._run.reward_together(rollout)
+        self._run.gather_rewards(rollout)
         self._run.leave_out_failed(rollout)
         if self.args.contrast_view is not None:
             rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
@@ -559,7 +561,7 @@ class MultimodalTrainer(CheckpointMixin):
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
-        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.current)
+        self._metric_log.add(metrics)
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
@@ -588,7 +590,7 @@ class MultimodalTrainer(CheckpointMixin):
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
 
     def _log_engine_metrics(self, parts: Sequence[Rollout]) -> None:
-        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.current)
+        self._metric_log.add(engine_metrics(parts, self.args))
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ...data.rows.columns import MEDIA_COLUMNS
+from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.prompt_encoder import PromptEncoder
 from ...engines.vllm_prompts import EnginePrompts
 from ...policy import Live

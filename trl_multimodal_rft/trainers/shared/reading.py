@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
+from ...algorithms.metrics import Latest
 from ...checks.run_checks import Checks
 from ...checks.sequences import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
@@ -37,15 +38,15 @@ from ...policy import Fallbacks, PolicyForward
 from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
-from ..checkpoints.mixin import CheckpointMixin
 from .arguments import check_arguments
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
-from .rollout_logs import EvaluationMeans
+from .rollout_logs import EvaluationMeans, ReadMetrics
 from .scoring import compile_models
 from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
+from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
@@ -54,7 +55,7 @@ Batch = dict[str, Any]
 NumItems = torch.Tensor | int | None
 
 
-class CompletionTrainer(CheckpointMixin):
+class CompletionTrainer(BaseTrainer):
     """
     Base of the trainers on datasets with completions. A subclass sets TRL's `data_collator` to a
     [`~trainers.supervised.data.SupervisedCollator`].
@@ -93,6 +94,7 @@ class CompletionTrainer(CheckpointMixin):
         """
         self._load_processor = load_processor
         self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
+        self.add_callback(ReadMetrics(self._metric_log))
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
@@ -103,7 +105,7 @@ class CompletionTrainer(CheckpointMixin):
             encode=self.data_collator.encode,
             columns=columns,
             may_drop=None if self.args.max_length is None else self.data_collator.may_drop,
-            metrics=self._metrics,
+            metrics=self._metric_log,
             state=lambda: self.state,
         )
         self.train_dataset = self._packed(self._without_overlong(self.train_dataset, "train"), "train")
@@ -280,11 +282,8 @@ class CompletionTrainer(CheckpointMixin):
         counts = self.accelerator.gather(torch.tensor([[n_cut, n_longer]], device=self.args.device)).sum(0).tolist()
         self._n_cut += counts[0]
         self._n_longer += counts[1]
-        metrics = self._metrics["train"]
-        if self._n_cut:
-            metrics["rows/cut"] = [self._n_cut]
-        if self._n_longer:
-            metrics["rows/longer_with_media"] = [self._n_longer]
+        numbers = {"rows/cut": self._n_cut, "rows/longer_with_media": self._n_longer}
+        self._metric_log.add({name: Latest(number) for name, number in numbers.items() if number}, mode="train")
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if the run has a console."""

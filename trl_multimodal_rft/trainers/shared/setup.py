@@ -25,9 +25,10 @@ from trl.trainer.utils import (
 
 from ...data.reading.refs import MediaError, iter_refs
 from ...data.rows.batches import Row
-from ...data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ...data.rows.columns import rows_to_messages
 from ...data.rows.counts import describe_empty_cells, max_media_per_row
 from ...data.rows.features import undecoded
+from ...data.rows.names import MEDIA_COLUMNS
 from ...data.rows.unread import check_columns, lists_columns
 from ...encoding.processors import tokenizer_of
 from ...encoding.prompts import check_encodes

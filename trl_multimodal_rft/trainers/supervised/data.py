@@ -20,7 +20,8 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import DatasetRows, Row
 from ...data.rows.cells import Cell, cell_value
-from ...data.rows.columns import MEDIA_COLUMNS, has_media, other_layout, prepare_remedy
+from ...data.rows.columns import has_media
+from ...data.rows.names import MEDIA_COLUMNS, other_layout, prepare_remedy
 from ...data.rows.unread import lists_columns
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs

@@ -14,9 +14,10 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, Train
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
+from ...algorithms.metrics import Latest
 from ...checks.sequences import check_sequences
-from ...data.rows.columns import MEDIA_COLUMNS
 from ...data.rows.features import undecoded
+from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.supervised import PACKED_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
@@ -213,7 +214,6 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """Logs TRL's metrics of a micro-batch over all ranks. `mask`, `(B, P - 1)`, is true on learned targets."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
         # Learned tokens, sum of entropies, right predictions, all tokens, and auxiliary loss, which is a mean
         sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
@@ -225,13 +225,13 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         values = torch.stack([*means, totals[2], n_learned, *gathered[:, 4:].mean(0)])
         entropy, accuracy, n_all, n_learned, *aux_loss = values.tolist()
         self._evaluation_means.counts = {"entropy": n_learned, "mean_token_accuracy": n_learned}
-        metrics["entropy"].append(entropy)
-        metrics["mean_token_accuracy"].append(accuracy)
         if self.model.training:
             self._total_train_tokens += int(n_all)
-        metrics["num_tokens"] = [self._total_train_tokens]
+        metrics: dict[str, Any] = {"entropy": entropy, "mean_token_accuracy": accuracy}
+        metrics["num_tokens"] = Latest(self._total_train_tokens)
         if self.aux_loss_enabled:
-            metrics["aux_loss"] += aux_loss
+            metrics["aux_loss"] = aux_loss[0]
+        self._metric_log.add(metrics)
 
     @property
     def _needs_plain_rows(self) -> bool:

@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Base of all trainers: checkpoints that are whole or absent, resuming, skipped updates, and publishing."""
+"""Base of all trainers: the run from its first step or a checkpoint to its model card, and skipped updates."""
 
 import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from inspect import get_annotations
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
 
+from ...algorithms.metrics import MetricLog
 from ...checks.run_checks import Checks
 from ...data.rows.fingerprint import fingerprint
 from ...forward.scores import DeferredParts
@@ -37,25 +38,14 @@ from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.ranks import any_rank
 from ...rollout.stream import RowStream, named_dataset
-from ..shared.arguments import check_keywords
-from ..shared.finite import check_weights, skip_broken_update
-from ..shared.optimizer import check_rates, parts_mismatch, save_options_of_parts, split_groups_by_rate
-from ..shared.signals import EndOnSignal
-from .files import (
-    PARTIAL,
-    checkpoints,
-    export_state,
-    load_rollout_state,
-    load_unsharded,
-    naming_write_errors,
-    replace_folder,
-    save_rollout_state,
-    save_without_weights,
-    surplus_checkpoints,
-)
-from .lock import holding_lock
-from .manifest import measure_folder, resume_warnings, run_mismatch, verify_checkpoint, write_manifest
-from .shards import check_shards, layout_mismatch, load_module, save_module, saving_whole_weights, writes_shards
+from ..checkpoints.checkpoints import Checkpoints
+from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_without_weights
+from ..checkpoints.lock import holding_lock
+from ..checkpoints.shards import saving_whole_weights, writes_shards
+from .arguments import check_keywords
+from .finite import check_weights, skip_broken_update
+from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
+from .signals import EndOnSignal
 
 
 if TYPE_CHECKING:
@@ -66,15 +56,12 @@ else:
 
 logger = get_logger(__name__)
 
-# Folder inside a checkpoint that holds the reference, if `sync_ref_model` changes it
-_REFERENCE = "ref_model"
 
-
-class CheckpointMixin(Trainer):
+class BaseTrainer(Trainer):
     """
-    Saves, resumes and publishes a run of TRL's trainers.
+    Trains, saves, resumes and publishes a run of TRL's trainers.
 
-    A checkpoint exists whole or not at all, even if the run is killed. A resumed run equals the run without
+    [`~trainers.checkpoints.checkpoints.Checkpoints`] keeps the checkpoints. A resumed run equals the run without
     interruption, bit for bit. The run skips updates whose gradient isn't finite, and saves only finite weights.
     """
 
@@ -104,8 +91,7 @@ class CheckpointMixin(Trainer):
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
-    _resumed_from: str | None = None  # folder of the checkpoint from which the run resumes
-    _pushed_checkpoint: Path | None = None  # the checkpoint that was pushed last
+    _checkpoints: Checkpoints
     _folders_of_model: tuple[str, ...] = ()  # folders in a checkpoint that are published with the policy
     _signal_callback: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
@@ -115,11 +101,17 @@ class CheckpointMixin(Trainer):
         end_with_launcher()  # also while the model loads
         return super().__new__(cls)
 
+    @cached_property
+    def _metric_log(self) -> MetricLog:
+        return MetricLog(self._metrics, lambda: self.model.training, self.accelerator.gather)
+
     def __repr__(self) -> str:
-        model, dataset = getattr(self, "model", None), getattr(self, "train_dataset", None)
+        model = getattr(self, "model", None)
+        dataset = getattr(self, "train_dataset", None)
         if model is None or dataset is None:  # not constructed yet
             return object.__repr__(self)
-        model, state = self._unwrapped(model), getattr(self, "state", None)
+        model = self._unwrapped(model)
+        state = getattr(self, "state", None)
         steps = self.args.max_steps if self.args.max_steps > 0 else getattr(state, "max_steps", 0)
         facts = {
             "model": " ".join([type(model).__name__, *filter(None, [model.config.name_or_path])]),
@@ -136,10 +128,12 @@ class CheckpointMixin(Trainer):
         The callback for signals replaces that of transformers, which doesn't wait for the end of the step. Raises a
         `TypeError` if the trainer lacks an attribute that this class needs.
         """
-        if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
+        self._checkpoints = Checkpoints(self.args, self.accelerator, self._tag_names[1])
+        missing = [name for name in get_annotations(BaseTrainer) if not hasattr(self, name)]
+        if missing:
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}; set it before `_finish_setup`.")
         keep_differentiable(self.model)
-        self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
+        self.add_callback(_RestoreState(self._checkpoints, self._load_state))
         self.add_callback(SaveBeforePush(self._save_before_first_push))
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
@@ -195,18 +189,11 @@ class CheckpointMixin(Trainer):
                     f"`output_dir` {self.args.output_dir!r} is in use by {holder}: two runs would delete each other's "
                     "checkpoints. Wait until it ends, or set another `output_dir`."
                 )
-            # The main process compares the checkpoint with this run, and all processes raise the same error
-            checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
-            self._resumed_from = checkpoint
-            obstacle = None
-            if checkpoint and self.args.should_save:
-                obstacle = run_mismatch(checkpoint, self._tag_names[1], is_peft_model(self.model))
-                obstacle = (
-                    obstacle or layout_mismatch(self.accelerator, checkpoint) or parts_mismatch(checkpoint, self.args)
-                )
-            (obstacle,) = broadcast_object_list([obstacle])
-            if obstacle is not None:
-                raise ValueError(obstacle)
+            checkpoint = None
+            if resume_from_checkpoint:
+                has_adapter = is_peft_model(self.model)
+                checkpoint = self._checkpoints.verify(resume_from_checkpoint, self._fingerprints, has_adapter)
+            self._checkpoints.resumed_from = checkpoint
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
             # When the run ends, also by an error, the stack calls the following functions, the last one first
@@ -227,7 +214,6 @@ class CheckpointMixin(Trainer):
     def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Calls [`~reporting.events.ErrorCallback`]s at the end of a run by an error or Ctrl-C."""
         for callback in self.callback_handler.callbacks:
             if error is not None and isinstance(callback, ErrorCallback):
                 callback.on_error(self.args, self.state, self.control)
@@ -235,38 +221,7 @@ class CheckpointMixin(Trainer):
     def _invalidate_engine(self) -> None:
         """Makes an engine load the weights again before it samples. By default, does nothing: there is no engine."""
 
-    def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
-        """Returns the checkpoint to resume from, the same on all processes. Raises `ValueError` if none is whole."""
-        folders = [str(resume_from)]
-        if resume_from is True:
-            folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
-            (folders,) = broadcast_object_list([folders])
-        reasons = []
-        for folder in folders:
-            problems = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if self.args.should_save else [])))
-            if not problems:
-                for warning in resume_warnings(folder, self._fingerprints()) if self.args.should_save else ():
-                    logger.warning(warning)
-                return folder
-            reasons.append(f"{folder} isn't whole: {'; '.join(problems[:5])}{'; ...' if len(problems) > 5 else ''}.")
-            if resume_from is True:
-                logger.warning(f"Passed over: {reasons[-1]}")
-        if resume_from is True and not folders:
-            raise ValueError(
-                f"There is no checkpoint in {self.args.output_dir!r} to resume from; leave `resume_from_checkpoint` "
-                "out to start a new run."
-            )
-        if resume_from is True:
-            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
-        has_manifest = Path(folders[0], "manifest.json").is_file()
-        remedy = ", or delete manifest.json in this one to resume from the remaining files" if has_manifest else ""
-        raise ValueError(
-            f"{reasons[0]} Resume from another checkpoint (`resume_from_checkpoint=True` finds the newest whole one "
-            f"in `output_dir`){remedy}."
-        )
-
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Returns fingerprints of the training datasets, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def get_train_dataloader(self):
@@ -333,29 +288,9 @@ class CheckpointMixin(Trainer):
 
     def _load_state(self, folder: Path) -> None:
         """Loads the state that [`_save_state`] saved. All ranks must call this."""
-        if self._syncs_reference:
-            if not (folder / _REFERENCE).is_dir():
-                raise ValueError(
-                    f"{folder} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
-                    "`sync_ref_model` would start again from the initial reference. Resume from a checkpoint that was "
-                    "saved with `sync_ref_model` and without `save_only_model`, or set `sync_ref_model=False`."
-                )
-            load_module(self.accelerator, self.ref_model, folder / _REFERENCE)
-        if self.ema is not None:
-            self.ema.follow(self.model)
-            self.ema.load(folder, self.accelerator)
-        # Each rank has its file. If this run has more ranks than the previous run, further ranks read the file of rank
-        # 0, for the state that all ranks share
-        indices = (self.accelerator.process_index, 0)
-        state = next(filter(None, (load_rollout_state(folder, index) for index in indices)), None)
-        if state is None:
-            logger.warning(f"{folder} has no state of the rollouts; the run continues with new completions.")
-        else:
+        state = self._checkpoints.load_state(folder, self.model, self.ref_model, self.ema)
+        if state is not None:
             self._load_rollout_state(state)
-
-    @property
-    def _syncs_reference(self) -> bool:
-        return getattr(self.args, "sync_ref_model", False)
 
     # State of the rollouts
 
@@ -402,7 +337,8 @@ class CheckpointMixin(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
-        args, in_checkpoint = self.args, output_dir is not None and _internal_call
+        args = self.args
+        in_checkpoint = output_dir is not None and _internal_call
         # `from_pretrained` can't read shards, so a checkpoint of the model alone, or one that is published, has whole
         # weights. For other checkpoints, `Trainer` later writes the shards of model and optimizer
         needs_whole_weights = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
@@ -419,45 +355,23 @@ class CheckpointMixin(Trainer):
 
     def _save_checkpoint(self, model, trial):
         """
-        Writes a checkpoint to a temporary folder, and moves the whole checkpoint to its place. Then moves surplus
-        checkpoints to the temporary folder, and deletes them there.
-
-        For example, `_partial_checkpoint/checkpoint-30` becomes `checkpoint-30`, then `checkpoint-10` becomes
-        `_partial_checkpoint/checkpoint-10`. TRL's and transformers' methods would write in place, and publish
-        checkpoints that aren't whole yet.
+        Saves a checkpoint, see [`~trainers.checkpoints.checkpoints.Checkpoints.save`]. TRL's and transformers' methods
+        would write in place, and publish checkpoints that aren't whole yet.
         """
-        args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        target = Path(self._get_output_dir(trial), name)
-        temporary_folder = target.parent / PARTIAL
-        if args.should_save and not Path(args.output_dir).exists():
-            logger.warning(
-                f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
-                "saved to a new folder."
-            )
-        if args.should_save and temporary_folder.exists():  # from a run that was killed while it saved
-            shutil.rmtree(temporary_folder)
-        self.accelerator.wait_for_everyone()
+        target = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._checkpoints.begin(target)
         if trial is None:
             self.store_flos()
-        self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
-        with naming_write_errors(target, temporary_folder if args.should_save else None):
-            self._write_checkpoint(temporary_folder / name, target)
-            if args.should_save:
-                replace_folder(temporary_folder / name, target)
-                needed = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
-                for checkpoint in surplus_checkpoints(target, args.save_total_limit, needed):
-                    # A checkpoint that is being pushed stays until a later save
-                    if checkpoint != self._pushed_checkpoint or not is_running(self.push_in_progress):
-                        checkpoint.rename(temporary_folder / checkpoint.name)
-                # The next save removes files that can't be removed now
-                shutil.rmtree(temporary_folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        if args.push_to_hub:
+        self.create_model_card(model_name=Path(self.args.hub_model_id or self.args.output_dir).name)
+        write = partial(self._write_checkpoint, target=target)
+        self._checkpoints.save(target, write, self.state, self.push_in_progress)
+        if self.args.push_to_hub:
             self._publish_checkpoint(target)
 
     def _write_checkpoint(self, folder: Path, target: Path) -> None:
         """Writes the files of transformers and TRL for a checkpoint, the state that they omit, and a manifest."""
-        args, state = self.args, self.state
+        args = self.args
+        state = self.state
         self.save_model(str(folder), _internal_call=True)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(target)
@@ -475,20 +389,11 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-        has_shards, process_index = writes_shards(self.accelerator), self.accelerator.process_index
-        if has_shards and process_index == 0:
-            check_shards(folder)
-        measurements = measure_folder(folder, process_index, self.accelerator.num_processes) if has_shards else None
-        if args.should_save:
-            write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
+        self._checkpoints.seal(folder, self._fingerprints)
 
     def _save_state(self, folder: Path) -> None:
         """Saves the state of a run that transformers doesn't save. All ranks must call this."""
-        save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self._syncs_reference:
-            save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
-        if self.ema is not None:
-            self.ema.save(folder, self.accelerator, self.args.should_save)
+        self._checkpoints.save_state(folder, self._rollout_state(), self.ref_model, self.ema)
 
     # Publishing
 
@@ -505,7 +410,7 @@ class CheckpointMixin(Trainer):
             if (folder / name).is_dir():
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
         self._push_from_checkpoint(str(folder))
-        self._pushed_checkpoint = folder
+        self._checkpoints.pushed = folder
         warn_of_failures(self.push_in_progress.jobs, folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
@@ -521,7 +426,8 @@ class CheckpointMixin(Trainer):
             tags (`str` or `list[str]`, *optional*):
                 Tags in addition to the package's.
         """
-        if self._resumed_from and not self.card_notes.columns and Path(self.args.output_dir, "README.md").exists():
+        has_card = Path(self.args.output_dir, "README.md").exists()
+        if self._checkpoints.resumed_from and not self.card_notes.columns and has_card:
             return
         tags = {tags} if isinstance(tags, str) else set(tags or ())
         super().create_model_card(model_name, dataset_name, sorted(tags | self.card_notes.modalities))
@@ -558,9 +464,7 @@ class CheckpointMixin(Trainer):
         self, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int
     ) -> torch.Tensor:
         """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["token_budget/parts"].append(float(len(deferred.parts)))
-        metrics["token_budget/extra_time"].append(deferred.seconds)
+        self._metric_log.add(deferred.metrics)
         return backward_by_parts(self.accelerator, model, loss, deferred, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -569,15 +473,16 @@ class CheckpointMixin(Trainer):
         is_skipped, self._n_skipped = skip_broken_update(
             norm, self.optimizer, self.accelerator, self.state.global_step, self._n_skipped, limit=self._max_skipped
         )
-        self._metrics["train"]["skipped_updates"].append(float(is_skipped))
+        self._metric_log.add({"skipped_updates": float(is_skipped)}, mode="train")
         return norm
 
 
 class _RestoreState(TrainerCallback):
     """Callback that restores the rest of a run's state, after transformers has restored optimizer and schedule."""
 
-    def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
-        self.checkpoint, self.load = checkpoint, load
+    def __init__(self, checkpoints: Checkpoints, load: Callable[[Path], None]):
+        self.checkpoints = checkpoints
+        self.load = load
 
     def on_train_begin(
         self,
@@ -587,7 +492,8 @@ class _RestoreState(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: EventPart,
     ):
-        if (folder := self.checkpoint()) is not None:
+        folder = self.checkpoints.resumed_from
+        if folder is not None:
             # Before transformers 5.17, `Trainer` doesn't set the epoch of a loader that skips batches
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))
             self.load(Path(folder))

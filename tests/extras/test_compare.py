@@ -1,0 +1,148 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`compare` finds that the trainers agree, and faults that are planted in ours."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.trainer_utils import audio_rows, image_rows, saved, text_rows
+
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.extras import compare
+from trl_multimodal_rft.extras.compare import Run, Step, findings, relative_difference
+from trl_multimodal_rft.forward.layout import PrefixLayout
+from trl_multimodal_rft.rollout.stream import PromptEncoder
+
+
+OPTIONS = ["--steps", "2", "--max_completion_length", "6"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = str(tmp_path / "images")
+    image_rows().save_to_disk(folder)
+    return ["compare", "--model", str(saved("qwen2_5_vl")), "--dataset_name", folder, *OPTIONS]
+
+
+def verdicts(output):
+    return re.findall(r"(agree|DIFFER)$", output, re.MULTILINE)
+
+
+def test_trainers_agree(images, capsys):
+    main(images)
+    output = capsys.readouterr().out
+    assert verdicts(output) == ["agree"] * 5 and "TRL 1." in output
+    assert output.rstrip().endswith("The trainers agree within rounding.")
+    assert (
+        "seconds of a step" in output and len(output.splitlines()) <= 20 and max(map(len, output.splitlines())) < 200
+    )
+
+
+def test_a_dropped_mask_is_found(images, capsys, monkeypatch):
+    branches = PrefixLayout.branches
+
+    def unmasked(*args, **kwargs):
+        queries, keys, mask = branches(*args, **kwargs)
+        return queries, keys, None if mask is None else torch.zeros_like(mask)
+
+    monkeypatch.setattr(PrefixLayout, "branches", unmasked)
+    with pytest.raises(SystemExit, match="1"):
+        main(images)
+    output = capsys.readouterr().out
+    # Sampling has masks of its own, and the loss of a first update is a mean of advantages
+    assert verdicts(output) == ["agree", "DIFFER", "agree", "DIFFER", "DIFFER"]
+    assert "DIFFER by more than rounding: log-probability" in output and "`--packing padded`" in output
+
+
+def test_an_ignored_picture_is_found(images, capsys, monkeypatch):
+    encode = PromptEncoder.encode
+
+    def blind(*args, **kwargs):
+        encoded = encode(*args, **kwargs)
+        media = {name: torch.zeros_like(x) if x.is_floating_point() else x for name, x in encoded.media.items()}
+        return replace(encoded, media=media)
+
+    monkeypatch.setattr(PromptEncoder, "encode", blind)
+    with pytest.raises(SystemExit, match="1"):
+        main(images)
+    assert verdicts(capsys.readouterr().out).count("DIFFER") >= 3
+
+
+def test_sounds_are_compared_with_padded_rows(tmp_path, capsys, monkeypatch):
+    rows = audio_rows()
+    monkeypatch.setattr("trl_multimodal_rft.cli.check.load_rows", lambda *_: rows)
+    main(["compare", "--model", str(saved("qwen2_audio")), "--dataset_name", "sounds", *OPTIONS])
+    output = capsys.readouterr().out
+    assert "TRL's trainer takes no audio and no video" in output and verdicts(output) == ["agree"] * 5
+
+
+def test_rows_that_trl_fails_on_are_compared_with_padded_rows(images, capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise KeyError("pixels")
+
+    monkeypatch.setattr(compare.WatchedTRL, "_generate_and_score_completions", fails)
+    main(images)
+    assert "TRL's trainer fails (KeyError: 'pixels'): the baseline is ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--steps": "0"}, "`--steps` must be at least 1, got 0"),
+        ({"--model": "nowhere/at-all"}, "'nowhere/at-all'"),
+        ({"--dataset_name": "no.jsonl"}, "no.jsonl"),
+        ({"--num_generations": "3"}, "num_generations"),
+    ],
+)
+def test_wrong_input_is_one_line(images, changes, message, capsys):
+    words = list(images)
+    for name, value in changes.items():
+        if name in words:
+            words[words.index(name) + 1] = value
+        else:
+            words += [name, value]
+    with pytest.raises(SystemExit):
+        main(words)
+    errors = capsys.readouterr().err.splitlines()
+    assert [line for line in errors if "compare: error" in line and message in line]
+
+
+def test_a_row_that_would_not_train_is_named(tmp_path, capsys):
+    folder = str(tmp_path / "rows")
+    text_rows(4).add_column("image", ["nowhere.png"] * 4).save_to_disk(folder)
+    with pytest.raises(SystemExit):
+        main(["compare", "--model", str(saved("qwen2_5_vl")), "--dataset_name", folder, *OPTIONS])
+    assert "row 0 of" in capsys.readouterr().err
+
+
+# Findings of made-up runs
+
+
+def made_up(shift=0.0, completions=None, scale=1.0, noise=1e-6):
+    generator = torch.Generator().manual_seed(0)
+    logps = [-torch.rand(50, generator=generator) + shift for _ in range(4)]
+    step = Step(completions or [[1, 2], [3], [4], [5]], loss=0.5, logps=[each + noise for each in logps])
+    return Run([step], [2.0 * scale], weights={"w": torch.tensor([1.0, 2.0]) + 0.1 * scale})
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({}, []),
+        ({"shift": 0.01}, ["log-probability of a token, largest"]),
+        ({"scale": 1.01}, ["norm of a gradient, largest share", "weights, share of 1 updates"]),
+        ({"completions": [[1, 2], [3], [4], [6]]}, []),  # one token may lie between two others
+        ({"completions": [[1, 2], [3], [5], [6]]}, ["unequal sampled completions"]),
+    ],
+)
+def test_findings(changes, differing):
+    before = {"w": torch.tensor([1.0, 2.0])}
+    found = findings(before, (made_up(), made_up(noise=3e-6), made_up(**changes)), torch.float32)
+    assert [each.name for each in found if not each.agrees] == differing
+
+
+def test_weights_are_compared_by_their_updates():
+    before, after = {"w": torch.zeros(3)}, {"w": torch.tensor([3.0, 4.0, 0.0])}
+    assert relative_difference(before, after, {"w": torch.tensor([3.0, 4.0, 0.5])}) == pytest.approx(0.1)
+    assert relative_difference(before, before, before) == 0 and relative_difference(before, before, after) == 1
