@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Draws README's picture of answers before and after training, in the folder of its ten lines.
+Draws README's picture of answers before and after training, in the folder of its twelve lines.
 
 ```bash
 for model in model digits; do
