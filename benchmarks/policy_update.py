@@ -100,6 +100,7 @@ from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
 )
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.extras.compare import saved_bytes
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.models.parts import freeze
 
@@ -642,18 +643,10 @@ class Contestant(TimedSteps):
             before = torch.cuda.memory_allocated()
             self._run(self.completions)
             return torch.cuda.max_memory_allocated() - before
-        parameters = {p.untyped_storage().data_ptr() for p in self.trainer.model.parameters()}
-        saved: dict[int, int] = {}
-
-        def pack(tensor):  # the graph keeps the tensor, so its address stays unique until the backward pass
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        saved: list[int] = []
+        with saved_bytes(self.trainer.model, saved):
             self._run(self.completions)
-        return sum(saved.values())
+        return saved[0]
 
 
 class PairContestant(Contestant):

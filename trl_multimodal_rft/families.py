@@ -417,8 +417,11 @@ def family_of(model: "torch.nn.Module | PreTrainedConfig | str") -> Family:
 
 def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -> Family:
     """Returns the special cases of a processor's family, or defaults."""
-    names = [cls.__name__ for cls in type(processor).__mro__]  # subclasses before base classes
-    return next((family for name in names for family in FAMILIES if name in family.processors), Family())
+    for cls in type(processor).__mro__:  # subclasses before base classes
+        for family in FAMILIES:
+            if cls.__name__ in family.processors:
+                return family
+    return Family()
 
 
 def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:

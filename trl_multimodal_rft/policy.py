@@ -23,10 +23,11 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.features import leaves_of_graph
-from .forward.layout import States, packed_length, split_samples
+from .forward.layout import States, packed_length
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import split_by_tokens
+from .forward.prompts import split_samples
 from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
@@ -57,7 +58,8 @@ def training_obstacle(
     Returns the reason why a model can't be trained on completions of up to `max_completion_length` tokens (`None`: any
     number), or `None` if it can be trained.
     """
-    if (obstacle := family_of(model).training_obstacle) is not None:
+    obstacle = family_of(model).training_obstacle
+    if obstacle is not None:
         return obstacle
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, so no completion follows its prompt in one row"
@@ -67,7 +69,8 @@ def training_obstacle(
             f"neither its config nor {type(processor).__name__} names a token that stands for "
             f"{' or '.join(modalities)}, so it can't be checked that a prompt holds its media"
         )
-    if (obstacle := attention_obstacle(model)) is not None:
+    obstacle = attention_obstacle(model)
+    if obstacle is not None:
         return obstacle
     config = model.config.get_text_config(decoder=True)
     if _COMPLETION_WINDOW in (getattr(config, "layer_types", None) or ()):
@@ -112,7 +115,8 @@ class Live:
 
     def profile(self, name: str) -> AbstractContextManager:
         """Returns a context that logs the duration of its block, as TRL does."""
-        is_main, step = PartialState().is_main_process, self.state.global_step
+        is_main = PartialState().is_main_process
+        step = self.state.global_step
         return ProfilingContext(f"{self.trainer_name}.{name}", self.report_to, is_main, step)
 
     def feature_dtype(self) -> torch.dtype | None:
@@ -156,7 +160,8 @@ class Processes:
         """
         if self.accelerator is None:
             return []
-        present, needed = modalities_of(prompts), set()
+        present = modalities_of(prompts)
+        needed = set()
         if self.accelerator.num_processes == 1:
             pass
         elif not is_unsharded(self.accelerator):
@@ -274,7 +279,9 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
         if type(model) is not type(policy):
             continue
         encoders = {modality: model.get_submodule(name) for modality, name in find_towers(model).items()}
-        inner_parameters = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
+        inner_parameters = set(model.get_decoder().parameters())
+        for encoder in encoders.values():
+            inner_parameters.update(encoder.parameters())
         # Trained weights outside encoders and decoder, such as a projector's, may belong to any modality
         if any(p.requires_grad and p not in inner_parameters for p in model.base_model.parameters()):
             return modalities
@@ -336,11 +343,10 @@ class PolicyForward:
                 chunks = chunk_ends(prompts, parts)
                 parts = [part for i, part in enumerate(parts) if chunks.get(i, (True, True))[0]]
         # Batch indices of the completions of each forward
-        forwards = [
-            [part[i] for i in rows]
-            for part in parts
-            for rows in split_samples([prompts[j] for j in part], self.fallbacks.isolate)
-        ]
+        forwards = []
+        for part in parts:
+            splits = split_samples([prompts[i] for i in part], self.fallbacks.isolate)
+            forwards += [[part[i] for i in rows] for rows in splits]
         return sum(
             count_tokens(trees_of(model, [prompts[i] for i in rows], [lengths[i] for i in rows])) for rows in forwards
         )
@@ -371,7 +377,9 @@ class PolicyForward:
         request = _with_packing(request, fallbacks)
         contexts = context_rows(request.prompts, request.ids.size(1))
         request = request if contexts is None else request.by_context(contexts)
-        prompts, n, rows = request.prompts, len(request), request.rows
+        prompts = request.prompts
+        n = len(request)
+        rows = request.rows
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         # Leaves out padded rows without completion tokens, which would cost as much as others
@@ -419,12 +427,14 @@ class PolicyForward:
         `max_tokens` tokens. `score` takes the index and the request of a part. With `keep_states`, the unwrapped
         `models` forward the prompt of a split group once, and `states` of the requests for its chunks hold the result.
         """
-        prompts, device = request.prompts, request.ids.device
+        prompts = request.prompts
+        device = request.ids.device
         if self.max_tokens is None or lengths is None:
             return score(0, request)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, request.is_packed)
         # Maps the indices in `parts` of chunks of split groups to `(is_first, is_last)` in the group
-        chunks, n_parts = chunk_ends(prompts, parts), len(parts)
+        chunks = chunk_ends(prompts, parts)
+        n_parts = len(parts)
         if self.accelerator is not None:
             # With gradients or sharded weights, a forward runs collectives, so all ranks need the same number of parts
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):
@@ -432,7 +442,9 @@ class PolicyForward:
         if n_parts == 1:
             return score(0, request)  # not `parts[0]`, which may have another order than the batch
         kept_prompts: dict[EncodedPrompt, KeptPrompt] = {}
-        for index in chunks if keep_states and all(map(self._keeps_prompts, models)) else ():
+        keeps_prompts = keep_states and all(map(self._keeps_prompts, models))
+        kept_chunks = chunks if keeps_prompts else ()
+        for index in kept_chunks:
             prompt = prompts[parts[index][0]].shared
             # The forward of a kept prompt has no dummy prompts, so a prompt that needs some isn't kept
             if prompt not in kept_prompts and not self.processes.dummies(model, [prompt]):
@@ -470,11 +482,13 @@ class PolicyForward:
         See [`~forward.logprobs.completion_rewards`].
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
-        reward_model, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
+        reward_model = self.unwrapped(model)
+        request = ScoreRequest(*completions, packed=packed)
         request = _with_packing(request, fallbacks)
 
         def score(index: int, part: ScoreRequest) -> Scores:
-            n, part = len(part), self._with_isolation(self._with_dummies(model, part), fallbacks)
+            n = len(part)
+            part = self._with_isolation(self._with_dummies(model, part), fallbacks)
 
             def rewards(call: Forward) -> dict[str, torch.Tensor]:
                 return {"values": completion_rewards(call, reward_model, part)}
@@ -488,7 +502,10 @@ class PolicyForward:
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of one part of a batch."""
-        n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
+        n = len(request)
+        policy = self.unwrapped(model)
+        critic = request.critic
+        needs_policy = request.needs_policy
         # DDP and FSDP hook the outputs of the wrapper's forward, and scores must pass these hooks. Log-probabilities
         # are such outputs already. Hidden states, values and divergences are computed after that forward, so requests
         # for them run as one forward of the wrapper.

@@ -113,7 +113,6 @@ def test_help_imports_nothing_heavy(tmp_path):
         assert not is_short or len(out.splitlines()) <= 80, name
     check = found[lines.index(["check", "--help"])][1]
     assert check.index("\n  --dataset_name ") < check.index("\n  --config ") < check.index("\n  --trust_remote_code ")
-    assert max(map(len, check.splitlines())) <= 120
     explained = found[lines.index(["check", "--help", "ignored"])][1]
     assert explained.startswith("--ignored_media_columns TEXT") and "reward functions read" in explained
     assert "reward functions read" in found[lines.index(["check", "--help_all"])][1]

@@ -22,8 +22,8 @@ from trl_multimodal_rft.engines.transformers import Branches, generate_completio
 from trl_multimodal_rft.forward import decoding as forward
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.decoding import Decoding
-from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.prompts import split_samples
 from trl_multimodal_rft.versions import cache_name
 
 

@@ -21,7 +21,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.features import to_model
-from trl_multimodal_rft.forward.layout import group_by_prompt, left_pad, split_samples
+from trl_multimodal_rft.forward.prompts import group_by_prompt, left_pad, split_samples
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 

@@ -16,8 +16,8 @@ from trl_multimodal_rft.engines import decoding
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.engines.decoding import weights_cast_once
 from trl_multimodal_rft.engines.transformers import Branches, shares_prompts
-from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.prompts import split_samples
 
 
 DEFAULT = ("qwen2_5_vl", "gemma3", "qwen3_5")

@@ -25,8 +25,8 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.features import to_model
 from trl_multimodal_rft.forward.head import add_fused_head
-from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.prompts import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 

@@ -28,7 +28,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import features, kernels, logprobs
 from trl_multimodal_rft.forward.attention import original_attention
 from trl_multimodal_rft.forward.features import install_encoder_attention, remember_on_host, to_model
-from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.forward.prompts import split_samples
 from trl_multimodal_rft.models.parts import freeze_as_built
 from trl_multimodal_rft.rewards import format_reward
 

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 import torch
 
-from trl_multimodal_rft.data.reading import decoding
+from trl_multimodal_rft.data.reading import decoding, qwen
 from trl_multimodal_rft.data.reading.refs import MediaRef
 from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES
 
@@ -34,8 +34,8 @@ def load_by_qwen(medium, patch):
         from qwen_vl_utils import vision_process
 
         return vision_process.fetch_image({**medium.options, "image": decoding.load_image(medium)}, patch)
-    resize = partial(decoding.qwen_resized, medium.options, patch)
-    frames, metadata = decoding.load_video(medium, partial(decoding.qwen_frame_indices, medium.options), resize)
+    resize = partial(qwen.qwen_resized, medium.options, patch)
+    frames, metadata = decoding.load_video(medium, partial(qwen.qwen_frame_indices, medium.options), resize)
     return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 

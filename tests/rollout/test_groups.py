@@ -17,7 +17,7 @@ from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.ranks import balanced_assignment, forwarded_length, pickled_group
-from trl_multimodal_rft.rollout.rollout import PARTS, Rewards, Rollout, join_rollouts
+from trl_multimodal_rft.rollout.rollout import PARTS, RewardValues, Rollout, join_rollouts
 from trl_multimodal_rft.rollout.skipped_forwards import without_gradient
 
 
@@ -27,7 +27,7 @@ def group(number: int, step: int = 0, size: int = 2, live: bool = True) -> Rollo
         ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
     completions = {"completion_ids": torch.full((size, 3), number), "completion_mask": torch.ones(size, 3)}
-    rewards = Rewards(has_signal=torch.full((size,), live))
+    rewards = RewardValues(has_signal=torch.full((size,), live))
     return Rollout([prompt] * size, torch.zeros(size), 0, **completions, rewards=rewards, step=step)
 
 

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards.calls import StepwiseReward, check_rewards
-from trl_multimodal_rft.rollout.reward import join_steps
+from trl_multimodal_rft.rollout.estimates import join_steps
 from trl_multimodal_rft.trainers.shared import rollout_logs
 
 

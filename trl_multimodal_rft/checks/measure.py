@@ -115,7 +115,7 @@ class Measure:
         """
         Returns the policy's log-probabilities `(P * B, N)` of the same `B` completions of up to `N` tokens after each
         of `P` prompts, prompt by prompt. `isolate` tells which prompts get separate forwards, see
-        [`~forward.layout.split_samples`]. `model` defaults to the model as the accelerator prepared it.
+        [`~forward.prompts.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
         row_prompts = []

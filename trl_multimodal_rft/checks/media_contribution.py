@@ -10,7 +10,7 @@ from torch import nn
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
-from ..forward.layout import group_by_prompt
+from ..forward.prompts import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..models.modes import measurement_mode
 from ..policy import Completions, PolicyForward

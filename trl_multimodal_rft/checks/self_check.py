@@ -22,7 +22,7 @@ from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
 from ..engines.decoding import STEPS, up_to_first_end
 from ..forward.attention import original_attention
-from ..forward.layout import group_by_prompt
+from ..forward.prompts import group_by_prompt
 from ..models.modes import measurement_mode
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced

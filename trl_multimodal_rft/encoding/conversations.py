@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Conversations with tools. Results continue a completion, in the text that the chat template renders for them."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -81,7 +82,7 @@ class Contexts(EncodedPrompt):
 
     @property
     def parts(self) -> list[EncodedPrompt]:
-        return [part for context in self.prompts for part in context.parts]
+        return list(itertools.chain.from_iterable(context.parts for context in self.prompts))
 
     @property
     def contexts(self) -> list[EncodedPrompt]:
@@ -109,14 +110,14 @@ def encode_results(
     that can close the turn. Raises a `ValueError` if the template renders earlier messages differently once the
     results follow.
     """
-    earlier_messages, messages = [*history, stand_in_turn(results)], list(results)
+    earlier_messages = [*history, stand_in_turn(results)]
+    messages = list(results)
     earlier_text = _render(earlier_messages, processor, template_kwargs, False)
     whole_text = _render([*earlier_messages, *messages], processor, template_kwargs, True)
     # Length of the earlier text up to the last token that ends a turn. Many templates write a line break after this
     # token. The model doesn't sample the break, so the results begin with the break.
-    n_kept = max(
-        (start + len(end) for end in ends if (start := earlier_text.rfind(end)) >= 0), default=len(earlier_text)
-    )
+    stops = [earlier_text.rfind(end) + len(end) for end in ends if end in earlier_text]
+    n_kept = max(stops, default=len(earlier_text))
     if whole_text[:n_kept] != earlier_text[:n_kept]:
         raise ValueError(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
@@ -155,7 +156,8 @@ def encode_continuation(
     if not encoded_messages.modalities:
         return replace(encoded_messages, media={}, on_device={})  # without blank media of the processor
     family = family_of(model)
-    if fields_per_token := [*family.token_masks, *family.token_field_fill]:
+    fields_per_token = [*family.token_masks, *family.token_field_fill]
+    if fields_per_token:
         raise next(iter_refs(messages)).error(
             f"{model.config.model_type} attends to media through token fields ({', '.join(fields_per_token)}), so "
             "only its prompts can hold media; move the media to the prompt, or remove the row"
@@ -192,10 +194,12 @@ def keeps_earlier_turns(processor: Processor) -> bool:
     call = stand_in_turn([{"name": "dummy"}])
     chat = [{"role": "user", "content": "dummy"}, call, {"role": "tool", "name": "dummy", "content": "dummy"}]
     try:
-        earlier_text, whole_text = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
+        earlier_text = _render(chat[:2], processor, {}, False)
+        whole_text = _render(chat, processor, {}, True)
     except TypeError:  # some templates want arguments as text
         call["tool_calls"][0]["function"]["arguments"] = "{}"
-        earlier_text, whole_text = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
+        earlier_text = _render(chat[:2], processor, {}, False)
+        whole_text = _render(chat, processor, {}, True)
     return whole_text.startswith(earlier_text)
 
 
@@ -227,8 +231,10 @@ def encode_prefix(
     prompt_length = len(prompt)
     starts = [(prompt_length + start, result) for start, result in encoded_results]
     spans = [(slice(start, start + len(result)), result) for start, result in starts]
-    media_spans, fields = [(span, result) for span, result in spans if result.media], {}
-    for name in sorted({name for part in (prompt, *(result for _, result in spans)) for name in part.token_fields}):
+    media_spans = [(span, result) for span, result in spans if result.media]
+    fields = {}
+    names = set(prompt.token_fields).union(*(result.token_fields for _, result in spans))
+    for name in sorted(names):
         prompt_field = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
         fields[name] = continued_field(model, name, prompt_field[None], completion_length)[0]
         for span, result in media_spans:
@@ -265,11 +271,10 @@ def _decoded_spans(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
     """
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
-    return tuple(
-        (slice(start + span.start, start + span.stop), decoded)
-        for start, part in parts
-        for span, decoded in part.decoded
-    )
+    moved = []
+    for start, part in parts:
+        moved += [(slice(start + span.start, start + span.stop), decoded) for span, decoded in part.decoded]
+    return tuple(moved)
 
 
 def conversation(

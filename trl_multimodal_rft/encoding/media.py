@@ -32,11 +32,10 @@ from ..data.reading.decoding import (
     load_sound_of_video,
     load_video,
     open_video,
-    qwen_frame_indices,
-    qwen_resized,
     require_module,
     sample_indices,
 )
+from ..data.reading.qwen import qwen_frame_indices, qwen_resized
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.blocks import QWEN_OPTIONS
 from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding
@@ -79,7 +78,8 @@ _FEWEST_SOFT_TOKENS = 70
 
 def with_budgets(ref: MediaRef) -> MediaRef:
     """Returns a reference with the run's budgets of pixels and frames. Options of its block take precedence."""
-    block_options, rules = ref.options, ref.rules
+    block_options = ref.options
+    rules = ref.rules
     if ref.modality == "audio":
         return ref
     # A block's maximum also lowers the minimum of the run, and a block's minimum also raises the maximum of the run
@@ -104,8 +104,10 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
     within both limits, only `max_pixels` applies. With the factor 10 and at most 5,000 pixels, 100 x 200 becomes
     50 x 100.
     """
-    min_pixels, max_pixels = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
-    area, rounded_area = height * width, round(height / factor) * round(width / factor) * factor**2
+    min_pixels = options.get("min_pixels", 0)
+    max_pixels = options.get("max_pixels", math.inf)
+    area = height * width
+    rounded_area = round(height / factor) * round(width / factor) * factor**2
     if rounded_area > max_pixels:
         scale = math.sqrt(max_pixels / area)
         sides = [max(1, math.floor(side * scale / factor)) * factor for side in (height, width)]
@@ -161,7 +163,8 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
     """
     if processor is None or max_pixels == math.inf:
         return {}
-    size, max_tiles = getattr(processor, "size", None) or {}, getattr(processor, "max_patches", None)
+    size = getattr(processor, "size", None) or {}
+    max_tiles = getattr(processor, "max_patches", None)
     # Tiles of a fixed size, as of InternVL; then tokens, as of Gemma 4; then a longest edge in tiles, as of Idefics3
     if max_tiles is not None and getattr(processor, "min_patches", None) is not None:
         return {
@@ -169,7 +172,8 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
                 max_tiles, max(processor.min_patches, int(max_pixels // (size["height"] * size["width"])))
             )
         }
-    if (max_tokens := getattr(processor, "max_soft_tokens", None)) is not None:
+    max_tokens = getattr(processor, "max_soft_tokens", None)
+    if max_tokens is not None:
         token_area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
         while max_tokens * token_area > max_pixels and max_tokens > _FEWEST_SOFT_TOKENS:
             max_tokens //= 2  # the processor accepts only 70, 140, 280 and so on
@@ -200,7 +204,7 @@ def decode_media(
     }
     # Media of another row, which some views show
     other_media: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
-    other_refs = [with_budgets(ref) for ref in (view.others if view else ())]
+    other_refs = [] if view is None else [with_budgets(ref) for ref in view.others]
     for modality in dict.fromkeys(ref.modality for ref in other_refs):
         refs_of_modality = [ref for ref in other_refs if ref.modality == modality]
         other_media[modality] = itertools.cycle(
@@ -218,7 +222,8 @@ def decode_media(
         if view is not None and view.applies_to(ref.modality):
             medium = view(medium, i, next(other_media[ref.modality]))
         if ref.modality == "audio" and family.takes_base64_audio:
-            buffer, (rate, _) = io.BytesIO(), _audio_limits(ref, processor)
+            buffer = io.BytesIO()
+            rate, _ = _audio_limits(ref, processor)
             require_module("soundfile", "audio").write(buffer, medium, rate, format="WAV", subtype="FLOAT")
             medium = base64.b64encode(buffer.getvalue()).decode()
         decoded[id(original)] = medium
@@ -235,7 +240,8 @@ def decode_media(
     if video_metadata:
         # One list of metadata per prompt
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
-    if family.hears_videos and (fps := _common_rate(videos, video_metadata)) is not None:
+    fps = _common_rate(videos, video_metadata) if family.hears_videos else None
+    if fps is not None:
         kwargs["videos_kwargs"]["fps"] = fps
     if any(sound is not None for sound in sounds):
         for ref, sound in zip(videos, sounds, strict=True):
@@ -334,7 +340,8 @@ def _decode_video(ref: MediaRef, processor: Processor, is_resized: bool) -> tupl
     """Returns a video, resized with `is_resized`, and its metadata."""
     if is_resized:
         return _qwen_video(ref, processor)
-    sampler, max_frames = _frame_sampler(ref, processor), ref.options.get("max_frames")
+    sampler = _frame_sampler(ref, processor)
+    max_frames = ref.options.get("max_frames")
     if max_frames is not None and not holds_frames(ref):
         sampler = partial(thinned_frames, sampler or partial(sample_indices, ref), max_frames)
     factor = size_factor(processor.video_processor)
@@ -343,7 +350,8 @@ def _decode_video(ref: MediaRef, processor: Processor, is_resized: bool) -> tupl
 
 def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns a video and its metadata. Options of its block replace the processor's sampling and resizing."""
-    video_processor, options = processor.video_processor, ref.options
+    video_processor = processor.video_processor
+    options = ref.options
     _check_fits_a_token(ref, video_processor)
     # Default arguments of the processor's call. Before transformers 5.23, only a class of these arguments holds them.
     defaults = getattr(processor, "videos_kwargs", None)
@@ -392,7 +400,8 @@ def _resized_frames(
 
 def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2VLVideoProcessor") -> None:
     """Raises a [`MediaError`] if a limit on pixels or frames is smaller than one token of the model."""
-    side, max_pixels = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
+    side = processor.patch_size * processor.merge_size
+    max_pixels = ref.options.get("max_pixels")
     if max_pixels is not None and max_pixels < side**2:
         raise ref.error(f"`max_pixels` of {max_pixels} is less than the {side} x {side} pixels of a token; raise it")
     if ref.options.get("max_frames") == 1:
@@ -439,7 +448,8 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
 
 def frame_sampling(processor: Processor) -> dict[str, Any] | None:
     """Returns arguments by which a processor samples the frames of a video file, or `None` if it uses all frames."""
-    video_processor, family = processor.video_processor, family_of_processor(processor)
+    video_processor = processor.video_processor
+    family = family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
         return {}
@@ -450,7 +460,8 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
     """Returns messages with decoded media in place of their references."""
 
     def with_decoded(block: dict[str, Any]) -> dict[str, Any]:
-        modality, value = block["type"], block.get(block["type"])
+        modality = block["type"]
+        value = block.get(block["type"])
         if not isinstance(value, MediaRef):
             return block
         medium = decoded[id(value)]
@@ -498,6 +509,7 @@ def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.T
     for tensor in tensors:
         pad_sizes = [max_size - size for max_size, size in zip(largest, tensor.shape, strict=True)]
         pad_sizes[dim] = 0
-        pairs = [n for n_right in reversed(pad_sizes) for n in (0, n_right)]  # `F.pad` begins with the last dimension
+        # `F.pad` begins with the last dimension
+        pairs = list(itertools.chain.from_iterable((0, n_right) for n_right in reversed(pad_sizes)))
         padded.append(F.pad(tensor, pairs, value=value) if any(pad_sizes) else tensor)
     return torch.cat(padded, dim)

@@ -54,7 +54,8 @@ def check_media(
     """Raises an error for the first image or video that the processor rejects on its own, without the prompt."""
     video_index = 0
     for ref in refs:
-        medium, description = decoded[id(ref)], ""
+        medium = decoded[id(ref)]
+        description = ""
         try:
             if ref.modality == "image":
                 description = "an image of {} x {} pixels".format(*medium.size)
@@ -78,10 +79,12 @@ def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], token
     """Raises a [`MediaError`] if the text of a prompt holds one of the placeholder `tokens`."""
     contents = [messages] if isinstance(messages, str) else [message.get("content") or "" for message in messages]
     # A content is a list of blocks, or a text, which counts as one block
-    blocks = [
-        block for content in contents for block in ([{"text": content}] if isinstance(content, str) else content)
-    ]
-    placeholder = next((token for block in blocks for token in tokens if token in (block.get("text") or "")), None)
+    blocks: list[dict[str, Any]] = []
+    for content in contents:
+        blocks += [{"text": content}] if isinstance(content, str) else content
+    texts = [block.get("text") or "" for block in blocks]
+    first_text = next((text for text in texts if any(token in text for token in tokens)), "")
+    placeholder = next((token for token in tokens if token in first_text), None)
     if placeholder is not None and refs:
         raise refs[0].error(
             f"the text of the prompt holds the placeholder {placeholder!r} itself; remove it, as the chat template "
@@ -132,7 +135,8 @@ def check_written(
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields (path, problem if ignored, message without the part) for each part that templates may ignore."""
     content = message.get("content") or ()
-    for b, block in enumerate(content) if not isinstance(content, str) else ():
+    blocks = () if isinstance(content, str) else content
+    for b, block in enumerate(blocks):
         if block["type"] != "text" and block_modality(block["type"]) is None:
             problem = f"leaves out blocks of type {block['type']!r}, so the model would not get them; known types are "
             # An ignored block is rendered like a block of an unknown type
@@ -147,9 +151,13 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
 def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
     """Yields (path, problem) for thoughts in the text of the last message, if it is the assistant's."""
     content = messages[-1].get("content") or ()
-    for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
+    texts = [content] if isinstance(content, str) else [block.get("text") or "" for block in content]
+    for text in texts:
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
-        if not tags or (chat := render(messages)) is None:
+        if not tags:
+            continue
+        chat = render(messages)
+        if chat is None:
             continue
         remedy = "give the thoughts as 'reasoning_content' of the message, or remove them"
         # The tags split the text into parts, all of which the rendered chat must contain

@@ -45,7 +45,8 @@ def check_processor(processor: Processor | None) -> None:
     """Raises a `ValueError` if the padding side of audio isn't the default. Tokenizers may pad on either side."""
     for name in AUDIO_EXTRACTORS:
         extractor = getattr(processor, name, None)
-        side, default = getattr(extractor, "padding_side", None), _default_side(extractor)
+        side = getattr(extractor, "padding_side", None)
+        default = _default_side(extractor)
         if side != default:
             raise ValueError(
                 f"The {name} of {type(processor).__name__} pads audio on the {side}, but {type(extractor).__name__} "
@@ -129,7 +130,10 @@ def checked_text(
     if mode == "allow":
         return text
     to_strip: set[str] = set()
-    while candidates := sorted(token for token in tokens if token in text):
+    while True:
+        candidates = sorted(token for token in tokens if token in text)
+        if not candidates:
+            break
         ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
         # Not every text that looks like a control token is encoded as one
         matches = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
@@ -203,7 +207,8 @@ def _map_texts(value: T, change: Callable[[str], str]) -> T:
     ):
         blocks = list(neighbors)
         joined = "".join(block["text"] for block in blocks) if is_text else ""
-        if (new_text := change(joined)) != joined:  # a single block replaces the blocks
+        new_text = change(joined)
+        if new_text != joined:  # a single block replaces the blocks
             blocks = [{**blocks[0], "text": new_text}]
         items += [_map_texts(block, change) for block in blocks]
     return cast(T, items)

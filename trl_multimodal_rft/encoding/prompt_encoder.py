@@ -90,7 +90,8 @@ class PromptEncoder:
             row=row,
             sampled=sampled,
         )
-        if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
+        dtype = None if self.feature_dtype is None else self.feature_dtype()
+        if dtype is not None:
             encoded.media = cast_features(encoded.media, dtype)
         return encoded
 

@@ -194,16 +194,13 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrai
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
-    names = {
-        modality: [f"{modality}_token_id", f"{modality}_token_index", f"{modality}_pad_token_id"]
-        for modality in MODALITIES
-    }
-    values = {
-        modality: {getattr(holder, name, None) for holder in holders for name in names[modality]}
-        for modality in MODALITIES
-    }
-    # The values include `None` for missing names
-    return {modality: {token_id for token_id in ids if isinstance(token_id, int)} for modality, ids in values.items()}
+    ids_by_modality: dict[str, set] = {}
+    for modality in MODALITIES:
+        ids: set[Any] = set()
+        for name in (f"{modality}_token_id", f"{modality}_token_index", f"{modality}_pad_token_id"):
+            ids.update(getattr(holder, name, None) for holder in holders)
+        ids_by_modality[modality] = {token_id for token_id in ids if isinstance(token_id, int)}  # not `None`
+    return ids_by_modality
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
@@ -265,7 +262,8 @@ def encode_prompt(
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
-    if (needed_media := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
+    needed_media = _needed_media(type(model))
+    if needed_media and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "
             f"{' and '.join(f'`{name}`' for name in needed_media)}; remove the row"
@@ -414,10 +412,8 @@ def processor_outputs(
             if SOUNDS in processor_kwargs:
                 outputs = _outputs_with_sounds(messages, refs, processor, decoded, processor_kwargs, options)
             else:
-                chats, return_options = (
-                    [replace_refs(messages, decoded)],
-                    {"return_dict": True, "return_tensors": "pt"},
-                )
+                chats = [replace_refs(messages, decoded)]
+                return_options = {"return_dict": True, "return_tensors": "pt"}
                 outputs = cast(dict, processor.apply_chat_template(chats, tokenize=True, **return_options, **options))
         except ImportError:
             raise
@@ -557,7 +553,8 @@ def plain_outputs(
     decoded_and_kwargs = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *decoded_and_kwargs, template_kwargs)
     metadata = sum(decoded_and_kwargs[1].get("videos_kwargs", {}).get("video_metadata", ()), [])
-    if any(isinstance(index, float) for video in metadata for index in video["frames_indices"]):
+    frame_indices = sum((list(video["frames_indices"]) for video in metadata), [])
+    if any(isinstance(index, float) for index in frame_indices):
         return outputs  # the frame rate varies, and a processor that reads a file tells times at a constant rate
     try:
         file_outputs = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]

@@ -4,7 +4,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import SequenceMatcher
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -24,10 +23,6 @@ from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat
 from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
-
-
-# Column of the lengths of the rows that a packed row holds, as `trl.pack_dataset` names it
-PACKED_LENGTHS = "seq_lengths"
 
 
 @dataclass(eq=False)
@@ -437,36 +432,6 @@ class SupervisedEncoder:
         sequence.learned = labels != -100
         _check_learned(sequence, label)
         return sequence
-
-    def encode_packed(self, row: Row) -> list[SupervisedSequence]:
-        """
-        Encodes the rows that a packed row holds, each for itself. Leaves out rows in which nothing is learned.
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row with `input_ids`, `seq_lengths` and optionally `labels`, as from [`~trl.pack_dataset`].
-
-        Returns:
-            `list[SupervisedSequence]`: The sequences.
-
-        Raises:
-            `ValueError`: If the lengths don't add up to the number of tokens, or if nothing is learned in any row. See
-                also [`encode_tokens`].
-        """
-        label, ids, lengths = f"row {row.row_index}", row["input_ids"], row[PACKED_LENGTHS]
-        if sum(lengths) != len(ids):
-            raise ValueError(
-                f"{label}, column '{PACKED_LENGTHS}': its lengths are those of {sum(lengths)} tokens, but `input_ids` "
-                f"has {len(ids)}; pack the rows again, with `trl.pack_dataset`."
-            )
-        labels = row_labels(row)
-        starts = [0, *accumulate(lengths)]
-        spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-        spans = [span for span in spans if any(token != -100 for token in labels[span][1:])]
-        if not spans:
-            raise ValueError(f"{label} has nothing to learn: its labels are -100, or first in a row; remove the row.")
-        parts = [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
-        return [self.encode_tokens(Row(row.row_index, part)) for part in parts]
 
     def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
         """

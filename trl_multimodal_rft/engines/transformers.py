@@ -22,8 +22,8 @@ from ..families import family_of
 from ..forward.attention import takes_layouts
 from ..forward.decoding import ROOM, CompletionLayer, share_prompts
 from ..forward.features import encode_once, frozen_features, media_inputs
-from ..forward.layout import group_by_prompt, left_pad, split_samples
 from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forwarded
+from ..forward.prompts import group_by_prompt, left_pad, split_samples
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward

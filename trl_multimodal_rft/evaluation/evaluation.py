@@ -37,7 +37,7 @@ from ..rewards.calls import dropped_tags, reward_loop
 from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
-from ..rollout.reward import checked_functions, reward_rollout
+from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
@@ -420,16 +420,18 @@ class Evaluation:
     def _reward_completions(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
         """Returns rewards by function, and the columns that functions passed to `log_extra`."""
         extras: dict[str, list] = {}
-        arguments = {
-            "trainer_state": self.policy.trainer_state,
+        logs: dict[str, Callable[..., None] | None] = {
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
             "log_metric": lambda name, value: self.logged_metrics.append((name, float(value))),
         }
-        names = [*self.reward_funcs]
-        functions = [*self.reward_funcs.values()]
-        # Without processors and template arguments, which only reward models take
-        checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
-        rewards = reward_rollout(rollout, checked, arguments, self.loop)
+        reward_functions = RewardFunctions(
+            [*self.reward_funcs],
+            [*self.reward_funcs.values()],
+            [None] * len(self.reward_funcs),  # processors, which only reward models take
+            logs=logs,
+            loop=self.loop,
+        )
+        rewards = reward_functions(rollout, self.policy.trainer_state, self.encoder.media_rules)
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(

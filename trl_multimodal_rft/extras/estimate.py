@@ -22,10 +22,10 @@ from ..engines.transformers import shares_prompts
 from ..forward.attention import install_prefix_attention
 from ..forward.decoding import SHORT_PROMPT
 from ..forward.head import add_fused_head
-from ..forward.layout import group_by_prompt
 from ..forward.logprobs import completion_scores, completion_values, prompt_states
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
+from ..forward.prompts import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..forward.split_groups import chunk_ends, keeps_states
 from ..models.critic import Critic, ValueHead

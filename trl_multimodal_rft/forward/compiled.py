@@ -96,7 +96,8 @@ def _compiled_class(
     forward of a layer. Within checkpointing, attention can't be left out of the graph, so nothing would be compiled.
     """
     compiled = torch.compile(layer_class.forward, **options)
-    log, recorder = logging.getLogger("torch._dynamo.convert_frame"), _Recorder(errors)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    recorder = _Recorder(errors)
 
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:

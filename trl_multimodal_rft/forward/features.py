@@ -10,6 +10,7 @@ that `feature_dims` of the [`~families.Family`] names. Other frozen modules run 
 import copy
 import functools
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -32,7 +33,7 @@ from ..models.parts import adapter_layers, find_towers
 from ..models.wrapped import replaced
 from . import kernels
 from .kernels import AttentionOptions
-from .layout import to_device
+from .prompts import to_device
 
 
 # "flash" in the name makes attention layers pass whole rows and the cumulative lengths of their sequences
@@ -75,7 +76,9 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
                 copies[key]._attn_implementation = key[1]
             vars(module)["config"] = copies[key]
     hooked_modules: set[nn.Module] = set()  # within a module that has the hook already
-    for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
+    if not copies or not family_of(model).precomputes_exactly:
+        return
+    for module in model.modules():
         if module not in hooked_modules and any(name in _argument_names(type(module)) for name in _SIZE_ARGUMENTS):
             submodules = set(module.modules())
             if decoder.isdisjoint(submodules) and any(name == _VARLEN for _, name in _layer_configs(module)):
@@ -154,7 +157,8 @@ def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     # transformers has added arguments to `inputs`
     new_arguments = {name: value for name, value in inputs.items() if name not in input_names}
     for prefix in ("", "window_"):
-        if isinstance(starts := new_arguments.get(f"cu_{prefix}seqlens"), torch.Tensor):
+        starts = new_arguments.get(f"cu_{prefix}seqlens")
+        if isinstance(starts, torch.Tensor):
             new_arguments[f"max_{prefix}seqlen"] = int(starts.diff().max())
     if "target_sizes" in sizes:
         new_arguments["max_seqlen"] = int(sizes["target_sizes"].prod(-1).max())
@@ -185,7 +189,8 @@ def _varlen_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     if options.get("dropout", 0.0) == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
-        starts, longest = cu_seq_lens_q.to(query.device), max_length_q
+        starts = cu_seq_lens_q.to(query.device)
+        longest = max_length_q
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         output = kernels.varlen_attention(
             query, key, value, sequences=(starts, starts, longest, longest), scaling=options.get("scaling")
@@ -291,7 +296,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         if module in dims and features is not None and all_cached:
             # For each prompt with media of the modality, the recorded calls of the module
             prompt_calls = [calls[modality, module] for calls in cached_calls if (modality, module) in calls]
-            autocasts = {record.autocast for records in prompt_calls for record in records}
+            autocasts = {record.autocast for record in itertools.chain.from_iterable(prompt_calls)}
             calls = _calls_of(prompt_calls, index, features) if autocasts == {_autocast_dtype(features)} else []
             if calls:
                 return _join_outputs(calls, dims[module])
@@ -347,7 +352,7 @@ def encode_frozen(
 
 def _cache_key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
     """Returns the cache key of frozen modules' outputs for a prompt: the modules, and their active adapters."""
-    layers = [layer for module in modules for layer in adapter_layers(module)]
+    layers = itertools.chain.from_iterable(map(adapter_layers, modules))
     return model, *modules, *((layer.disable_adapters, *layer.active_adapters) for layer in layers)
 
 
@@ -355,7 +360,8 @@ def _record_calls(
     model: PreTrainedModel, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, nn.Module], list[_Call]]:
     """Runs the encoders for one prompt, and returns the calls of frozen modules by modality and module."""
-    scope, decoder_inputs = _scope(model), []
+    scope = _scope(model)
+    decoder_inputs = []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         """Runs the module, and records the call unless its inputs are no media or depend on trained weights."""
@@ -386,8 +392,7 @@ def _record_calls(
     modalities_read = {
         modality
         for (modality, _), records in scope.calls.items()
-        for record in records
-        if not read_tensors.isdisjoint(_tensors(record.output))
+        if any(not read_tensors.isdisjoint(_tensors(record.output)) for record in records)
     }
     for (modality, _), records in scope.calls.items():
         drop = functools.partial(_drop_unread, read_tensors=read_tensors if modality in modalities_read else None)
@@ -555,7 +560,8 @@ def _depends_on_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
 def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
     """Returns the leaves of the autograd graph of tensors, such as weights. `None` stands for unknown leaves."""
     leaves: set[torch.Tensor | None] = {tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
-    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    nodes = [tensor.grad_fn for tensor in tensors]
+    seen = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 
 from ..encoding.prompts import EncodedPrompt
-from .layout import group_by_prompt, packed_length
+from .layout import packed_length
+from .prompts import group_by_prompt
 from .trees import prompt_trees
 
 

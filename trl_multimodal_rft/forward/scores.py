@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from ..encoding.conversations import conversation, encode_prefix
 from ..encoding.prompts import EncodedPrompt
 from ..models.critic import Critic, ValueHead
-from .divergence import Target
-from .layout import States, rows_of, to_device
+from .divergence import Target, Targets
+from .layout import States
 from .masks import linear_masks
+from .prompts import rows_of, to_device
 
 
 @dataclass(eq=False)
@@ -122,7 +123,7 @@ class ScoreRequest:
             `mask` is 1 where they are scored.
         critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
             Critic that computes values. For values alone, a separate critic needs no forward of the policy.
-        target ([`~forward.divergence.Target`], *optional*):
+        target ([`~forward.divergence.Target`] or [`~forward.divergence.Targets`], *optional*):
             Target to compare distributions of tokens with. The scores are then divergences and entropies.
         supervised ([`ScoreRequest`], *optional*):
             Request for supervised completions. Their log-probabilities are computed in the same forward of the
@@ -131,7 +132,7 @@ class ScoreRequest:
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Prompts that get separate forwards: `"media"` separates prompts whose media would give other features if
-            they were encoded together, see [`~forward.layout.split_samples`]; `"prompt"` separates all prompts; by
+            they were encoded together, see [`~forward.prompts.split_samples`]; `"prompt"` separates all prompts; by
             default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus forwards
             have weight 0.
         logits_temperature (`float`, *optional*):
@@ -154,7 +155,7 @@ class ScoreRequest:
     compute_aux_loss: bool = False
     whole: bool = False
     critic: Critic | ValueHead | None = None
-    target: Target | None = None
+    target: Target | Targets | None = None
     supervised: "ScoreRequest | None" = None
     rows: Sequence[int] | None = None
     isolate: Literal["media", "prompt"] | None = None

@@ -210,7 +210,8 @@ def rewards_by_reference(
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
-        if (reference := cell_value(plain(reference))) is None or reference in ([], [None]):
+        reference = cell_value(plain(reference))
+        if reference is None or reference in ([], [None]):
             rewards.append(None)
             continue
         references = read_references(reference)
@@ -281,7 +282,8 @@ def _find_answer(text: str) -> tuple[str, bool]:
 def _last_box(text: str) -> str | None:
     """Returns the content of the closed `\\boxed{}` that opens last, such as the inner one of two, or `None`."""
     open_braces: list[int | None] = []  # index after the opening brace of a box, `None` for other braces
-    last_begin, content = -1, None
+    last_begin = -1
+    content = None
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
             open_braces.append(None)
@@ -290,7 +292,8 @@ def _last_box(text: str) -> str | None:
         elif brace[0] == "}" and open_braces:
             begin = open_braces.pop()
             if begin is not None and begin > last_begin:
-                last_begin, content = begin, text[begin : brace.start()]
+                last_begin = begin
+                content = text[begin : brace.start()]
     return content
 
 
@@ -352,7 +355,8 @@ def normal_form(text: str, superscripts: bool = False) -> str:
     """Returns a text in Unicode's NFKC, with ASCII digits for all scripts. With `superscripts`, "5²" becomes "52"."""
     if text.isascii():
         return text
-    characters, n_marks = [], 0
+    characters = []
+    n_marks = 0
     for character in "".join(_decomposed(character, superscripts) for character in text):
         n_marks = n_marks + 1 if unicodedata.combining(character) else 0
         if n_marks <= _MOST_MARKS:
@@ -362,7 +366,9 @@ def normal_form(text: str, superscripts: bool = False) -> str:
 
 def _decomposed(character: str, superscripts: bool) -> str:
     """Returns a character in NFKD, or as an ASCII digit or operator. A fraction gets a space in front."""
-    digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)  # such as "<super> 0032"
+    # such as "<super> 0032"
+    digit = unicodedata.decimal(character, None)
+    form = unicodedata.decomposition(character)
     if digit is not None or character in _ASCII_OPERATORS:
         return _ASCII_OPERATORS[character] if digit is None else str(digit)
     if form.startswith("<super>") and not superscripts:
@@ -377,7 +383,8 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
     # In LaTeX, one of two equal numbers may lack its unit
-    (value, unit), (right_value, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
+    value, unit = _value_and_unit(answer)
+    right_value, right_unit = _value_and_unit(reference)
     units = {unit, right_unit} - {""}
     return in_latex and len(units) == 1 and _equal(value, right_value)
 
@@ -385,7 +392,8 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
 def _same_choice(answer: str, reference: str) -> bool:
     """Returns whether both texts name the same choice, by letter, text or both. The reference must have a letter."""
     # (letter, index of the text behind the letter), or `None`
-    answer_choice, right_choice = read_letter(answer), read_letter(reference)
+    answer_choice = read_letter(answer)
+    right_choice = read_letter(reference)
     if right_choice is None:
         return False
     right_text = reference[right_choice[1] :].strip(" .")
@@ -420,7 +428,8 @@ def _equal(answer: str, reference: str) -> bool:
             "." in text or "/" in text or number.denominator > 1
             for text, number in zip(texts, (value, right_value), strict=True)
         )
-        places, largest = 6, max(abs(value), abs(right_value))
+        places = 6
+        largest = max(abs(value), abs(right_value))
         if 0 < largest < _SMALL:
             places += int(math.log10(largest.denominator // largest.numerator))
         return value == right_value or are_fractions and round(value, places) == round(right_value, places)
@@ -485,7 +494,8 @@ def _factor(text: str) -> Fraction | None:
         return Fraction(f"{match['sign']}{match['above']}/{match['below']}")
     if _NUMBER.fullmatch(match["base"]) is None or not any(map(str.isdigit, match["base"])):
         return None
-    base, power = Fraction(match["base"].replace(",", "")), match["power"]
+    base = Fraction(match["base"].replace(",", ""))
+    power = match["power"]
     if power is None:
         return base
     # The power of "-3^2" isn't that of the whole base

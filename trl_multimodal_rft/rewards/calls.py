@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from decimal import Decimal
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -69,7 +70,8 @@ class RowError(ValueError):
 
     def __init__(self, position: int, problem: str):
         super().__init__(position, problem)
-        self.position, self.problem = position, problem
+        self.position = position
+        self.problem = problem
 
     def __str__(self) -> str:
         return f"row {self.position}, {self.problem}"
@@ -304,7 +306,9 @@ def _stepwise_reward(values: list[Any], turns: Sequence[tuple[int, int]], source
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
     steps: list[tuple[int, float]] = []
     for step in values:
-        end, reward = map(_plain, step) if isinstance(step, (list, tuple)) and len(step) == 2 else (None, None)
+        is_pair = isinstance(step, (list, tuple)) and len(step) == 2
+        end = _plain(step[0]) if is_pair else None
+        reward = _plain(step[1]) if is_pair else None
         is_sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
         if not is_sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
@@ -339,7 +343,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     distinct: list[str] = []
     for name in names:
         # A name with a suffix must also differ from the names without a suffix
-        unique, suffix = name, 1
+        unique = name
+        suffix = 1
         while unique in distinct or suffix > 1 and unique in names:
             suffix += 1
             unique = f"{name}_{suffix}"
@@ -351,7 +356,7 @@ def reward_arguments(
     prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the keyword arguments of reward functions, with the names of TRL's trainers."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
+    names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in _NOT_FOR_REWARDS]
     return {
         **{name: [row.get(name) for row in rows] for name in names},
         "prompts": prompts,

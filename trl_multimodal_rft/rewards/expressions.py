@@ -38,7 +38,8 @@ class _Comparer:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 self._process = _start_process()
-            process, verdict = self._process, ""
+            process = self._process
+            verdict = ""
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps([answer, reference]) + "\n")
@@ -112,7 +113,8 @@ def _compare_lines() -> None:
 
     logging.disable()
     # Libraries print to stderr, so that only replies are in the pipe to the parent process
-    replies, sys.stdout = sys.stdout, sys.stderr
+    replies = sys.stdout
+    sys.stdout = sys.stderr
     print("ready", file=replies, flush=True)
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:

@@ -2,6 +2,7 @@
 """Rewards from a model that reads the prompt with its media."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -175,21 +176,27 @@ class RewardModel:
             groups_per_pass = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
             for start in range(0, len(groups), groups_per_pass):
                 batch = groups[start : start + groups_per_pass]
-                scores[[i for group in batch for i in group.rows]] = self._score_groups(batch)
+                rows_of_groups = [*chain.from_iterable(group.rows for group in batch)]
+                scores[rows_of_groups] = self._score_groups(batch)
         return scores.tolist()
 
     def _encode_batch(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
         """Returns sequences to forward whole, by batch index, and groups that share a forward pass of their prompt."""
-        sequences, groups, start = {}, [], 0
+        sequences = {}
+        groups = []
+        start = 0
         # Rows `start` to `stop - 1` have equal prompts. They are encoded when row `stop` has another prompt or doesn't
         # exist: the prompts a, a and b are encoded at `stop` 2 and 3. A row with media in its completion stays alone.
         for stop in range(1, len(prompts) + 1):
             completion_refs = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
             if stop < len(prompts) and not completion_refs and same_prompt(prompts[stop], prompts[start]):
                 continue
-            rows, prompt = range(start, stop), prompts[start]
-            refs, start = [*iter_refs(prompt), *iter_refs(completions[start])], stop
-            media, chats = self._load_media(refs), [self._chat(prompt, completions[i]) for i in rows]
+            rows = range(start, stop)
+            prompt = prompts[start]
+            refs = [*iter_refs(prompt), *iter_refs(completions[start])]
+            start = stop
+            media = self._load_media(refs)
+            chats = [self._chat(prompt, completions[i]) for i in rows]
             first_sequence = self._encode_row(chats[0], refs, *media)
             group = None if self._group_model is None or len(rows) == 1 else self._group(rows, first_sequence, chats)
             if group is None:
@@ -272,19 +279,21 @@ class RewardModel:
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
             shape_groups.setdefault(shapes if needs_equal_shapes else None, []).append(i)
         size = self.batch_size
-        return [
-            indices[start : start + size]
-            for indices in shape_groups.values()
-            for start in range(0, len(indices), size)
-        ]
+        batches = []
+        for indices in shape_groups.values():
+            batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+        return batches
 
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
         """Returns the scores of the groups' completions, one after another, from one forward per prompt."""
         assert self._group_model is not None
         device = next(self.model.parameters()).device
-        completions = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.completions]
+        completions = []
+        prompts = []
+        for group in groups:
+            completions += [torch.tensor(ids, dtype=torch.long) for ids in group.completions]
+            prompts += [group.prompt] * len(group.rows)
         ids, mask = (values.to(device) for values in padded(completions))
-        prompts = [group.prompt for group in groups for _ in group.rows]
         request = ScoreRequest(prompts, ids, mask, isolate=family_of(self._group_model).isolate)
         return completion_rewards(self.model, self._group_model, request)[:, 0].cpu()
 

@@ -49,7 +49,8 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
 def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> list[Any]:
     """Returns the reward functions and models of a trainer's `reward_funcs` as a list, and loads named functions."""
     reward_funcs = []
-    for reward_func in functions if isinstance(functions, (list, tuple)) else [functions]:
+    listed = functions if isinstance(functions, (list, tuple)) else [functions]
+    for reward_func in listed:
         if isinstance(reward_func, str):
             is_function = reward_func.endswith(")") or _DOTTED.fullmatch(reward_func)
             # A misspelled name of a function must not be taken for a model on the Hub
@@ -69,16 +70,20 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return []
-    columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
+    columns = {*dataset.column_names} - {"prompt", "completion"}
+    warnings = []
     # The arguments of a call without completions
     no_rows: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for func in functions:
-        if inspect.isfunction(function := getattr(func, "func", func)):  # without settings, which make a `partial`
+        function = getattr(func, "func", func)  # without settings, which make a `partial`
+        if inspect.isfunction(function):
             check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
-        if (name := getattr(function, "__name__", None)) in _FUNCTIONS and function is getattr(rewards, name):
+        name = getattr(function, "__name__", None)
+        if name in _FUNCTIONS and function is getattr(rewards, name):
             func(**no_rows)  # raises an error about a missing column
             needed_columns = columns.intersection(inspect.signature(function).parameters)
-            if cells := describe_empty_cells(dataset, needed_columns):
+            cells = describe_empty_cells(dataset, needed_columns)
+            if cells:
                 if any(len(empty_row_indices(dataset, column)) == len(dataset) for column in needed_columns):
                     raise ValueError(f"'{name}' has nothing to read: {cells}; fill them in, or remove the reward.")
                 warnings.append(f"'{name}' gives no reward where {cells}.")

@@ -34,7 +34,8 @@ def collect(
     A batch with media is always encoded. A batch of text is encoded only if `encodes_text`: without it, the user's
     `rollout_func` tokenizes the text. `views`, by row index, has the views under which prompts are encoded.
     """
-    dataset_rows, row_indices = [row.row for row in rows], [row.row_index for row in rows]
+    dataset_rows = [row.row for row in rows]
+    row_indices = [row.row_index for row in rows]
     source = Source(dataset_rows, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
     source.tools = [toolbox.tools_by_name] * len(rows)
     dataset_messages = source.messages
@@ -47,7 +48,8 @@ def collect(
     # Groups are counted over all ranks, since a group may straddle ranks. For example, with groups of 2 and 3 rows per
     # rank, rank 0 has the ids 0, 0, 1, and rank 1 has 1, 2, 2
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
-    prompts, messages = [], source.messages
+    prompts = []
+    messages = source.messages
     if encodes_text or any(next(iter_refs(prompt), None) is not None for prompt in messages):
         for i, row in enumerate(rows):
             same_group = i > 0 and group_ids[i] == group_ids[i - 1]
@@ -65,7 +67,8 @@ def collect(
                     if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
                     # The environment's observation can't be encoded. The trajectory ends, with the row's own prompt
-                    source.failures[i], messages[i] = error, dataset_messages[i]
+                    source.failures[i] = error
+                    messages[i] = dataset_messages[i]
                     prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)

@@ -32,7 +32,8 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     other columns to the rollout, and the output's prompts if the rollout has none. Raises `ValueError` if a key is
     missing, a prompt with media was tokenized differently, or placeholders were sampled.
     """
-    if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
+    missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
+    if missing:
         raise ValueError(f"`rollout_func` returned a dictionary without the keys {missing}; add them.")
     rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
     if rollout.prompts:
@@ -72,8 +73,10 @@ def add_completions(
     leaves such completions out. Returns TRL's metrics of lengths, and the number of prompt and sampled tokens, both
     over all ranks.
     """
-    device, pad_token_id = accelerator.device, rollout.pad_token_id
-    rollout.source.ids, rollout.source.ended = ids, ended
+    device = accelerator.device
+    pad_token_id = rollout.pad_token_id
+    rollout.source.ids = ids
+    rollout.source.ended = ended
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
     mask = right_pad([[1] * len(row) for row in ids], 0, pad_to_multiple_of)
     has_ended = torch.tensor(ended)

@@ -37,7 +37,8 @@ def engine_ratios(
     ratios = differences.exp()
     if mode.endswith("truncate"):
         return ratios.clamp(min=smallest, max=largest)
-    low, high = -math.inf if smallest is None else smallest, math.inf if largest is None else largest
+    low = -math.inf if smallest is None else smallest
+    high = math.inf if largest is None else largest
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
@@ -67,7 +68,8 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (difference, loss_ratios)
     )
     prefix = "sampling/importance_sampling_ratio"
-    low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
+    low = args.vllm_importance_sampling_clip_min or 0.0
+    high = args.vllm_importance_sampling_clip_max or math.inf
     values = {  # by metric: this rank's value, and the function that combines the ranks' values
         "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
         "sampling/sampling_logp_difference/max": (difference.max(), torch.max),

@@ -86,7 +86,8 @@ class Environments:
                     f"`tools` has the class {tool.__name__}, but a tool is a function; pass a class of environments "
                     "as `environment_factory`."
                 )
-        self.standalone_tools, self.factory = list(tools), factory
+        self.standalone_tools = list(tools)
+        self.factory = factory
         self.media_rules = media_rules
         self.has_several_factories = isinstance(factory, dict)
         self.factories: dict[Any, Callable] = {}
@@ -161,7 +162,8 @@ class Environments:
         names = [self._factory_name(row) for row in rows]
         prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
         n_used: Counter[Any] = Counter()
-        environments, messages = [], []
+        environments = []
+        messages = []
         failures: list[Exception | None] = [None] * len(rows)
         for i, (name, prompt, row, row_index) in enumerate(zip(names, prompts, rows, row_indices, strict=True)):
             pool = self.pools[name]
@@ -389,7 +391,8 @@ def reward_of(environment_class: type) -> Callable:
         return await asyncio.gather(*starmap(settle, enumerate(call(environments, completions, failures))))
 
     reward: Callable = call_and_wait if inspect.iscoroutinefunction(environment_class.get_reward) else call
-    reward.__name__, vars(reward)["stores_failures"] = environment_class.__name__, True
+    reward.__name__ = environment_class.__name__
+    vars(reward)["stores_failures"] = True
     return reward
 
 

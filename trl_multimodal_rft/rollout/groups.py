@@ -50,7 +50,8 @@ class GroupBuffer:
 
     def take(self, n: int) -> list[Rollout]:
         """Removes and returns at most `n` groups, the oldest first."""
-        oldest, self._groups = self._groups[:n], self._groups[n:]
+        oldest = self._groups[:n]
+        self._groups = self._groups[n:]
         return oldest
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,14 +93,18 @@ class GroupExchange:
         For example, 1 of 4 groups has signal, and the surplus is empty. If 2 of the 4 groups of a further draw have
         signal, and no draw is left, the result has these 3 groups, and 1 replayed group, or else 1 without signal.
         """
-        step, is_dynamic = rollout.step, self.max_rounds > 0
+        step = rollout.step
+        is_dynamic = self.max_rounds > 0
         drawn_groups = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
-        n_groups, rounds = len(drawn_groups), 1
+        n_groups = len(drawn_groups)
+        rounds = 1
         # Picks are groups with signal. The surplus comes first, as its completions are older
         picks = self.surplus.take(len(self.surplus)) + _with_signal(drawn_groups)
         while rounds < self.max_rounds and any_rank(self.accelerator, len(picks) < n_groups):
             new_groups = draw(n_groups).for_loss().groups(self.group_size)
-            drawn_groups, picks, rounds = drawn_groups + new_groups, picks + _with_signal(new_groups), rounds + 1
+            drawn_groups = drawn_groups + new_groups
+            picks = picks + _with_signal(new_groups)
+            rounds = rounds + 1
         if is_dynamic:
             self.surplus.append(picks[n_groups:])
         picks = picks[:n_groups]
@@ -113,7 +118,9 @@ class GroupExchange:
 
         # The result, and counts over all ranks
         result = join_rollouts(groups, self.accelerator.device)
-        result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
+        result.packed = rollout.packed
+        result.step = step
+        result.group_ids = rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         total_age = sum(step - group.step for group in old_groups)
         unequal_groups = [group for group in drawn_groups if require(group.rewards.has_signal).all()]

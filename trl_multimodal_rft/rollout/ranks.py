@@ -28,7 +28,9 @@ def arrange_rollout(
     Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`
     and `may_exchange`, ranks first exchange groups. All ranks have to call this.
     """
-    steps, metrics, generator = args.steps_per_generation, {}, None
+    steps = args.steps_per_generation
+    metrics = {}
+    generator = None
     if args.balance_ranks and accelerator.num_processes > 1:
         # Equal generators on all ranks, so that all run their longest micro-batch at the same position
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
@@ -44,7 +46,8 @@ def arrange_rollout(
 
 def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
     """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
-    groups, rank = rollout.groups(group_size), accelerator.process_index
+    groups = rollout.groups(group_size)
+    rank = accelerator.process_index
     # Forwarded tokens of groups, and whether a group may move: `(2, groups)`, gathered as two lists `(ranks, groups)`
     loads = torch.tensor([[forwarded_length(group) for group in groups], _movable(groups)], device=accelerator.device)
     loads, movable = accelerator.gather(loads[None]).transpose(0, 1).tolist()
@@ -92,23 +95,26 @@ def balanced_assignment(loads: Sequence[Sequence[int]], movable: Sequence[Sequen
     """
     n_groups = len(loads[0])  # per rank
     assignment = [list(range(rank * n_groups, rank * n_groups + n_groups)) for rank in range(len(loads))]
-    group_loads, is_movable = sum(map(list, loads), []), sum(map(list, movable), [])
+    group_loads = sum(map(list, loads), [])
+    is_movable = sum(map(list, movable), [])
     totals = [sum(rank_loads) for rank_loads in loads]
     while max(totals) > (1 + _TOLERANCE) * sum(totals) / len(totals):
-        longest, shortest = totals.index(max(totals)), totals.index(min(totals))
+        longest = totals.index(max(totals))
+        shortest = totals.index(min(totals))
         gap = totals[longest] - totals[shortest]
         # (gap after the swap, positions of the two groups in their ranks' lists)
-        swaps = (
-            (abs(gap - 2 * (group_loads[a] - group_loads[b])), i, j)
-            for i, a in enumerate(assignment[longest])
-            for j, b in enumerate(assignment[shortest])
-            if is_movable[a] and is_movable[b]
-        )
+        swaps = []
+        for i, a in enumerate(assignment[longest]):
+            for j, b in enumerate(assignment[shortest]):
+                if is_movable[a] and is_movable[b]:
+                    swaps.append((abs(gap - 2 * (group_loads[a] - group_loads[b])), i, j))
         new_gap, i, j = min(swaps, default=(gap, 0, 0))
         if new_gap >= gap:
             break
-        a, b = assignment[longest][i], assignment[shortest][j]
-        assignment[longest][i], assignment[shortest][j] = b, a
+        a = assignment[longest][i]
+        b = assignment[shortest][j]
+        assignment[longest][i] = b
+        assignment[shortest][j] = a
         totals[longest] -= group_loads[a] - group_loads[b]
         totals[shortest] += group_loads[a] - group_loads[b]
     return assignment
@@ -125,29 +131,30 @@ def _move(
     local_groups: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
     """Returns the groups that this rank receives from others, and the number of bytes that all ranks send."""
-    rank, device, n_groups = accelerator.process_index, accelerator.device, len(local_groups)
+    rank = accelerator.process_index
+    device = accelerator.device
+    n_groups = len(local_groups)
     # (index of a group among all ranks' groups, source rank, target rank)
-    moves = [
-        (group, group // n_groups, target)
-        for target, rank_groups in enumerate(assignment)
-        for group in rank_groups
-        if group // n_groups != target
-    ]
+    moves: list[tuple[int, int, int]] = []
+    for target, rank_groups in enumerate(assignment):
+        moves += [(group, group // n_groups, target) for group in rank_groups if group // n_groups != target]
     payloads = {group: pickled_group(local_groups[group]) for group, source, _ in moves if source == rank}
     # Sizes in bytes of groups that this rank sends, 0 for others. The sum over ranks gives every rank all sizes.
     sizes = torch.tensor([len(payloads.get(group, ())) for group in range(n_groups * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # Gloo can't send memory of a GPU
         device = torch.device("cpu")
-    transfers, buffers = [], {}
+    transfers = []
+    buffers = {}
     for group, source, target in moves:  # the same order on all ranks, as sends and receives are paired in order
         if source == rank:
             transfers.append(dist.P2POp(dist.isend, payloads[group].to(device), target))
         elif target == rank:
             buffers[group] = torch.empty(sizes[group], dtype=torch.uint8, device=device)
             transfers.append(dist.P2POp(dist.irecv, buffers[group], source))
-    for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
+    if transfers:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
     return {group: pickle.loads(data.cpu().numpy().tobytes()) for group, data in buffers.items()}, sum(sizes)
 
 

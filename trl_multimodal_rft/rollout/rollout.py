@@ -12,7 +12,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards
-from ..forward.layout import left_pad, rows_of, to_device
+from ..forward.prompts import left_pad, rows_of, to_device
 from ..policy import Completions
 
 
@@ -113,7 +113,7 @@ class Source(_Part):
 
 
 @dataclass(eq=False)
-class Rewards(_Part):
+class RewardValues(_Part):
     """Rewards of completions, and the signal in their groups."""
 
     by_function: list[list[float | None]] = field(default_factory=list)  # rewards of each completion, by function
@@ -147,6 +147,7 @@ class TeacherScores(_Part):
     """Prompts of a teacher, and scores by a teacher on a server."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
+    index: torch.Tensor | None = None  # (N,), of the completion's teacher among several, -1 without a teacher
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
 
@@ -162,7 +163,7 @@ class TokenChoice(_Part):
     )  # whether the update skips completions, because they have no gradient; empty if none
 
 
-PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
+PARTS = (Flight, Source, RewardValues, ViewScores, Values, TeacherScores, TokenChoice)
 
 
 @dataclass(eq=False)
@@ -191,7 +192,7 @@ class Rollout(_Part):
     importance_sampling_ratio: torch.Tensor | None = _per_token()  # (N, C) or (N, 1), of the policy to the engine
     advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
     source: Source = field(default_factory=Source)
-    rewards: Rewards = field(default_factory=Rewards)
+    rewards: RewardValues = field(default_factory=RewardValues)
     view: ViewScores = field(default_factory=ViewScores)
     values: Values = field(default_factory=Values)
     teacher: TeacherScores = field(default_factory=TeacherScores)
@@ -244,7 +245,8 @@ class Rollout(_Part):
         Returns a rollout of the completions at batch indices. A tensor or list with as many entries as completions has
         one entry per completion. All other values, such as an empty list, stay.
         """
-        indices, n = list(indices), len(self)
+        indices = list(indices)
+        n = len(self)
 
         def pick(_: Field, value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
@@ -272,7 +274,8 @@ class Rollout(_Part):
         Returns one rollout per group of `size` completions. Per-token tensors are cut to the group's longest
         completion in the mask, but keep at least one column.
         """
-        parts, token_fields = map(self.select, self.parts(size)), self.token_fields()
+        parts = map(self.select, self.parts(size))
+        token_fields = self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), token_fields) for part in parts]
 
     def token_fields(self) -> set[Field]:

@@ -22,7 +22,8 @@ from .rollout import Rollout, require
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
     """Returns the scores of a rollout, or of a part of it, in forwards of `size` completions."""
-    (prompts, ids, mask), ranges = rollout.completions, rollout.parts(size)
+    prompts, ids, mask = rollout.completions
+    ranges = rollout.parts(size)
     slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
     requests = [ScoreRequest(prompts[rows], ids[rows], mask[rows], rollout.packed) for rows in slices]
     parts = [policy.score(model, request) for request in requests]
@@ -42,14 +43,18 @@ def score_with_view(
     are the plain ones. `rows` are the batch indices of the completions to forward, by default all. `options` are
     further fields of the [`~forward.scores.ScoreRequest`].
     """
-    (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
+    prompts, ids, mask = rollout.completions
+    views = rollout.view.prompts
+    n = len(rollout)
+    packed = rollout.packed
     if views:
         replaces = require(rollout.view.replaces)
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         scored_rows = None if len(scored_rows) == 2 * n else scored_rows  # `None` forwards all rows
         doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
         scores = policy.score(model, ScoreRequest(*doubled_completions, packed, rows=scored_rows, **options))
-        plain, view_scores = scores.rows(slice(n)), scores.rows(slice(n, None))
+        plain = scores.rows(slice(n))
+        view_scores = scores.rows(slice(n, None))
         is_replaced = replaces[:, None]
         plain.view = Scores(
             logps=torch.where(is_replaced, view_scores.logps, plain.logps),
@@ -74,11 +79,13 @@ def score_dependency(
     view replaces nothing. Forwards have `size` completions.
     """
     ranges = rollout.parts(size)
-    part_scores, dependencies = [], []
+    part_scores = []
+    dependencies = []
     for part in map(rollout.select, ranges):
         prompts, ids, mask = part.completions
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
-        head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
+        head = head_of(policy.unwrapped(model), rule)
+        target_mask = mask * require(part.view.replaces)[:, None]
         target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
         scores = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
         dependencies.append(scores.divergences)
@@ -104,13 +111,12 @@ def score_values(
     Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
     prompts, ids, mask = rollout.completions
-    lengths, extended_mask = mask.sum(1, keepdim=True), mask
+    lengths = mask.sum(1, keepdim=True)
+    extended_mask = mask
     if is_cut is not None:
         # The state after the last token is the state before a further token, whose id doesn't matter
-        ids, extended_mask = (
-            F.pad(ids, (0, 1)),
-            F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype)),
-        )
+        ids = F.pad(ids, (0, 1))
+        extended_mask = F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype))
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
     scores = [

@@ -17,7 +17,8 @@ def n_on_policy(args: Any, steps_per_rollout: int) -> int:
     `steps_per_rollout` is `steps_per_generation` times the number of iterations over a rollout. With
     `steps_per_generation=4` and `gradient_accumulation_steps=2`, the first update comes after 2 micro-batches.
     """
-    steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
+    steps = args.steps_per_generation
+    accumulation = args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:  # no update before the rollout is used up
         return steps
     # If neither `accumulation` nor `steps_per_rollout` divides the other, an update may span two rollouts. Then no
@@ -40,9 +41,9 @@ def packing_metrics(
     completions that aren't forwarded because they have no gradient.
     """
     # Prompt tokens of a micro-batch, if each completion had its own copy of the prompt
-    n_unshared = [
-        sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches
-    ]
+    n_unshared = []
+    for part in micro_batches:
+        n_unshared.append(sum(sum(map(len, prompt.contexts)) for prompt in part.prompts))
     n_forwarded = [
         policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n_tokens
         for part, n_tokens in zip(micro_batches, n_unshared, strict=True)

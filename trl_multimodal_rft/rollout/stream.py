@@ -120,10 +120,16 @@ class RowStream:
         skips = unreadable_rows(args.on_media_error).action == "skip"
         # Errors for which a row is skipped. An `OverlongRow` is a `MediaError`, too.
         self._skipped_errors = MediaError if skips else OverlongRow if may_drop else ()
-        self._may_drop, self._skips = may_drop, skips
-        self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
+        self._may_drop = may_drop
+        self._skips = skips
+        self._args = args
+        self._accelerator = accelerator
+        self._metrics = metrics
+        self._state = state
         self._rules = args.rules
-        self._encode, self._messages, self._columns = encode, messages, columns
+        self._encode = encode
+        self._messages = messages
+        self._columns = columns
         self._encode_teacher_prompt = encode_teacher_prompt
         self._rows: DatasetRows | None = None  # training rows; `None` for a stream
         self._batches: Any = None  # batches of the training rows
@@ -148,7 +154,8 @@ class RowStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Rows stay skipped, even if the error was temporary, such as a server's
-        self.skipped, self._n_extra = state["skipped"], state["n_extra"]
+        self.skipped = state["skipped"]
+        self._n_extra = state["n_extra"]
         if self.sampler is not None and state["difficulty"] is not None:
             self.sampler.load_state_dict(state["difficulty"])
 
@@ -174,22 +181,34 @@ class RowStream:
         Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
-        self._group_size, self._n_prefetch, self._coming_rows = shape.completions_per_row, n_prefetch, []
+        self._group_size = shape.completions_per_row
+        self._n_prefetch = n_prefetch
+        self._coming_rows = []
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
-            self._rows, read_batch = None, self._read_training_batch
+            self._rows = None
+            read_batch = self._read_training_batch
             self._batches = StreamBatches(
                 undecoded(dataset), shape, read_batch, self._columns, skip_to_readable=self._from_first_readable
             )
             return _batch_loader(self._batches, **options)
-        args, get_skipped = self._args, lambda: self.skipped  # a function, as a checkpoint replaces the dictionary
+        args = self._args
         if getattr(args, "difficulty_sampling", False):
             self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
-        self._rows, self._extra_rows = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
-        self._batches = EpochBatches(len(dataset), shape, self._read_training_batch, order, self.sampler, get_skipped)
+        self._rows = DatasetRows(dataset)
+        self._extra_rows = EndlessRows(dataset, args.seed + 1)
+        self._batches = EpochBatches(
+            len(dataset),
+            shape,
+            self._read_training_batch,
+            order,
+            self.sampler,
+            lambda: self.skipped,  # a function, as a checkpoint replaces the dictionary
+        )
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # the pool forks
-            rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
+            rows = self._rows
+            n_workers = max(1, args.dataloader_num_workers)
             # Workers leave out messages, because a pickled `MediaRef` becomes a text. `_as_encoded_rows` adds them.
             self._pool = PrefetchPool(
                 lambda index: self._read_row(rows[index])._replace(messages=None),
@@ -205,7 +224,9 @@ class RowStream:
         Returns a loader of [`RowBatch`]es to evaluate. If rows may be skipped, all rows are first read once, to find
         the rows to leave out. `sampler` orders the row indices of a dataset, and `shuffle` the rows of a stream.
         """
-        args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
+        args = self._args
+        accelerator = self._accelerator
+        size = self._args.eval_batch_size
         if isinstance(dataset, IterableDataset):
             stream = undecoded(dataset)
             stream = stream.shuffle(seed=args.seed) if shuffle else stream
@@ -257,12 +278,15 @@ class RowStream:
         2 ranks, rank 0 gets positions 0 to 2 of the order, and rank 1 gets 3 to 5. The next call starts at position 6.
         """
         assert self._extra_rows is not None
-        n_ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
+        n_ranks = self._accelerator.num_processes
+        rank = self._accelerator.process_index
+        start = self._n_extra
         self._n_extra += n_ranks * n
         row_indices = self._extra_rows.row_indices(start + rank * n, n)
         # Rows of the next call, to prefetch them. The next call comes if too few groups have signal.
         self._coming_extra_rows = self._extra_rows.row_indices(start + (n_ranks + rank) * n, n)
-        return RowBatch([index for index in row_indices for _ in range(self._group_size)], self._read_training_batch)
+        keys = sum(([index] * self._group_size for index in row_indices), [])
+        return RowBatch(keys, self._read_training_batch)
 
     # Batches of the run, counted from its first one
 
@@ -336,7 +360,8 @@ class RowStream:
             for i in range(len(batch))
         ]
         # Evaluation raises errors here, since its loaders leave out unreadable rows from the start
-        skipped_errors, batch_errors = self._skipped_errors if training else (), dict[int, str]()
+        skipped_errors = self._skipped_errors if training else ()
+        batch_errors = dict[int, str]()
         read_rows: dict[int, _ReadRow] = {}  # by the batch index at which a group begins
         # In each round, ranks share their new errors. The next round reads replacements of these rows, until no rank
         # has a new error.
@@ -392,7 +417,8 @@ class RowStream:
         if self._encode is None:
             return _ReadRow(row)
         if self._messages is None:
-            prompt, messages = self._encode(row), None
+            prompt = self._encode(row)
+            messages = None
         else:
             (messages,) = self._messages([row])
             prompt = self._encode(row, messages)

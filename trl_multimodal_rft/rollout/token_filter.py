@@ -48,7 +48,8 @@ class TokenFilter:
         Returns the weights of tokens in the policy loss. Shapes: all `(B, C)`, for `B` completions of this rank with
         `C` columns of tokens.
         """
-        args, settings = self.args, self.args.entropy_settings
+        args = self.args
+        settings = self.args.entropy_settings
         options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
         if settings.scope == "sequence":
             return high_entropy_mask(entropies, mask, scope="sequence", **options)

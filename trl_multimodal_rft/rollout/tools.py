@@ -95,7 +95,8 @@ def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
     """
     if start >= end:  # outside of the image
         return 0, 0
-    start, end = math.floor(start), math.ceil(end)
+    start = math.floor(start)
+    end = math.ceil(end)
     n_missing = min(_MIN_SIDE, size) - (end - start)
     if n_missing > 0:
         start = min(max(start - n_missing // 2, 0), size - min(_MIN_SIDE, size))
@@ -115,7 +116,8 @@ def load_tools(names: Sequence[str]) -> dict[str, Any]:
 
     Raises `ValueError` for an unknown name or setting, for settings of a function, and for several classes.
     """
-    tools, factories = [], []
+    tools = []
+    factories: list[Any] = []
     for spelling in names:
         name, settings = split_settings(spelling)
         tool = TOOLS.get(name) or load_dotted(name, "tool", [*TOOLS], "my_tools.search")

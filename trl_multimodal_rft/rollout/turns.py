@@ -98,7 +98,10 @@ class Trajectory:
         self.closed_contexts.append(scored_prompt(model, self))
         self.context_ends.append(len(self.ids))
         self.contexts.append((messages, len(self.messages)))
-        self.prompt, self.history, self.encoded_results, self.whole = encoded, [*messages], [], None
+        self.prompt = encoded
+        self.history = [*messages]
+        self.encoded_results = []
+        self.whole = None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
         """Appends tokens to the completion, from the policy if `sampled`, else from tool results."""
@@ -192,7 +195,8 @@ class ToolLoop:
 
     def _add_results(self, trajectory: Trajectory) -> bool:
         """Calls tools and adds their results. Returns whether the results fit and the environment goes on."""
-        encoder, faults_before = self.encoder, [*trajectory.faults]
+        encoder = self.encoder
+        faults_before = [*trajectory.faults]
         try:
             results = self._call_tools(trajectory)
             # A text that can't fit isn't encoded, since that can take minutes and gigabytes
@@ -213,14 +217,15 @@ class ToolLoop:
         # replaces the tokens before it, and adds no tokens to the completion
         n_before = n_added = 0
         if messages is None:
-            n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
+            n_before = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start
+            n_added = len(encoded)
         config = encoder.model.config.get_text_config(decoder=True)
         length_limits = [getattr(config, "max_position_embeddings", None), self.engine_length]
         fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
         if not fits or any(limit is not None and n_before + len(encoded) >= limit for limit in length_limits):
             trajectory.counts["length"] += 1
             return False
-        n_media = sum(1 for message in [*trajectory.messages, *results] for _ in iter_refs(message))
+        n_media = sum(1 for _ in iter_refs([*trajectory.messages, *results]))
         if self.max_media is not None and n_media > self.max_media:
             trajectory.counts["media"] += 1
             return False
@@ -244,7 +249,8 @@ class ToolLoop:
 
     def _new_context(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Returns the messages of a rewritten context, or `None` if the context stays and the results are appended."""
-        rewrite, limit = getattr(trajectory.environment, "get_context", None), self.max_context_media
+        rewrite = getattr(trajectory.environment, "get_context", None)
+        limit = self.max_context_media
         if rewrite is None and limit is None:
             return None
         messages = [*self._conversation(trajectory), *results]
@@ -254,7 +260,8 @@ class ToolLoop:
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if custom_messages is not None:
-            mode, label = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
+            mode = self.encoder.special_tokens_in_text or "strip"
+            label = f"row {trajectory.row}, `get_context`"
             context_texts = {*_texts([message for message in messages if message.get("content")])}
             messages = _read_messages(custom_messages, trajectory.row, self.encoder.media_rules, context_texts)
             messages = checked_texts(messages, self.encoder.processor, mode, label)
@@ -320,7 +327,8 @@ class ToolLoop:
                 (name, next(awaited_results) if inspect.iscoroutine(result) else result) for name, result in results
             ]
         # Results become messages
-        row, messages = trajectory.row, []
+        row = trajectory.row
+        messages = []
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
                 raise result
@@ -332,7 +340,8 @@ class ToolLoop:
             except MediaError:
                 raise
             except Exception as error:  # the `str` of a result may fail
-                is_failure, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
+                is_failure = True
+                content = str({"error": f"the result has no text ({type(error).__name__})"})
                 if not isinstance(result, Exception):
                     trajectory.faults.append(f"the result of the tool {name!r} has no text ({type(error).__name__})")
             try:
@@ -341,7 +350,8 @@ class ToolLoop:
                     content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", label
                 )
             except MediaError as error:
-                is_failure, content = True, self._error_message(error)
+                is_failure = True
+                content = self._error_message(error)
                 trajectory.faults.append(str(error))
             trajectory.counts["failures"] += is_failure
             messages.append({"role": "tool", "name": name, "content": content})
@@ -402,7 +412,8 @@ def parse_assistant_turn(
         nested_values = [message.get("tool_calls")]
         for _ in range(_DEEPEST):
             nested_values = [[*value.values()] if isinstance(value, dict) else value for value in nested_values]
-            nested_values = [item for value in nested_values if isinstance(value, list) for item in value]
+            nested_lists = [value for value in nested_values if isinstance(value, list)]
+            nested_values = list(itertools.chain.from_iterable(nested_lists))
         if not nested_values:
             return _with_open_thought(message, tokenizer, ids, ids_before)
     except RecursionError:
@@ -504,7 +515,8 @@ def prompts_with_results(model: PreTrainedModel, trajectories: Sequence[Trajecto
 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
     """Returns the prompt for scoring the tokens behind a trajectory's current context."""
-    prompt, whole = trajectory.prompt, trajectory.whole
+    prompt = trajectory.prompt
+    whole = trajectory.whole
     return prompt if whole is None else with_media(model, prompt, trajectory.results_with_media, whole)
 
 
@@ -525,7 +537,8 @@ def _read_messages(
             "messages with `content`, the last one of the user or a tool, or `None` to keep the context."
         )
     # Paths of an environment aren't relative to the folder of rows' media
-    rules, path = replace(rules, media_dir=None), f"{TOOL_PREFIX}'get_context'"
+    rules = replace(rules, media_dir=None)
+    path = f"{TOOL_PREFIX}'get_context'"
 
     def read_content(content: str | list) -> str | list[dict[str, Any]]:
         return as_content(content, "`get_context`", path, row, rules, context_texts, are_lists_blocks=True) or ""
@@ -544,12 +557,12 @@ def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[st
 
 def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
     """Returns messages with `change(block)`, a list of blocks, in place of every block."""
-    return [
-        {**message, "content": [new_block for block in message["content"] for new_block in change(block)] or ""}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    new_messages = []
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            message = {**message, "content": sum(map(change, message["content"]), []) or ""}
+        new_messages.append(message)
+    return new_messages
 
 
 async def _gather(coroutines: list) -> list[Any]:

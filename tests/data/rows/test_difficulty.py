@@ -18,7 +18,7 @@ from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficulty_sampler
 from trl_multimodal_rft.extras import filter
-from trl_multimodal_rft.rollout.reward import out_of_range
+from trl_multimodal_rft.rollout.estimates import out_of_range
 
 
 pytestmark = pytest.mark.gate

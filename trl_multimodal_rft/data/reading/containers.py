@@ -41,7 +41,9 @@ _MOST_PARTS = 1_000_000  # limit on the chunks, boxes, pages or tags that are re
 _ID3V1_BYTES = 128  # length of an ID3v1 tag at the end of an MP3
 _OGG_LAST_PAGE = 4  # flag of the last page of a stream
 _REVERSAL = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
-_DEFAULT, _COVER = 0x1, 0x400  # flags in FFmpeg's disposition of a stream
+# flags in FFmpeg's disposition of a stream
+_DEFAULT = 0x1
+_COVER = 0x400
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
@@ -111,7 +113,8 @@ def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
         return False
     # A packet is a sequence of NAL units, each after its length of `prefix_size` bytes. The `avcC` header stores this
     # size minus 1 in 2 bits. The first byte of a unit ends with its type in 5 bits, and type 5 is an IDR picture.
-    offset, prefix_size = 0, 1 + (extradata[4] & 3)
+    offset = 0
+    prefix_size = 1 + (extradata[4] & 3)
     while offset + prefix_size < len(packet):
         if packet[offset + prefix_size] & 31 == 5:
             return True
@@ -148,7 +151,8 @@ def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
     head = stream.read(12)
     byte_order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
     is_video = head[8:] == b"AVI "
-    offset, ids = (start, (b"RIFF",)) if is_video else (start + 12, (b"data", b"SSND"))
+    offset = start if is_video else start + 12
+    ids = (b"RIFF",) if is_video else (b"data", b"SSND")
     unknown_lengths = _UNKNOWN_LENGTHS["video" if is_video else "sound"]
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -174,7 +178,8 @@ def _missing_in_boxes(stream: BinaryIO, size: int) -> str | None:
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
         if offset >= size or length < 8:  # the end of the file, or a box that extends to the end
             break
-        if missing := _shortfall(offset, length, size):
+        missing = _shortfall(offset, length, size)
+        if missing:
             return missing
         offset += length
     return None
@@ -212,7 +217,8 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 def _missing_in_ogg(stream: BinaryIO, size: int) -> str | None:
     """Looks for incomplete and missing pages, and for pages that don't match their checksums."""
     # Serial numbers of streams whose last page is still to come, and by serial number the latest page number
-    open_streams, latest_page_numbers = set(), {}
+    open_streams = set()
+    latest_page_numbers = {}
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
@@ -248,7 +254,8 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             is_complete = len(head) == 27 and len(lengths) == head[26]
             # An incomplete page ends beyond the end of any file
-            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if is_complete else _BEYOND_ANY_FILE
+            begin = offset
+            offset = offset + 27 + len(lengths) + sum(lengths) if is_complete else _BEYOND_ANY_FILE
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
             # Skips to the next page. The read may end within the page's first 4 bytes, so the next read begins 3 bytes
@@ -268,7 +275,8 @@ def _missing_in_mp3(stream: BinaryIO, size: int) -> str | None:
     if not tag:
         return None
     # After its name, the header has 4 bytes of flags, then the fields that the flags announce
-    flags, fields = int.from_bytes(frame[tag.end() :][:4], "big"), frame[tag.end() + 4 :]
+    flags = int.from_bytes(frame[tag.end() :][:4], "big")
+    fields = frame[tag.end() + 4 :]
     if not flags & 2:  # the header has no length
         return None
     offset = 4 * (flags & 1)  # the length follows the number of frames, if the header has one

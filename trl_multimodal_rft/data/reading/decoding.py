@@ -75,7 +75,9 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image, stream = encoded_source(ref), None  # the source is pixels, a PIL image, or a file
+        # the source is pixels, a PIL image, or a file
+        image = encoded_source(ref)
+        stream = None
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
@@ -144,7 +146,10 @@ def load_audio(
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
     with decoding(ref):
-        count, rate, chunks, resampler = 0, None, [], None
+        count = 0
+        rate = None
+        chunks = []
+        resampler = None
         with closing(read_audio_chunks(ref, max_seconds if should_truncate else None, check_length)) as decoded_chunks:
             for chunk, rate in decoded_chunks:
                 if rate is None:
@@ -158,7 +163,8 @@ def load_audio(
                 count += len(chunk)
                 if not np.isfinite(chunk).all():
                     raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
-                if (loudest := np.abs(chunk).max(initial=0)) > _LOUDEST_FLOAT:
+                loudest = np.abs(chunk).max(initial=0)
+                if loudest > _LOUDEST_FLOAT:
                     raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
                 if rate != sampling_rate:
                     # Resampling by chunks is bitwise equal to `soxr.resample` of the whole audio
@@ -185,7 +191,8 @@ def load_sound_of_video(
         with require_module("av", "video").open(stream) as container:
             if not container.streams.audio:
                 return None
-    start, end = ref.options.get("video_start", 0.0), ref.options.get("video_end", math.inf)
+    start = ref.options.get("video_start", 0.0)
+    end = ref.options.get("video_end", math.inf)
     sound_ref = replace(ref, options={})
     if start or end < math.inf:
         waveform = load_audio(sound_ref, sampling_rate)
@@ -236,7 +243,9 @@ def load_video(
             select_frames = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in select_frames(metadata=metadata)]
         indices = list(metadata.frames_indices)
-        frames, n_decoded, frame_shape = None, 0, None
+        frames = None
+        n_decoded = 0
+        frame_shape = None
         for chunk in read_frames(indices):
             if frame_shape is None:
                 check_pixels(ref, (chunk.shape[2], chunk.shape[1]))
@@ -260,48 +269,6 @@ def load_video(
             )
         video_metadata = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
         return frames, {**video_metadata, "frames_indices": times_in_frames(ref, metadata, indices)}
-
-
-def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """
-    Returns the frame indices that qwen-vl-utils samples from the span that `options` select. Sets
-    `metadata.total_num_frames` to the number of frames in the span.
-    """
-    vision = require_module("qwen_vl_utils.vision_process", "video")
-    span = timed_span(options, metadata)
-    first, last = span or vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)[:2]
-    metadata.total_num_frames = total = last - first + 1
-    return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
-
-
-def qwen_frame_size(
-    options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
-) -> tuple[int, int]:
-    """Returns the height and width to which qwen-vl-utils resizes a video of `count` frames, `height` x `width`."""
-    vision = require_module("qwen_vl_utils.vision_process", "video")
-    factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
-    if "resized_height" in options and "resized_width" in options:
-        return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
-    # The same formulas as in `qwen_vl_utils.fetch_video`, 0.9 and 1.05 included
-    min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
-    total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-    pixels_per_frame = total_pixels / count * vision.FRAME_FACTOR
-    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, pixels_per_frame), int(min_pixels * 1.05))
-    return vision.smart_resize(height, width, factor, min_pixels, min(options.get("max_pixels", ceiling), ceiling))
-
-
-def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
-    """
-    Resizes a chunk of frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does.
-
-    `count` is the number of all selected frames of the video. `fetch_video` isn't called, as it can't read bytes,
-    needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
-    """
-    vision = require_module("qwen_vl_utils.vision_process", "video")
-    size = list(qwen_frame_size(options, image_patch_size, count, *frames.shape[1:3]))
-    tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
-    tensor = vision.transforms.functional.resize(tensor, size, vision.InterpolationMode.BICUBIC, antialias=True)
-    return tensor.permute(0, 2, 3, 1).numpy()
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
@@ -354,7 +321,8 @@ def encoded_source(ref: MediaRef) -> Any:
     if not isinstance(source, dict):
         return source
     keys = ("bytes", "path", "url")
-    if rivals := rival_keys(source, keys):
+    rivals = rival_keys(source, keys)
+    if rivals:
         raise ref.error(f"the dictionary has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of them")
     for key in keys:
         if source.get(key) is not None:
@@ -376,7 +344,8 @@ def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
 
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Returns the pixels of an image, uint8 of shape (H, W) or (H, W, C)."""
-    array, channel_counts = _as_numpy(image), (1, 3, 4)
+    array = _as_numpy(image)
+    channel_counts = (1, 3, 4)
     # If the shape is ambiguous, tensors are channels-first, and arrays are channels-last
     is_channels_last = array.ndim == 3 and array.shape[2] in channel_counts and not isinstance(image, torch.Tensor)
     if array.ndim == 3 and array.shape[0] in channel_counts and not is_channels_last:
@@ -415,7 +384,10 @@ def read_audio_chunks(
     Calls `check_length(count, rate)` with the number of samples that the header states, if any, and after each chunk
     with the number of samples so far.
     """
-    count, previous_rate, loudest, loudest_average = 0, None, 0.0, 0.0
+    count = 0
+    previous_rate = None
+    loudest = 0.0
+    loudest_average = 0.0
 
     def check(count: float, rate: float) -> None:
         if not _RATE_RANGE[0] <= rate <= _RATE_RANGE[1]:
@@ -458,9 +430,11 @@ def _decode_audio_chunks(
         seconds = (ref.rules.max_audio_seconds if max_seconds is None else max_seconds) + 1
         yield decoder_samples(source, seconds)
         return
-    array, rate = source, ref.options.get("sampling_rate")
+    array = source
+    rate = ref.options.get("sampling_rate")
     if isinstance(source, dict) and source.get("array") is not None:
-        array, rate = source["array"], source.get("sampling_rate", rate)
+        array = source["array"]
+        rate = source.get("sampling_rate", rate)
     elif isinstance(source, tuple):
         array, rate = source
     elif not isinstance(source, (np.ndarray, torch.Tensor, list)):
@@ -482,7 +456,9 @@ def _decode_audio_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, 
         header_count = round((sound.duration or 0) * sound.time_base * sound.rate)
         if header_count and container.format.name in _FORMATS_WITH_COUNT:
             check(header_count, sound.rate)
-        resampler, count = av.AudioResampler(format="flt"), 0  # not planar, as PyAV reads at most seven planes
+        # not planar, as PyAV reads at most seven planes
+        resampler = av.AudioResampler(format="flt")
+        count = 0
         for packet in container.demux(sound):
             if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
                 continue  # a tag, such as the tag of an appended MP3
@@ -529,8 +505,10 @@ def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     Returns the frame indices that the options of `ref` select. Sets `metadata.total_num_frames` to the number of
     frames from `video_start` to `video_end`.
     """
-    start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
-    count, fps = ref.options.get("nframes"), ref.options.get("fps")
+    start = ref.options.get("video_start", 0)
+    end = ref.options.get("video_end", math.inf)
+    count = ref.options.get("nframes")
+    fps = ref.options.get("fps")
     if count is not None and fps is not None:
         raise ref.error("has both 'fps' and 'nframes'; set one of them")
     bounds = math.ceil(start * metadata.fps), math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
@@ -612,7 +590,8 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
 def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[TimedMetadata, _FrameReader]:
     """Returns the metadata of a torchcodec decoder, and a function that reads its frames."""
     header = decoder.metadata
-    height, width = header.height or 0, header.width or 0
+    height = header.height or 0
+    width = header.width or 0
     metadata = TimedMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
     first_seconds = header.begin_stream_seconds or 0.0
 
@@ -650,7 +629,11 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | N
         average_rate = video.average_rate if container.duration else None  # without a duration, FFmpeg sets a default
         fps = float(average_rate or video.codec_context.framerate or video.guessed_rate or 0)
         # `count` is the number of packets, and if every packet is a frame, the number of frames, too
-        count, first_pts, count_is_exact, suits_torchcodec, times = 0, None, True, True, []
+        count = 0
+        first_pts = None
+        count_is_exact = True
+        suits_torchcodec = True
+        times: list[float | None] = []
         for packet in container.demux(video):
             if packet.size:
                 count += 1
@@ -664,7 +647,8 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | N
                 count_is_exact = count_is_exact and (packet.is_keyframe or count > 1)
                 if suits_torchcodec and packet.is_keyframe and video.codec_context.name == "h264":
                     suits_torchcodec = has_idr_picture(bytes(packet), video.codec_context.extradata)
-        size, stream_index = (video.width, video.height), video.index
+        size = (video.width, video.height)
+        stream_index = video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not count_is_exact:
         # One frame more than the limit, so that a longer video is recognized. `media_size` sets no limit.
@@ -691,7 +675,8 @@ def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
     """Yields the frames at `indices`, of shape (1, H, W, 3) and upright. Decodes all frames up to the last index."""
-    selected_indices, last_index = set(indices), max(indices, default=-1)
+    selected_indices = set(indices)
+    last_index = max(indices, default=-1)
     with closing(_iter_frames(stream)) as frames:
         for i, frame in zip(range(last_index + 1), frames, strict=False):
             if i in selected_indices:

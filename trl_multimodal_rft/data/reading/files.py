@@ -67,7 +67,8 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
     """
     with decoding(ref):
-        file, suffix = _source_file(ref), None
+        file = _source_file(ref)
+        suffix = None
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
             with open_file(ref, file) as stream:
                 head = stream.read(_HEAD_BYTES)

@@ -124,7 +124,8 @@ def ask(
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """
     deadline = time.monotonic() + seconds
-    attempt, connections = 0, list[HTTPConnection]()
+    attempt = 0
+    connections = list[HTTPConnection]()
     while True:
         attempt += 1
         until = deadline if attempt_seconds is None else min(deadline, time.monotonic() + attempt_seconds)
@@ -136,14 +137,16 @@ def ask(
                 answer, retry_after = run_until(until, call)
             if answer.status not in _BUSY_STATUSES and is_usable(answer):
                 return answer
-            reason, wait = f"status {answer.status}: {shown(answer.body)!r}", max(wait, retry_after)
+            reason = f"status {answer.status}: {shown(answer.body)!r}"
+            wait = max(wait, retry_after)
         except NoAnswer as error:
             reason = str(error)
         except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
         finally:  # ends the attempt's thread, which a server could keep busy by endless `100 Continue`
             for connection in connections:
-                if (sock := connection.sock) is not None:
+                sock = connection.sock
+                if sock is not None:
                     with suppress(OSError):  # raised by a closed socket
                         sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
@@ -243,10 +246,12 @@ def _new_connection(
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
     """Returns the body of a response. Raises [`TooLarge`] or [`NoAnswer`] if the body is too large or incomplete."""
     length = response.headers.get("Content-Length", "")
-    n_expected, chunks, n_read = float(length) if length.isdecimal() else None, [], 0
+    n_expected = float(length) if length.isdecimal() else None
+    chunks = []
+    n_read = 0
     if (n_expected or 0) > max_bytes:
         raise TooLarge
-    while chunk := response.raw.read1(_CHUNK_BYTES):
+    for chunk in iter(lambda: response.raw.read1(_CHUNK_BYTES), b""):
         chunks.append(chunk)
         n_read += len(chunk)
         if n_read > max_bytes:

@@ -25,7 +25,9 @@ _MOST_GIF_HEADER = 2**21  # bytes; Pillow joins comments in quadratic time
 _MOST_CHUNKS = 1_000_000  # limit on the number of chunks that are read from a PNG
 _MOST_EXIF = 2**16  # bytes of EXIF data in a JPEG, the size of one segment
 _SPARE_BYTES = 2**20  # bytes that Pillow may read beyond twice the data (it reads some headers twice)
-_SCAN_MARKER, _END_MARKER = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
+# markers in a JPEG
+_SCAN_MARKER = b"\xff\xda"
+_END_MARKER = b"\xff\xd9"
 # Limit on the product of a JPEG's pixels and the bytes of one decoding step. A scan of 30 bytes may encode all pixels,
 # so one step could decode many scans, and the time is checked only between steps.
 _JPEG_WORK = 2**36
@@ -98,7 +100,8 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
 
 def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
     """Returns a GIF's first frame on its background color, where Pillow would use the first color of the palette."""
-    box, color_index = image.tile[0][1], image.info.get("background")
+    box = image.tile[0][1]
+    color_index = image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
         return image
@@ -113,7 +116,8 @@ def _gif_on_background(image: GifImageFile) -> PIL.Image.Image:
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
     """Raises a [`MediaError`] for a JPEG whose scan ends early. Decoders leave missing blocks grey (128) or coarse."""
     stream.seek(0)
-    data, scan_start = stream.read(), 2
+    data = stream.read()
+    scan_start = 2
     while data[scan_start : scan_start + 1] == b"\xff" and data[scan_start + 1] != 0xDA:
         scan_start += 2 + int.from_bytes(data[scan_start + 2 : scan_start + 4], "big")  # skips a segment of the header
     last_pixel = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
@@ -135,10 +139,13 @@ def _check_png(ref: MediaRef, stream: BinaryIO) -> None:
     """Raises a [`MediaError`] for a PNG whose pixel stream ends early. Decoders leave missing pixels black."""
     offset = stream.tell()
     stream.seek(8)
-    n_expected, n_bytes, decompressor = 0, 0, zlib.decompressobj()
+    n_expected = 0
+    n_bytes = 0
+    decompressor = zlib.decompressobj()
     for _ in range(_MOST_CHUNKS):
         head = stream.read(8)  # of a chunk, which has its length, its type, the data, and a checksum of 4 bytes
-        length, chunk_type = int.from_bytes(head[:4], "big"), head[4:]
+        length = int.from_bytes(head[:4], "big")
+        chunk_type = head[4:]
         next_offset = stream.tell() + length + 4
         if chunk_type == b"IHDR":
             n_expected = _png_pixel_bytes(stream.read(13))
@@ -168,8 +175,12 @@ def _png_pixel_bytes(header: bytes) -> int:
     # Passes of Adam7 interlacing: first column, first row, steps across and down, in pixels
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = 0
-    for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
-        n_columns, n_rows = -((x - width) // across), -((y - height) // down)  # rounded up
+    if not interlaced:
+        passes = ((0, 0, 1, 1),)
+    for x, y, across, down in passes:
+        # rounded up
+        n_columns = -((x - width) // across)
+        n_rows = -((y - height) // down)
         # A row has one byte for its filter, then its pixels in whole bytes
         n_bytes += n_rows * (1 + (n_columns * bits_per_pixel + 7) // 8) if n_columns > 0 else 0
     return n_bytes

@@ -29,7 +29,9 @@ def with_times(metadata: VideoMetadata, times: Sequence[float | None]) -> TimedM
     Returns the metadata of a video with its duration. If the `times` of its packets or frames, in any order,
     contradict the frame rate, the rate becomes the mean. If the rate varies, the metadata have the times.
     """
-    count, fps, sorted_times = metadata.total_num_frames, metadata.fps or 0.0, []
+    count = metadata.total_num_frames
+    fps = metadata.fps or 0.0
+    sorted_times = []
     if None not in times:
         sorted_times = sorted(time for time in times if time is not None)
         sorted_times = [time - sorted_times[0] for time in sorted_times]
@@ -58,9 +60,11 @@ def timed_span(options: dict[str, Any], metadata: VideoMetadata) -> tuple[int, i
     times = getattr(metadata, "times", None)
     if times is None:
         return None
-    start, duration = options.get("video_start", 0.0), metadata.duration or math.inf
+    start = options.get("video_start", 0.0)
+    duration = metadata.duration or math.inf
     end = min(options.get("video_end", math.inf), duration)
-    first, last = bisect_left(times, start - _TOLERANCE), bisect_right(times, end + _TOLERANCE) - 1
+    first = bisect_left(times, start - _TOLERANCE)
+    last = bisect_right(times, end + _TOLERANCE) - 1
     if first > last and start < end:
         first = last = bisect_right(times, start) - 1
     if first <= last and start < end:

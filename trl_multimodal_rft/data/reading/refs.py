@@ -174,7 +174,8 @@ class MediaRef:
         Returns:
             `str`: The text for a message.
         """
-        for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
+        sources = self.stored.values() if isinstance(self.stored, dict) else [self.stored]
+        for source in sources:
             # Masked as one URL, because `without_credentials` would end a URL at its first space
             if isinstance(source, str):
                 text = text.replace(source, masked_url(source))

@@ -60,7 +60,8 @@ class _LimitReached(Exception):
 
 def _duration(ref: MediaRef) -> float:
     """Returns the seconds of a sound by its header or, if the header has no length, by decoding up to the limit."""
-    seconds, n_decoded = 0.0, 0
+    seconds = 0.0
+    n_decoded = 0
 
     def check(count: float, rate: float) -> None:
         nonlocal seconds

@@ -51,14 +51,17 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return _check_size(ref, _from_data_uri(ref, path))
     if "://" not in path and "::" not in path:
         return _local_path(ref, path)
-    member, location = None, path  # name of a file in an archive, if any, and the path or URL of the outer file
+    # name of a file in an archive, if any, and the path or URL of the outer file
+    member = None
+    location = path
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
         member, _, location = path.removeprefix("zip://").partition("::")
     # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
     protocol = location.partition("::")[0].partition("://")[0]
     if member is not None and "://" not in location:
-        protocol, file = "file", _local_path(ref, location)
+        protocol = "file"
+        file = _local_path(ref, location)
     elif protocol == "file":
         file = _local_path(ref, url2pathname(urlsplit(location).path))
     elif protocol in ("http", "https"):
@@ -82,8 +85,9 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
                 stream = _open_in_zip(
                     ref, Bounded(ref, stream, deadline, max_read_bytes=_MOST_READ_BYTES), member.strip("/")
                 )
-            data, bounded = BytesIO(), Bounded(ref, stream, deadline)
-            while chunk := bounded.read(_CHUNK_BYTES):  # in chunks, to keep no second copy
+            data = BytesIO()
+            bounded = Bounded(ref, stream, deadline)
+            for chunk in iter(lambda: bounded.read(_CHUNK_BYTES), b""):  # in chunks, to keep no second copy
                 data.write(chunk)
                 if data.tell() > ref.rules.max_media_bytes:
                     raise _too_large_error(ref)
@@ -115,8 +119,12 @@ class Bounded:
         max_bytes: float = math.inf,
         max_read_bytes: float = math.inf,
     ):
-        self.max_bytes, self.deadline = max_bytes, deadline
-        self._ref, self._stream, self._max_read_bytes, self._n_read = ref, stream, max_read_bytes, 0
+        self.max_bytes = max_bytes
+        self.deadline = deadline
+        self._ref = ref
+        self._stream = stream
+        self._max_read_bytes = max_read_bytes
+        self._n_read = 0
 
     def read(self, size: int | None = -1) -> bytes:
         if time.monotonic() > self.deadline:
@@ -145,7 +153,9 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     # Opened by a descriptor, so that the stream has no name that decoders would interpret. `O_NONBLOCK` prevents an
     # endless wait for a pipe without a writer.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    stream, status, proc_link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
+    stream = open(descriptor, "rb")
+    status = os.fstat(descriptor)
+    proc_link = f"/proc/self/fd/{descriptor}"
     try:
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it isn't a regular file")
@@ -212,7 +222,8 @@ def join_media_dir(ref: MediaRef, path: str | os.PathLike) -> str:
 def _local_path(ref: MediaRef, path: str) -> str:
     """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
-    original, path = path, join_media_dir(ref, path)
+    original = path
+    path = join_media_dir(ref, path)
     if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)  # `open_file` checks the size

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -165,7 +165,7 @@ class BatchShape:
         """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first_rows)), self.n_rows))
-        keys = [row for row in rows for _ in range(self.completions_per_row)]
+        keys = [*chain.from_iterable(repeat(row, self.completions_per_row) for row in rows)]
         return keys[self.rank * self.size : (self.rank + 1) * self.size]
 
     def too_few_rows_error(self, n_rows: int) -> ValueError:
@@ -205,7 +205,10 @@ class EpochBatches:
         self.n_batches = n_rows // shape.n_rows if shape.drop_last else math.ceil(n_rows / shape.n_rows)
         if self.n_batches == 0:
             raise shape.too_few_rows_error(n_rows)
-        self._shape, self._read_rows, self._sampler, self._left_out = shape, read, sampler, left_out
+        self._shape = shape
+        self._read_rows = read
+        self._sampler = sampler
+        self._left_out = left_out
         self.checkpoint_keys: dict[int, list[int]] = {}  # row indices from a checkpoint, by batch index
         self._batches_in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
         # Keeps the orders of two epochs, as rows of the next epoch are prefetched
@@ -215,7 +218,9 @@ class EpochBatches:
         return self.n_batches * self._shape.n_repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1  # `set_epoch` may choose another epoch
+        # `set_epoch` may choose another epoch
+        epoch = self.epoch
+        self.epoch = self.epoch + 1
         for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
             batch = self.batch(batch_index)
             for _ in range(self._shape.n_repeats):
@@ -235,7 +240,8 @@ class EpochBatches:
             rows = self._sampler.rows(batch_index, self._left_out())  # always a full batch
             return self._shape.keys(rows, rows)
         epoch, index = divmod(batch_index, self.n_batches)
-        order, n_rows = self._order(epoch), self._shape.n_rows
+        order = self._order(epoch)
+        n_rows = self._shape.n_rows
         return self._shape.keys(order[index * n_rows : (index + 1) * n_rows].tolist(), order[:n_rows].tolist())
 
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
@@ -253,9 +259,11 @@ class EpochBatches:
     def coming(self, batch_index: int, n: int, max_steps: int, accumulation: int) -> list[int]:
         """Returns this rank's row indices in the next `n` batches. A sampler may have drawn fewer batches."""
         batch_indices = self.batch_indices(batch_index + 1, n, max_steps, accumulation)
-        if self._sampler is not None:
-            return [key for rows in self._sampler.coming(batch_indices) for key in self._shape.keys(rows, rows)]
-        return [key for index in batch_indices for key in self.keys(index)]
+        if self._sampler is None:
+            keys = map(self.keys, batch_indices)
+        else:
+            keys = (self._shape.keys(rows, rows) for rows in self._sampler.coming(batch_indices))
+        return [*chain.from_iterable(keys)]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -290,7 +298,10 @@ class StreamBatches:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
             self._first_and_step = shape.rank, shape.n_ranks
             shape = replace(shape, n_ranks=1, rank=0)
-        self._dataset, self._shape, self._read_rows, self._columns = dataset, shape, read, columns
+        self._dataset = dataset
+        self._shape = shape
+        self._read_rows = read
+        self._columns = columns
         self._skip_to_readable = skip_to_readable
 
     def __len__(self) -> int:
@@ -302,8 +313,10 @@ class StreamBatches:
                 yield Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 
     def __iter__(self) -> Iterator[RowBatch]:
-        shape, rows, first_rows = self._shape, self._skip_to_readable(self.rows()), []
-        while chunk := list(islice(rows, shape.n_rows)):
+        shape = self._shape
+        rows = self._skip_to_readable(self.rows())
+        first_rows = []
+        for chunk in iter(lambda: list(islice(rows, shape.n_rows)), []):
             first_rows = first_rows or chunk
             batch = RowBatch(shape.keys(chunk, first_rows), self._read_rows)
             for _ in range(shape.n_repeats if len(batch) else 0):  # a partial batch that is dropped is empty

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 _ARRAY_TYPES = (np.generic, np.ndarray, torch.Tensor)
 # Words that are read as truth values
-_TRUE, _FALSE = ("true", "yes", "good", "desirable", "1"), ("false", "no", "bad", "undesirable", "0")
+_TRUE = ("true", "yes", "good", "desirable", "1")
+_FALSE = ("false", "no", "bad", "undesirable", "0")
 _TRUTHS = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}
 Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.generic | None
 
@@ -56,7 +57,8 @@ def truth_value(cell: Cell, column: str, row_index: int, *, is_required: bool = 
         raise ValueError(f"row {row_index}, column '{column}': is empty; fill it, or leave the row out.")
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
         return bool(value)
-    actual, missing = f"{value!r:.40} of type {type(value).__name__}", ", or None if it is missing" * (not is_required)
+    actual = f"{value!r:.40} of type {type(value).__name__}"
+    missing = ", or None if it is missing" * (not is_required)
     raise ValueError(f"row {row_index}, column '{column}': is {actual}; give True or False{missing}.")
 
 

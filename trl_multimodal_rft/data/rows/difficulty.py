@@ -16,7 +16,8 @@ from .cells import finite_number
 PASS_RATE = "pass_rate"
 
 # Smallest weight of a row (the largest is 1), and weight of the newest measurement in a row's pass rate
-_SMALLEST_WEIGHT, _NEWEST_WEIGHT = 0.1, 0.5
+_SMALLEST_WEIGHT = 0.1
+_NEWEST_WEIGHT = 0.5
 
 
 class DifficultySampler:
@@ -56,7 +57,9 @@ class DifficultySampler:
                     "the value, or remove the column."
                 )
         self.rates = torch.tensor([math.nan if value is None else value for value in rates], dtype=torch.float64)
-        self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched
+        self._batch_size = batch_size
+        self._seed = seed
+        self._n_prefetched = n_prefetched
         self._drawn_rows: dict[int, list[int]] = {}  # row indices by the index of the batch in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
@@ -90,13 +93,15 @@ class DifficultySampler:
 
         Shapes: `row_indices` and `rewards` `(N,)`, for the completions of all processes. NaN is a missing reward.
         """
-        row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
+        row_indices = row_indices.cpu()
+        rewards = rewards.double().cpu().clamp(0, 1)
         has_reward = ~rewards.isnan()
         measured_rows, inverse = row_indices[has_reward].unique(return_inverse=True)
         reward_sums, n_rewards = torch.zeros(2, len(measured_rows), dtype=torch.float64)
         reward_sums.index_add_(0, inverse, rewards[has_reward])
         n_rewards.index_add_(0, inverse, torch.ones_like(rewards[has_reward]))
-        pass_rates, old_rates = reward_sums / n_rewards, self.rates[measured_rows]
+        pass_rates = reward_sums / n_rewards
+        old_rates = self.rates[measured_rows]
         self.rates[measured_rows] = torch.where(
             old_rates.isnan(), pass_rates, _NEWEST_WEIGHT * pass_rates + (1 - _NEWEST_WEIGHT) * old_rates
         )

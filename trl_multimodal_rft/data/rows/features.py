@@ -40,7 +40,7 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
 
 def holds_files(dataset: Dataset) -> bool:
     """Returns whether columns of a dataset may hold the contents of media, which take time to read."""
-    leaves = [leaf for feature in dataset.features.values() for _, leaf in feature_leaves(feature)]
+    leaves = [leaf for _, leaf in feature_leaves(dict(dataset.features))]
     return any(not isinstance(leaf, Value) or leaf.dtype in ("binary", "large_binary") for leaf in leaves)
 
 
@@ -247,7 +247,8 @@ def _ref(decoded: Decoded) -> MediaRef:
 
 def _media(decoded: Decoded) -> Any:
     """Returns the medium. The first call decodes it by its feature, after checks of its source and its file."""
-    if (media := object.__getattribute__(decoded, "_medium")) is not None:
+    media = object.__getattribute__(decoded, "_medium")
+    if media is not None:
         return media
     ref = _ref(decoded)
     with decoding(ref):
@@ -257,7 +258,8 @@ def _media(decoded: Decoded) -> Any:
             if ref.rules.allowed_media_folders is not None:  # the feature would open the path again, unchecked
                 stream.seek(0)
                 file = stream.read()
-        value, feature = ref.source.value, ref.source.feature
+        value = ref.source.value
+        feature = ref.source.feature
         if not isinstance(feature, Image) and not is_torchcodec_usable():
             name = type(feature).__name__
             error = ref.error(

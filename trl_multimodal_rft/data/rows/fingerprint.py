@@ -4,7 +4,6 @@
 import os
 import zlib
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any, cast
 
 import pyarrow as pa
@@ -34,8 +33,11 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     checksums = {}
     for i, row_index in enumerate(row_indices):
-        chunks = (part for column in columns for part in _byte_chunks(table.slice(i, 1)[column], media_dir or ""))
-        checksums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), chunks, 0)
+        checksum = 0
+        for column in columns:
+            for part in _byte_chunks(table.slice(i, 1)[column], media_dir or ""):
+                checksum = zlib.crc32(part, checksum)
+        checksums[str(row_index)] = checksum
     return {"rows": len(dataset), "columns": columns, "checksums": checksums}
 
 
@@ -84,7 +86,7 @@ def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator
             if isinstance(value, bytes):
                 yield from (repr(len(value)).encode(), value)
                 continue
-            # A file counts by its name and size, not by its folder
-            if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
+            path = os.path.join(media_dir, value) if isinstance(value, str) else None
+            if path is not None and os.path.isfile(path):  # counts by its name and size, not by its folder
                 value = os.path.basename(path), os.path.getsize(path)
             yield repr(value).encode()

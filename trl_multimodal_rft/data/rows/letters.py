@@ -41,7 +41,8 @@ def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
 
 def listed_letters(text: str) -> set[str]:
     """Returns the letters that a text behind a letter lists, as in "B. cat C. dog", "or B" and "/(b)"."""
-    letters, joined_letter = set(_LISTED_LETTER.findall(text)), _JOINED_LETTER.match(text)
+    letters = set(_LISTED_LETTER.findall(text))
+    joined_letter = _JOINED_LETTER.match(text)
     return letters if joined_letter is None else {*letters, (joined_letter[1] or joined_letter[2]).upper()}
 
 

@@ -50,7 +50,8 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 def check_separator(columns: Collection[str]) -> None:
     """Raises a `ValueError` if a table was read with the wrong separator between cells."""
     for column in columns:
-        if separator := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
+        separator = re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column)
+        if separator:
             raise ValueError(
                 f"column {column!r} is several columns, joined by {separator[0]!r}; save the table with commas as "
                 f".csv or with tabs as .tsv, or load it with "
@@ -70,12 +71,11 @@ def only_split(name: str, config: str | None) -> str | None:
         words = re.split("[^a-z]+", path.stem.lower())
         return next((str(split) for split, names in SPLIT_KEYWORDS.items() if {*names} & {*words}), "train")
     with one_line_errors(f"the dataset {name!r}"):
-        if not is_saved_to_disk(path):
-            splits = datasets.get_dataset_split_names(str(path), config)
-        elif isinstance(saved := datasets.load_from_disk(path), dict):
-            splits = [*saved]
+        if is_saved_to_disk(path):
+            saved = datasets.load_from_disk(path)
+            splits = [*saved] if isinstance(saved, dict) else [str(saved.split or "train")]
         else:
-            splits = [str(saved.split or "train")]
+            splits = datasets.get_dataset_split_names(str(path), config)
     return splits[0] if len(splits) == 1 else None
 
 
@@ -111,7 +111,8 @@ def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:
     if path is None:
         return {"path": name}
     # The first split's name alone: `train` of `train[:10]` and of `train+test`
-    path, split = path.absolute(), re.split(r"[\[+]", split)[0]
+    path = path.absolute()
+    split = re.split(r"[\[+]", split)[0]
     if path.is_file():  # without `/.`, `datasets` would run a script that is named like the folder
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved_to_disk(path):

@@ -83,7 +83,8 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         for messages, name in zip(chats, COMPLETIONS, strict=True):
             check_all_is_read(messages, name, index, allowed_keys=("tool_calls",))
         # Tags in answers are changed, because they stand for no media, but would be read as placeholders
-        answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
+        answers = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats]
+        tie = row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             slots = {
                 "question": _prompt_blocks(row["prompt"]),
@@ -106,7 +107,8 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
 
 def check_pairs(dataset: Dataset) -> None:
     """Raises a `ValueError` for a dataset without pairs."""
-    if missing := [name for name in _PAIR_COLUMNS if name not in dataset.column_names]:
+    missing = [name for name in _PAIR_COLUMNS if name not in dataset.column_names]
+    if missing:
         raise ValueError(
             f"Pairs need the columns `prompt`, `chosen` and `rejected`, but the dataset has {dataset.column_names}; "
             f"add {missing}, or, if both completions contain the prompt, call `dataset.map(trl.extract_prompt)`."
@@ -127,7 +129,8 @@ def read_answer(
     messages = read_messages(completion, column, row_index, rules)
     if isinstance(completion, str):
         return [{**messages[0], "role": "assistant"}]
-    if (role := messages[0]["role"]) != "assistant":
+    role = messages[0]["role"]
+    if role != "assistant":
         raise ValueError(
             f"row {row_index}, column '{column}': an answer must be the assistant's, but the role is {role!r}; "
             "correct the role, or remove the row."
@@ -137,7 +140,8 @@ def read_answer(
 
 def check_text_only(messages: list[dict[str, Any]]) -> None:
     """Raises a [`MediaError`] for media in answers."""
-    if (medium := next(iter_refs(messages), None)) is not None:
+    medium = next(iter_refs(messages), None)
+    if medium is not None:
         raise medium.error(
             "assistant messages must be text, as only DPO and reward models read media of answers; move it to an "
             "earlier message"
@@ -196,7 +200,8 @@ def check_all_is_read(
 
 def _prompt_blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the blocks of a prompt, with the roles of its messages if there are several."""
-    messages, blocks = [{"content": prompt}] if isinstance(prompt, str) else prompt, []
+    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    blocks = []
     for message in messages:
         content = message["content"] or ""
         blocks += [_text_block(f"{message['role']}: ")] if len(messages) > 1 else []

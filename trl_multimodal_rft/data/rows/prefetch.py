@@ -63,7 +63,8 @@ class PrefetchPool(Generic[T]):
 
     def prefetch(self, row_indices: Iterable[int]) -> None:
         """Starts to read the rows at `row_indices`, and drops all other rows."""
-        old_jobs, self._jobs = self._jobs, {}
+        old_jobs = self._jobs
+        self._jobs = {}
         for row_index in dict.fromkeys(row_indices):
             self._jobs[row_index] = old_jobs.pop(row_index, None) or self._submit(row_index)
         for job in old_jobs.values():
@@ -81,7 +82,8 @@ class PrefetchPool(Generic[T]):
     def close(self) -> None:
         """Ends the workers, and drops all rows."""
         self._jobs = {}
-        if (pool := self._pool) is not None:
+        pool = self._pool
+        if pool is not None:
             self._pool = None
             thread = cast(threading.Thread | None, pool._executor_manager_thread)
             result_queue = pool._result_queue
@@ -101,11 +103,15 @@ class PrefetchPool(Generic[T]):
         Returns a pickled row, or `None` for a row that this process must read itself. Raises a `BrokenProcessPool` if
         a worker was killed, or if all workers hang.
         """
-        last_progress, n_read, max_seconds = time.monotonic(), -1, None
+        last_progress = time.monotonic()
+        n_read = -1
+        max_seconds = None
         while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None:  # the pool broke, so the job is about to raise an error
                 continue
-            if n_read != (n_read := sum(other_job.done() for other_job in self._jobs.values())):
+            n_read_before = n_read
+            n_read = sum(other_job.done() for other_job in self._jobs.values())
+            if n_read != n_read_before:
                 last_progress = time.monotonic()  # workers are reading earlier rows
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
@@ -150,7 +156,8 @@ class PrefetchPool(Generic[T]):
                 self._pool = None
             except OSError as error:  # raised by `fork`
                 logger.warning(f"Media prefetching is disabled, as no worker can be forked: {error}")
-                self._can_fork, self._pool = False, None
+                self._can_fork = False
+                self._pool = None
         empty_job: Future = Future()  # for `None`, `take` reads the row itself
         empty_job.set_result(None)
         return empty_job
@@ -190,7 +197,8 @@ def _start_worker(read: Callable[[int], object], gc_enabled: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         parent.join()
     os._exit(1)
 

@@ -23,7 +23,7 @@ from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import input_modalities
-from ...forward.layout import left_pad
+from ...forward.prompts import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.completions import right_pad

@@ -27,7 +27,7 @@ from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
-from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
+from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
@@ -351,7 +351,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # as equally long. `train_on_buffer` corrects the number.
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
-            rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
+            rewards=RewardValues(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
             tokens=TokenChoice(matrices.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )

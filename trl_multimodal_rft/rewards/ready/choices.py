@@ -90,11 +90,16 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     3. The answer has all words of the choice, and no word that only other choices have. The rule comes from
        [MMAU](https://huggingface.co/papers/2410.19168), and ignores negations: `"not a woman"` names `"Woman"`.
     """
-    answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
-    texts, index = [normalize_answer(choice) for choice in choices], None
+    answer = normal_form(answer).strip()
+    choices = [normal_form(choice) for choice in choices]
+    texts = [normalize_answer(choice) for choice in choices]
+    index = None
     # Each pass removes one leading letter, such as "A.". Normalizing the rest in every pass would take quadratic time,
     # so a pass only normalizes a rest with as many letters and digits as a choice has.
-    indices, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
+    indices = []
+    start = 0
+    n_left = _n_characters(answer)
+    lengths = {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if n_left in lengths else None
         if text in texts:

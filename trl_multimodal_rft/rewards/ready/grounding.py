@@ -120,7 +120,8 @@ def point_in_box_reward(
         points = points_in(answer)
         if not points:
             return 0.0
-        x, y = points[0][0] / scales[1][0], points[0][1] / scales[1][1]
+        x = points[0][0] / scales[1][0]
+        y = points[0][1] / scales[1][1]
         boxes = [scaled_box(reference, scales[0]) for reference in references]
         return float(any(box.left <= x <= box.right and box.top <= y <= box.bottom for box in boxes))
 
@@ -221,7 +222,9 @@ def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold:
     # Of boxes with equal coordinates, the first counts
     boxes = list({box[:4]: box for box in reversed(boxes)}.values())[::-1]
     boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
-    unmatched, iou_sum, confidence_sum = list(references), 0.0, 0.0
+    unmatched = list(references)
+    iou_sum = 0.0
+    confidence_sum = 0.0
     for box in boxes:
         candidates = [
             (box_iou(box, candidate), i)
@@ -248,7 +251,8 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     matches = [match for match in _best_assignment(ious) if ious[match] > threshold]
     if not matches:
         return reward
-    precision, recall = len(matches) / len(boxes), len(matches) / len(references)
+    precision = len(matches) / len(boxes)
+    recall = len(matches) / len(references)
     # (label of the box, label of the reference) of each match
     labels = [(_label(boxes[i]), _label(references[j])) for i, j in matches]
     is_right = [label is not None and label == reference for label, reference in labels]

@@ -70,7 +70,9 @@ def majority_reward(
     for position, group in enumerate(group_ids):
         groups[group].append(position)
     # Rewards by completion, shares of the most frequent answer by group, and a completion's index for each label
-    rewards, shares, winners = [0.0] * len(completions), [], []
+    rewards = [0.0] * len(completions)
+    shares = []
+    winners = []
     for positions in groups.values():
         votes = Counter(answers[position] for position in positions if answers[position] is not None)
         # The most frequent answer and its number of votes, and the second number of votes, 0 if there is none
@@ -82,7 +84,8 @@ def majority_reward(
             winners.append(next(position for position in positions if answers[position] == label))
     if log_metric is not None and shares:
         log_metric("sampling/agreement", sum(shares) / len(shares))
-        if label_rewards := _label_rewards(completions, columns, winners):
+        label_rewards = _label_rewards(completions, columns, winners)
+        if label_rewards:
             log_metric("majority/correct_frac", sum(label_rewards) / len(label_rewards))
     return rewards
 

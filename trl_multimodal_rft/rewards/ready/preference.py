@@ -52,7 +52,8 @@ def preference_reward(
     for position, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, position, "preference_reward")
         right_verdicts = {reference: verdict_in(reference) for reference in references}
-        if wrong := [reference for reference, expected in right_verdicts.items() if expected is None]:
+        wrong = [reference for reference, expected in right_verdicts.items() if expected is None]
+        if wrong:
             raise RowError(position, f"column 'solution': {wrong[0]!r:.100} is no verdict; write 'A', 'B' or 'tie'.")
         verdict = verdict_in(completion_text(completion))
         rewards.append(float(verdict is not None and verdict in right_verdicts.values()) if references else None)

@@ -79,7 +79,8 @@ def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float,
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
     """Returns the length of the union of spans."""
-    total, end = 0.0, -math.inf
+    total = 0.0
+    end = -math.inf
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)
         end = max(end, stop)
@@ -93,7 +94,10 @@ def boxes_in(text: str) -> list[Box]:
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
-    return boxes or [box for numbers in matches if (box := _as_box([float(number) for number in numbers]))]
+    if boxes:
+        return boxes
+    found = [_as_box([float(number) for number in numbers]) for numbers in matches]
+    return [box for box in found if box is not None]
 
 
 def share_of_boxes(text: str) -> float:
@@ -195,7 +199,9 @@ def _json_in(text: str) -> Json:
 
 def _read_items(value: Json, read_item: Callable[[Json], T | None]) -> tuple[list[T], int]:
     """Returns the results of `read_item` on the items of nested lists, and the number of items that it can't read."""
-    values, n_unreadable, stack = [], 0, [value]
+    values = []
+    n_unreadable = 0
+    stack = [value]
     while stack:
         item = stack.pop()
         result = read_item(item)

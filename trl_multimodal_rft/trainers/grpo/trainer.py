@@ -28,8 +28,8 @@ from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rewards.calls import StepwiseReward
+from ...rollout.estimates import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ...rollout.ranks import gather_rows
-from ...rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ...rollout.rollout import Rollout, require
 from ...rollout.token_filter import TokenFilter
 from ..shared.base import MultimodalTrainer

@@ -2,7 +2,7 @@
 """REINFORCE leave-one-out (RLOO), part by part."""
 
 from ...algorithms.losses import rloo_loss
-from ...rollout.reward import leave_one_out
+from ...rollout.estimates import leave_one_out
 from ..shared.method import Method
 
 

@@ -14,8 +14,8 @@ from ...algorithms.losses import LossInputs, LossOptions, LossOutput
 from ...algorithms.metrics import rank_mean, scored_mean
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
+from ...rollout.estimates import Estimates, has_signal, is_std_zero
 from ...rollout.ranks import sum_over_ranks
-from ...rollout.reward import Estimates, has_signal, is_std_zero
 from ...rollout.rollout import Rollout, require
 from ..shared.base import MultimodalTrainer
 from ..shared.rollout_logs import reward_index

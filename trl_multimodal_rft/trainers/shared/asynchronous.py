@@ -20,7 +20,6 @@ from ...engines.vllm_prompts import EnginePrompts
 from ...engines.vllm_requests import ServerSample
 from ...engines.vllm_servers import Servers
 from ...rollout.completions import add_completions
-from ...rollout.reward import checked_functions, only_waits, reward_early
 from ...rollout.rollout import Flight, Rollout
 from ...rollout.turns import completions_without_tools
 from .rollout_views import prompts_under_views, record_views
@@ -149,27 +148,25 @@ class AsynchronousSampling:
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """
         Returns one function per request, which rewards the request's completions on arrival. Threads call it, so it
-        uses only reward functions that wait for other processes, see [`only_waits`]. `rollouts` has the parts of the
-        rollout by request.
+        uses only reward functions that wait for other processes, see [`~rollout.reward_functions.only_waits`].
+        `rollouts` has the parts of the rollout by request.
         """
-        run, flight, rewards = self.run, self.flight, self.run.rewards
-        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
-        # Triples of a name, a function and a processing class
-        triples = [triple for triple in functions if only_waits(triple[1])]
+        run = self.run
+        flight = self.flight
+        reward_functions = run.reward_functions.that_wait()
         # With tools, an arriving completion isn't final yet, and with `rollout_view` two requests share a group
-        if not triples or run.toolbox.tools or run.args.rollout_view is not None:
+        if not reward_functions.names or run.toolbox.tools or run.args.rollout_view is not None:
             return {}
-        names, funcs, processors = zip(*triples, strict=True)
         if flight.processor is None:  # threads can't share the trainer's processor
             flight.processor = copy.deepcopy(run.prompts.processor)
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             """Rewards the completions of one request, `samples`. `part` is the request's part of the rollout."""
             source = part.source
-            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
+            source.ids = [ids for ids, _ in samples]
+            source.whole_groups = len(part) == run.completions.group_sizes[0]
             source.completions = completions_without_tools(part, source.ids, flight.processor)
-            arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
-            return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
+            return reward_functions.call_early(part, run.live.state, run.args.rules, flight.calls)
 
         return {key: partial(reward, part) for key, part in rollouts.items()}
 

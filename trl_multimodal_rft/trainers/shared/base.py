@@ -33,8 +33,9 @@ from ...rewards.calls import distinct_names
 from ...rollout.completions import take_custom_rollout
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
+from ...rollout.estimates import Estimates, set_estimates, weighted_sum
 from ...rollout.groups import GroupExchange, group_exchange
-from ...rollout.reward import Estimates, set_estimates, weighted_sum
+from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
@@ -66,7 +67,7 @@ from .optimizer import freeze_and_check
 from .prompts import make_prompts
 from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import CompletionSettings, Notices, RewardFunctions, Run, attribute_of
+from .run import CompletionSettings, Notices, Run, attribute_of
 from .scoring import compile_models, enable_packing, make_scoring
 from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
 from .signatures import Model, Processor
@@ -96,16 +97,16 @@ class MultimodalTrainer(BaseTrainer):
     _logit_bias: dict[int, float]
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
-    _rewards = functools.cached_property(lambda self: RewardFunctions())
-    # TRL's attributes that are kept in `_live` and `_rewards`
+    _reward_functions = functools.cached_property(lambda self: RewardFunctions())
+    # TRL's attributes that are kept in `_live` and `_reward_functions`
     model = attribute_of("_live", "model")
     model_wrapped = attribute_of("_live", "model_wrapped")
     ref_model = attribute_of("_live", "ref_model")
     critic = attribute_of("_live", "critic")
     state = attribute_of("_live", "state")
-    reward_funcs = attribute_of("_rewards", "functions")
-    reward_func_names = attribute_of("_rewards", "names")
-    reward_processing_classes = attribute_of("_rewards", "processors")
+    reward_funcs = attribute_of("_reward_functions", "functions")
+    reward_func_names = attribute_of("_reward_functions", "names")
+    reward_processing_classes = attribute_of("_reward_functions", "processors")
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
@@ -190,8 +191,11 @@ class MultimodalTrainer(BaseTrainer):
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
         log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         # `stops` is a pair: token ids, and strings
-        rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
-        rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
+        stops = stops_of(self.args)
+        self._live.report_to = self.args.report_to
+        rewards = self._reward_functions
+        rewards.template_kwargs = self.chat_template_kwargs
+        rewards.loop = getattr(self, "async_loop", None)
         rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
         group_sizes = self.args.num_generations, self.num_generations_eval
         end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
@@ -436,7 +440,7 @@ class MultimodalTrainer(BaseTrainer):
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
-        self._run.reward_together(rollout)
+        self._run.gather_rewards(rollout)
         self._run.leave_out_failed(rollout)
         if self.args.contrast_view is not None:
             rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)

@@ -21,8 +21,8 @@ from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
 from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
+from ...rollout.estimates import Estimates, out_of_range, reward_metrics
 from ...rollout.ranks import local_rows, sum_over_ranks
-from ...rollout.reward import Estimates, out_of_range, reward_metrics
 from ...rollout.rollout import Rollout, require
 from ...views.views import View
 from .rollout_views import view_metrics
@@ -77,7 +77,7 @@ class RolloutLog:
         args, self.media, self.hint = self.run.args, None, None
         if args.log_completions:
             self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
-        if self.run.rewards.names:
+        if self.run.reward_functions.names:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
@@ -94,7 +94,7 @@ class RolloutLog:
 
     def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
         """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
-        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
+        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.reward_functions.names
         advantages = estimates.advantages
         run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
         rewards_by_metric = {
@@ -130,7 +130,7 @@ class RolloutLog:
                 rollout.source.messages[0],
                 ids[mask].tolist(),
                 solution=rollout.source.rows[0].get("solution"),
-                rewards=dict(zip(self.run.rewards.names, rewards, strict=True)),
+                rewards=dict(zip(self.run.reward_functions.names, rewards, strict=True)),
             )
 
     def measure_groups(
@@ -145,7 +145,7 @@ class RolloutLog:
         run, per_func, difficulty_sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if bounds is not None:
-            bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
+            bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.reward_functions.names)]
             outside = out_of_range(bounded_rewards, group_ids, bounds)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
@@ -153,7 +153,7 @@ class RolloutLog:
         if difficulty_sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             difficulty_sampler.update_pass_rates(
-                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)]
+                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.reward_functions.names)]
             )
             known_frac, mean_pass_rate = difficulty_sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})

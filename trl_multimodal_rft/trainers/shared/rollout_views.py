@@ -10,8 +10,8 @@ from ...algorithms.shaping import contrast_bonus
 from ...encoding.prompts import EncodedPrompt
 from ...engines.samplers import Sampler, Samples
 from ...engines.transformers import Branches
+from ...rollout.estimates import rewards_per_func
 from ...rollout.ranks import any_rank
-from ...rollout.reward import rewards_per_func
 from ...rollout.rollout import Rollout, require
 from ...rollout.turns import completions_without_tools
 from ...rollout.view_prompts import view_prompts
@@ -110,7 +110,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         # Its list of indices is empty, which drops the reward
         extra_rollout, indices = rollout.source.contrast or (rollout.select([0]), [])
         extra_rollout.source.whole_groups = False
-        rewards = rewards_per_func(run.reward(extra_rollout, only_first=True, logs=False))[: len(indices), 0]
+        rewards = rewards_per_func(run.reward(extra_rollout, only_first=True))[: len(indices), 0]
         contrast_rewards[indices] = rewards.to(device)
     contrast_rewards, group_size = run.accelerator.gather(contrast_rewards), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]

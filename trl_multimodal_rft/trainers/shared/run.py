@@ -2,9 +2,8 @@
 """Settings, parts and state that the stages of a rollout share."""
 
 import functools
-from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -30,19 +29,12 @@ from ...models.parts import kept_requires_grad
 from ...models.wrapped import is_unsharded
 from ...policy import Live, PolicyForward
 from ...reporting.card_notes import CardNotes
-from ...rewards.calls import dropped_tags, missing_instructions
 from ...rollout.collect import collect
 from ...rollout.completions import add_completions
 from ...rollout.environments import Environments
+from ...rollout.estimates import rewards_by_turn, rewards_per_func, turn_metrics, warn_of_unscorable
 from ...rollout.ranks import any_rank, arrange_rollout, rank_metrics, sum_over_ranks
-from ...rollout.reward import (
-    checked_functions,
-    reward_rollout,
-    rewards_by_turn,
-    rewards_per_func,
-    turn_metrics,
-    warn_of_unscorable,
-)
+from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches
 from ...rollout.skipped_forwards import packing_metrics
@@ -52,19 +44,6 @@ from .setup import check_held_out, unchecked_datasets, warn_of_unread_media
 
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class RewardFunctions:
-    """The reward functions of a run, to which the trainer's attributes, such as `reward_func_names`, refer."""
-
-    names: list[str] = field(default_factory=list)
-    functions: list[Any] = field(default_factory=list)
-    processors: list[Any] = field(default_factory=list)  # of reward models, `None` for other functions
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # TRL's `log_extra` and `log_metric`
-    loop: AbstractEventLoop | None = None  # for asynchronous functions
-    were_called: bool = False  # whether they have rewarded a batch
 
 
 def attribute_of(holder: str, name: str) -> Any:
@@ -112,7 +91,7 @@ class Run:
     stream: RowStream
     checks: Checks
     metrics: MetricLog
-    rewards: RewardFunctions
+    reward_functions: RewardFunctions
     notes: CardNotes
     live: Live
     completions: CompletionSettings
@@ -146,7 +125,7 @@ class Run:
     def _check_rows(self, rows: list[Row]) -> None:
         """Raises for rows without a prompt, and checks columns of datasets that couldn't be read before training."""
         # Reward models get no columns, so no name of a column is wrong for them
-        if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
+        if not all(isinstance(function, nn.Module) for function in self.reward_functions.functions):
             check_reward_columns(rows[0], 0)
         if self.toolbox.factories:  # environments make prompts, and may read any column
             return
@@ -162,7 +141,7 @@ class Run:
         """Checks the first rows of datasets for evaluation before training begins, see [`~setup.check_held_out`]."""
         self.notices.unchecked_datasets |= unchecked_datasets(datasets)
         for row in check_held_out(self.args, datasets, self.stream, input_modalities(self.prompts.model)):
-            if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
+            if not all(isinstance(function, nn.Module) for function in self.reward_functions.functions):
                 check_reward_columns(row, 0)
             self.toolbox.check_row(row)
 
@@ -222,39 +201,38 @@ class Run:
         with kept_requires_grad(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             return self.score(self.model, rollout)
 
-    def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
+    def reward(self, rollout: Rollout, *, only_first: bool = False) -> list[list[float | None]]:
         """
-        Returns this rank's rewards by completion and function. With `only_first`, only the first function is called.
-        With `logs=False`, values that functions log are discarded.
+        Returns this rank's rewards by completion and function. With `only_first`, only the first function is called,
+        and what it logs is discarded.
         """
-        flight, rewards = rollout.source.flight, self.rewards
-        # Some functions have already rewarded completions of asynchronous sampling, on their arrival
-        early_rewards = None if flight is None or only_first else flight.early_rewards
-        is_first_batch, rewards.were_called = not rewards.were_called, True
-        if is_first_batch:
-            warnings = missing_instructions(rewards.functions, rewards.names, rollout.source.messages)
-            for warning in [*warnings, *dropped_tags(rewards.functions, tokenizer_of(self.prompts.processor))]:
+        if not self.reward_functions.were_called:
+            self.reward_functions.were_called = True
+            tokenizer = tokenizer_of(self.prompts.processor)
+            for warning in self.reward_functions.warnings(rollout.source.messages, tokenizer):
                 logger.warning(warning)
-        n_functions = 1 if only_first else None
-        # Three lists with an entry per function
-        functions = rewards.names[:n_functions], rewards.functions[:n_functions], rewards.processors[:n_functions]
-        checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
-        arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
-        arguments = {"trainer_state": self.live.state, **arguments}
-        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early_rewards)
+        functions = self.reward_functions
+        early_rewards = None
+        if only_first:
+            functions = functions.first()
+        elif rollout.source.flight is not None:
+            # Some functions have already rewarded completions of asynchronous sampling, on their arrival
+            early_rewards = rollout.source.flight.early_rewards
+        by_function = functions(rollout, self.live.state, self.prompts.media_rules, self.live.profile, early_rewards)
         rewards_by_completion = [[*row] for row in zip(*by_function.values(), strict=True)]
         warn_of_unscorable(rewards_by_completion, by_function, rollout.source)
         return rewards_by_completion
 
-    def reward_together(self, rollout: Rollout) -> None:
+    def gather_rewards(self, rollout: Rollout) -> None:
         """Sets and logs the rewards of the completions of all ranks. All ranks must call this."""
-        rollout.rewards.by_function = rewards = self.reward(rollout)
+        rewards = self.reward(rollout)
+        rollout.rewards.by_function = rewards
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
         # `(B, F, 1 + turns)` for `F` functions: rewards of completions, then of turns, so that one call gathers both
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = self.accelerator.gather(stacked.to(self.accelerator.device))
         rollout.rewards.per_func = stacked[..., 0].contiguous()
-        self.metrics.add(turn_metrics(stacked[..., 1:], self.rewards.names))
+        self.metrics.add(turn_metrics(stacked[..., 1:], self.reward_functions.names))
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
@@ -346,6 +324,6 @@ class Run:
             "engine_length": sampler.max_length,
             # If all ranks must call the sampler equally often, a loop goes on while any rank has calls
             "any_rank": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
-            "loop": self.rewards.loop,
+            "loop": self.reward_functions.loop,
         }
         return ToolLoop(**{**loop_fields, **options})

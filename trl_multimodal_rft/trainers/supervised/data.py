@@ -23,9 +23,10 @@ from ...data.rows.cells import Cell, cell_value
 from ...data.rows.columns import has_media
 from ...data.rows.names import MEDIA_COLUMNS, other_layout, prepare_remedy
 from ...data.rows.unread import lists_columns
+from ...encoding.packed import PACKED_LENGTHS, encode_packed
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs
-from ...encoding.supervised import PACKED_LENGTHS, SupervisedEncoder, SupervisedSequence, row_labels
+from ...encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ...rollout.stream import EncodedRow
 from ..shared.setup import check_takes_media
 
@@ -116,7 +117,7 @@ class SupervisedCollator:
         `OverlongRow` if no learned token is left.
         """
         if row.get(PACKED_LENGTHS):
-            sequences = self.encoder.encode_packed(row)
+            sequences = encode_packed(self.encoder, row)
             for sequence in sequences:
                 check_ids(sequence.input_ids, self.model.config, row.row_index)
             return sequences

@@ -1,28 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of a rollout's completions, and advantages and metrics, computed from the rewards of all ranks."""
+"""Sums of rewards, advantages and metrics, computed from the rewards of all ranks."""
 
-from asyncio import AbstractEventLoop
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from torch import nn
-from transformers import TrainerState
-from trl.trainer.utils import is_async_callable, nanstd
+from trl.trainer.utils import nanstd
 
 from ..algorithms.advantages import group_statistics, rloo
 from ..algorithms.returns import Step, Steps
-from ..data.reading.refs import iter_refs
-from ..data.reading.rules import MediaRules
-from ..data.rows.features import restore_media
-from ..engines.in_flight import EarlyCalls, EarlyRewards
-from ..rewards.calls import StepwiseReward, call_rewards, checked_reward, reward_arguments
-from ..rewards.model import text_reward_func
+from ..rewards.calls import StepwiseReward
 from .ranks import local_rows
 from .rollout import Rollout, Source, Turn
 
@@ -34,113 +24,6 @@ _EPS = 1e-4
 
 # Mean rewards are logged for this many turns of a completion, from the first turn on
 _SHOWN_TURNS = 8
-
-
-def checked_functions(
-    rollout: Rollout,
-    names: Sequence[str],
-    reward_funcs: Sequence[Any],
-    processors: Sequence[Any],
-    template_kwargs: dict[str, Any],
-    media_rules: MediaRules,
-) -> dict[str, Callable]:
-    """
-    Returns reward functions by name, with checks of their arguments and results. A reward model that is an `nn.Module`
-    reads the conversation as text, without its media.
-    """
-    text_model_names = [
-        name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)
-    ]
-    check_text_models(text_model_names, rollout.source.messages, rollout.source.completions)
-    # Reward functions of environments store errors in the list `failures` of the rollout, see `environments.reward_of`
-    failures = {"failures": rollout.source.failures}
-    reward_funcs = [
-        partial(function, **failures) if hasattr(function, "stores_failures") else function
-        for function in reward_funcs
-    ]
-    return {
-        name: checked_reward(
-            text_reward_func(function, processor, template_kwargs) if name in text_model_names else function,
-            name,
-            media_rules,
-            rollout.source.row_indices,
-            [[(turn.start, turn.stop) for turn in turns] for turns in rollout.source.sampled_turns],
-        )
-        for name, function, processor in zip(names, reward_funcs, processors, strict=True)
-    }
-
-
-def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns the arguments of reward functions, as TRL passes them, with media as the dataset has them. The arguments
-    include `group_ids`, unless a group straddles ranks.
-    """
-    # A further column of `rollout_func` is a list with one value per row, or a single value for all rows
-    rows = [
-        {**row, **{key: value[i] if isinstance(value, list) else value for key, value in rollout.source.extra.items()}}
-        for i, row in enumerate(rollout.source.rows)
-    ]
-    if rollout.source.environments is not None:
-        rows = [{**row, "environments": value} for row, value in zip(rows, rollout.source.environments, strict=True)]
-    prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
-    groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
-    return {**reward_arguments(prompts, completions, rollout.source.ids, rows), **groups, **kwargs}
-
-
-def only_waits(reward_func: Callable) -> bool:
-    """
-    Returns whether a thread may call a reward function while the policy is trained. The function must be async, or
-    have a true attribute `only_waits`, like functions that ask servers. Other functions may use collectives, signals
-    or the device.
-    """
-    return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
-
-
-def reward_early(
-    rollout: Rollout,
-    functions: Mapping[str, Callable],
-    state: TrainerState,
-    loop: AbstractEventLoop | None,
-    calls: EarlyCalls,
-) -> EarlyRewards:
-    """
-    Calls reward functions while the policy is trained, and returns their rewards and the entries that they log.
-
-    Several threads may run this at once. `calls` then lets one thread at a time call a function that isn't async.
-    """
-    log_entries: list[tuple[str, str, Any]] = []
-    # Stand-ins for `log_extra` and `log_metric`, which record their calls. `reward_rollout` makes these calls later
-    logs = {key: partial(lambda *entry: log_entries.append(entry), key) for key in ("log_extra", "log_metric")}
-    arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
-    serial_funcs = {
-        name: partial(calls, name, function) for name, function in functions.items() if not is_async_callable(function)
-    }
-    return EarlyRewards(call_rewards({**functions, **serial_funcs}, arguments, loop), log_entries)
-
-
-def reward_rollout(
-    rollout: Rollout,
-    functions: Mapping[str, Callable],
-    kwargs: dict[str, Any],
-    loop: AbstractEventLoop | None,
-    profile: Callable[[str], Any] = nullcontext,
-    early: EarlyRewards | None = None,
-) -> dict[str, list[float | None]]:
-    """
-    Returns the rewards of completions by function, `None` where the environment failed. Functions get TRL's arguments
-    and `kwargs`, with media as the dataset has them. Functions whose rewards are in `early` aren't called again.
-    """
-    arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
-    for key, *entry in early.log_entries:
-        kwargs[key](*entry)
-    remaining = {name: value for name, value in functions.items() if name not in early.values}
-    rewards = call_rewards(remaining, arguments, loop, profile) | early.values
-    succeeded = [error is None for error in rollout.source.failures]
-    # Completions whose environment failed have no reward
-    return {
-        name: [value if is_valid else None for value, is_valid in zip(rewards[name], succeeded, strict=True)]
-        for name in functions
-    }
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
@@ -158,8 +41,11 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
     for sums, completion_rewards, completion_turns in zip(turn_sums, rewards, turns, strict=True):
         for i, reward in enumerate(completion_rewards):
-            for end, step_reward in reward.steps if isinstance(reward, StepwiseReward) else ():
-                if (turn := bisect_right(completion_turns, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
+            if not isinstance(reward, StepwiseReward):
+                continue
+            for end, step_reward in reward.steps:
+                turn = bisect_right(completion_turns, end, key=lambda item: item.stop)
+                if turn < _SHOWN_TURNS:
                     sums[i, turn] = sums[i, turn].nan_to_num(0.0) + step_reward
     return turn_sums
 
@@ -183,25 +69,6 @@ def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float
     for name, means in zip(names, rewards.nanmean(dim=0).tolist(), strict=True):
         metrics |= {f"rewards/{name}/turn_{i}": mean for i, mean in enumerate(means, start=1) if mean == mean}
     return metrics
-
-
-def check_text_models(names: Collection[str], prompts: Any, completions: Any) -> None:
-    """
-    Checks whether conversations hold media, which the named reward models of text don't read.
-
-    Raises [`MediaError`] if prompts hold media, and warns if tools returned media.
-    """
-    ref = next(iter_refs(prompts), None)
-    if names and ref is not None:
-        raise ref.error(
-            f"the reward model '{next(iter(names))}' would read only the text; pass its processor in "
-            f"`reward_processing_classes` if the model takes {ref.modality}, or use a reward function"
-        )
-    for name in names if next(iter_refs(completions), None) is not None else ():
-        logger.warning_once(
-            f"The reward model '{name}' reads text alone and doesn't get the media that tools returned. Pass its "
-            "processor in `reward_processing_classes` if the model takes these media."
-        )
 
 
 def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collection[str], source: Source) -> None:
@@ -256,7 +123,9 @@ def join_steps(
     For example, the turns [(3, "a"), (8, "b")] with a stepwise reward at token 1 give steps that end at tokens 1, 2
     and 7. The first two steps belong to turn 0.
     """
-    step_lists, state_ids, weights = [], {}, weights.cpu().double()
+    step_lists = []
+    state_ids: dict[str | None, int] = {}
+    weights = weights.cpu().double()
     for row, completion_turns in zip(rewards, turns, strict=True):
         # For each function, its stepwise rewards by the step's last token
         stepwise = [dict(item.steps) if isinstance(item, StepwiseReward) else {} for item in row]
@@ -289,7 +158,8 @@ def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequenc
     """
     statistics = group_statistics(rewards, group_ids)
     total = torch.zeros_like(statistics.count).index_add(0, statistics.index, rewards.cpu().double().nan_to_num(0.0))
-    means, (low, high) = (total / statistics.count)[statistics.index], bounds
+    means = (total / statistics.count)[statistics.index]
+    low, high = bounds
     return ((means >= high).long() - (means <= low).long()).to(rewards.device)
 
 
