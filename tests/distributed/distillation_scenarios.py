@@ -17,11 +17,11 @@ def rows():
     return [row(f"What is it? {i}", image=picture if i % 2 == i // 2 else None) for i in range(4)]
 
 
-def teacher():
+def teacher(distance=0.05):
     model, _ = FAMILIES["qwen2_5_vl"].build()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+            parameter += distance * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
     return model
 
 
@@ -52,3 +52,20 @@ def distill_average(folder):
     crop = image(28, 56)["image"]
     dataset = [{**each, "teacher_image": None if each["image"] else crop} for each in rows()]
     return distill(folder, dataset=dataset, self_teacher="ema(rate=0.5)")
+
+
+def distill_several(folder):
+    """Each rank has rows of a teacher that the other rank has no rows of, and one has a row without a teacher."""
+    dataset = [{**each, "teacher_id": name} for each, name in zip(rows(), ["near", "far", "far", None], strict=True)]
+    teachers = {"near": teacher(), "far": teacher(0.2)}
+    return distill(folder, dataset=dataset, beta=0.5, objects={"teacher_models": teachers})
+
+
+def distill_best(folder):
+    """The teacher sees the best other completion of the group, whose halves may be on two ranks."""
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    objects = {"reward_funcs": reward}
+    return distill(folder, self_teacher="current(shows_best=True, min_reward=2)", beta=0.5, objects=objects)

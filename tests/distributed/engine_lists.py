@@ -35,6 +35,7 @@ WITH_ONE = {
         "dpo_answers": "ranks that skip encoders of a reference, too",
         "distill_top_k": "a head of the teacher that is gathered outside of a forward pass",
         "distill_average": "averages of weights that the engine replaces",
+        "distill_several": "a teacher that a rank forwards for the other's rows",
         "mixed_critic": "two models with encoders",
         "mixed_deepstack": "features that several layers receive",
         "mixed_padded": "padded rows with dummy inputs",

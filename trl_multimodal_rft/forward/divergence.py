@@ -69,7 +69,22 @@ class Target:
         return replace(self, mask=function(self.mask), hidden=hidden, ids=ids, logps=logps)
 
 
-def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Targets:
+    """Targets of several teachers, of which each compares other completions: no token is in the masks of two."""
+
+    parts: tuple[Target, ...]
+
+    @property
+    def student_rule(self) -> HeadRule:
+        return self.parts[0].student_rule
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Targets":
+        """Applies a function to each tensor with a row per completion."""
+        return Targets(tuple(part.map(function) for part in self.parts))
+
+
+def divergences(hidden: torch.Tensor, head: Head, target: Target | Targets) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Computes the divergence of a student's token distributions from a target, and the student's entropy, in nats.
 
@@ -81,6 +96,9 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
 
     Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
     """
+    if isinstance(target, Targets):
+        results = [divergences(hidden, head, part) for part in target.parts]
+        return sum_of([result[0] for result in results]), sum_of([result[1] for result in results])
     mask = target.mask.to(head.weight.device)
     index = mask.flatten().nonzero()[:, 0]  # `(N,)`: only tokens of the mask are computed
 
@@ -118,6 +136,11 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     # `results` are divergences and entropies `(N,)`
     outputs = [values.new_zeros(mask.numel()).index_copy(0, index, values).view(mask.shape) for values in results]
     return outputs[0], outputs[1].detach()
+
+
+def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of tensors of one shape."""
+    return torch.stack(tensors).sum(0)
 
 
 def top_k_tokens(

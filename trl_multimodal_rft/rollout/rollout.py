@@ -147,6 +147,7 @@ class TeacherScores(_Part):
     """Prompts of a teacher, and scores by a teacher on a server."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
+    index: torch.Tensor | None = None  # (N,), of the completion's teacher among several, -1 without a teacher
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
 

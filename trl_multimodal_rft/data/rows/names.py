@@ -17,6 +17,7 @@ MEDIA_COLUMNS = {
 
 # Prefix of the columns that a teacher reads in place of the columns without the prefix
 TEACHER = "teacher_"
+TEACHER_ID = f"{TEACHER}id"  # column that names the teacher of a row
 TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
 
 # Names of prompt columns in other tools

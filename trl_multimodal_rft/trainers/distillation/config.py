@@ -2,16 +2,17 @@
 """Arguments of the distillation trainer."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from trl import DistillationConfig
 
-from ...data.rows.names import TEACHER_COLUMNS
+from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view
 from ..shared.arguments import Needs, help_from_docstring
 from ..shared.batches import batch_options, batch_size, check_batches
+from ..shared.configs import mapping
 from ..shared.multimodal_config import SamplingArguments
 from .method import DISTILLATION
 
@@ -22,6 +23,13 @@ class SelfTeacher:
 
     weights: Literal["current", "base", "ema"] = "current"  # the student's: now, without adapter, or averaged
     rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
+    shows_best: bool = False  # whether the teacher sees the best other completion of the group
+    min_reward: float = 1.0  # that a completion needs to be shown
+
+
+def is_address(teacher: Any) -> bool:
+    """Returns whether a teacher is on a server."""
+    return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
 
 
 @help_from_docstring
@@ -55,12 +63,20 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             the weights at each update, without a gradient. `"base"` takes the weights without the adapter, which don't
             change. `"ema"` takes an exponential moving average of the weights. Its setting `rate`, as in
             `"ema(rate=0.05)"`, is the share of the student's weights in the average after each update, as in TRL's
-            SDFT and SDPO.
+            SDFT and SDPO. With the setting `shows_best=True`, as in `"ema(shows_best=True)"`, the teacher sees the
+            best other completion of the group behind the question, if its reward is at least `min_reward` (1.0); the
+            student never sees it. Completions without such a context aren't trained on. Needs `reward_funcs`.
 
         teacher_model_server_url (`str`, *optional*):
             Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
             in this process. A server returns only the most likely tokens, so set `loss_top_k`, at most the server's
             `--max-logprobs`.
+
+        teacher_models (`dict[str, str]`, *optional*):
+            Several teachers in place of one, by the names that the column `teacher_id` gives: each a model or the
+            folder of an adapter, as for `teacher_model_name_or_path`, or the address of a vLLM server, as for
+            `teacher_model_server_url`. A row without a `teacher_id` isn't trained on. With
+            `offload_during_generation`, only the teacher that scores is on the device.
 
         > Parameters that control the divergence
 
@@ -88,14 +104,16 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     student_view: str | None = None
     self_teacher: str = DISTILLATION.defaults["self_teacher"]
     teacher_model_server_url: str | None = None
+    teacher_models: dict[str, Any] | str | None = None
     loss_top_k: Annotated[int, "[0, inf]"] = DISTILLATION.defaults["loss_top_k"]
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = DISTILLATION.defaults["loss_add_tail"]
     log_multimodal: bool = True
 
+    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_models"]
     # Fixed values of other sampling trainers' options. `beta` interpolates between divergences here, and isn't the
     # coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
     needs_rewards = beta_is_kl = False
-    teacher_columns = TEACHER_COLUMNS
+    teacher_columns = (*TEACHER_COLUMNS, TEACHER_ID)
     num_generations_eval = num_iterations = 1
     sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
     rollout_view = contrast_view = None
@@ -105,6 +123,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         super().__post_init__()
         if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
+        self._check_context()
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 split_settings(getattr(self, name), name)
@@ -114,6 +133,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                 "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
                 "`per_device_train_batch_size` instead."
             )
+        if self.teacher_models is not None:
+            self._check_teacher_models()
         if self.keeps_decoded:
             self._check_server()
         if not self.loss_add_tail and self.loss_top_k == 1:
@@ -131,7 +152,36 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     @property
     def keeps_decoded(self) -> bool:
         """`True` if a teacher on a server needs the decoded media."""
-        return self.teacher_model_server_url is not None
+        servers = filter(is_address, mapping(self.teacher_models).values())
+        return self.teacher_model_server_url is not None or any(servers)
+
+    def _check_context(self) -> None:
+        settings = self.self_teacher_settings
+        if not settings.shows_best:
+            if settings.min_reward != SelfTeacher().min_reward:
+                raise ValueError(
+                    "`min_reward` of `self_teacher` has no effect without `shows_best=True`; leave it out."
+                )
+            return
+        if self.num_generations < 2:
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` shows another completion of the group, but `num_generations` is "
+                f"{self.num_generations}; set it to 2 or more."
+            )
+        if self.eval_strategy != "no":
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
+                "prompt; set `eval_strategy='no'`, and evaluate with `GenerationEvalCallback`."
+            )
+
+    def _check_teacher_models(self) -> None:
+        self.teacher_models = dict(mapping(self.teacher_models))
+        for name, teacher in self.teacher_models.items():
+            if not isinstance(name, str) or not isinstance(teacher, str):
+                raise ValueError(
+                    f"`teacher_models` has {name!r}: {teacher!r}; give each teacher as a name and a model's name, "
+                    "folder or address, and pass models to the trainer."
+                )
 
     def _check_server(self) -> None:
         if self.loss_top_k == 0:

@@ -217,6 +217,12 @@ def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_
         rollout.teacher.prompts = prompts
 
 
+def leave_out(run: Run, rollout: Rollout, is_taught: torch.Tensor) -> None:
+    """Excludes completions where `is_taught`, `(N,)`, is false from the loss. All ranks must call this."""
+    rollout.completion_mask = rollout.completion_mask * is_taught[:, None].to(rollout.completion_mask)
+    rollout.num_items_in_batch = run.accelerator.reduce(rollout.loss_mask.sum())
+
+
 @dataclass
 class Teacher:
     """The teacher: another model, or the student with its current, base or averaged weights."""

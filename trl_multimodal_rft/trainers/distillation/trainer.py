@@ -4,20 +4,23 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import DistillationTrainer
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import scored_mean
-from ...data.rows.names import TEACHER_COLUMNS
+from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...engines.samplers import Sampler
 from ...forward.scores import ScoreRequest, Scores
 from ...models.parts import check_base_is_kept
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines, in_code
+from ...rewards.calls import distinct_names
+from ...rewards.named import as_reward_funcs
 from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
 from ..shared.base import MultimodalTrainer
@@ -25,13 +28,16 @@ from ..shared.ema import MovingAverage
 from ..shared.rollout_logs import log_media_contribution
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
-from .config import MultimodalDistillationConfig
+from .best import choose_best, prompts_with
+from .config import MultimodalDistillationConfig, SelfTeacher
 from .method import DISTILLATION
+from .several import Teachers, load_teachers
 from .teacher import (
     Teacher,
     check_teacher,
     divergence_head_rule,
     keep_teacher_prompts,
+    leave_out,
     load_teacher,
     prompts_under_view,
     score_on_server,
@@ -95,6 +101,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Tools, as for [`MultimodalGRPOTrainer`].
         sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, as for [`MultimodalGRPOTrainer`].
+        teacher_models (`dict[str, str | PreTrainedModel]`, *optional*):
+            Several teachers in place of `teacher_model`, by the names that the rows' column `teacher_id` gives. Each
+            is a model or a model's name. They come to the `teacher_models` of `args`. A row without a name isn't
+            trained on.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Reward functions, or their names, as for [`MultimodalGRPOTrainer`]. They choose the completion that the
+            teacher sees with `self_teacher="current(shows_best=True)"`.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -121,17 +134,22 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         peft_config: Adapter = None,
         tools: list[Callable] | None = None,
         sampler: Sampler | None = None,
+        teacher_models: dict[str, str | PreTrainedModel] | None = None,
+        reward_funcs: Callable | str | list[Callable | str] | None = None,
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
-        arguments = arguments_of(locals(), "teacher_model")
-        teacher = load_teacher(teacher_model, args)
+        arguments = arguments_of(locals(), "teacher_model", "teacher_models", "reward_funcs")
+        functions = _reward_functions(reward_funcs, tools, args)
+        _check_one_source(teacher_model, teacher_models, args)
+        several = load_teachers(teacher_models, args)
+        teacher = None if several else load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
         if teacher is not None and args.teacher_model_server_url is not None:
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
-        if tools and args.teacher_model_server_url is not None:
+        if tools and args.keeps_decoded:
             raise ValueError("A teacher on a server can only score completions of one turn; remove `tools`.")
-        if args.self_teacher_settings.weights != "current" and (
+        if args.self_teacher_settings != SelfTeacher() and (
             teacher is not None or args.teacher_model_server_url is not None
         ):
             raise ValueError(
@@ -141,6 +159,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
+        for function in functions:
+            self._rewards.functions.append(function)
+            self._rewards.names.append(get_callable_name(function))
+            self._rewards.processors.append(None)
+        self._rewards.names[:] = distinct_names(self._rewards.names)
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
@@ -164,6 +187,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             self.add_callback(self.ema)
         head_rules = student_head_rule, teacher_head_rule or student_head_rule
         self._teacher = Teacher(self._run, self.teacher_model, self.ema, head_rules)
+        self._teachers = Teachers.of(self._run, several, student) if several else None
 
     # Rollout
 
@@ -172,31 +196,63 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
-        rollout, server = self._collect(rows), self.teacher_server
+        rollout, server, teachers = self._collect(rows), self.teacher_server, self._teachers
+        if teachers is not None:
+            teachers.choose(rollout, rows)
         prompts = teacher_prompts(self._run, rollout, rows)
         # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
+        requests_of_teachers = {} if teachers is None else teachers.requests_for(rollout, prompts)
         rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)
+        best = self._best_completions(rollout)
+        if best is not None:
+            prompts = prompts_with(self._run, rollout, best, prompts)
         if server is not None and requests is not None:
             score_on_server(self._run, server, rollout, requests)
+        if teachers is not None:
+            teachers.score_on_servers(rollout, requests_of_teachers)
         keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         self._check_sampler(rollout)
         self._run.leave_out_failed(rollout)
+        if teachers is not None:
+            teachers.leave_out_untaught(rollout)
+        if best is not None:
+            is_taught = torch.tensor([text is not None for text in best])
+            leave_out(self._run, rollout, is_taught.to(self.accelerator.device))
         self._rollout_log.add_completions(rollout)
         log_media_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
+    def _best_completions(self, rollout: Rollout) -> list[str | None] | None:
+        """Returns what the teacher sees of each completion's group with `shows_best=True`, else `None`."""
+        settings = self.args.self_teacher_settings
+        if not settings.shows_best:
+            return None
+        if not self.model.training:
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
+                "prompt; evaluate with `GenerationEvalCallback`."
+            )
+        return choose_best(self._run, rollout, settings.min_reward)
+
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
         """Raises a `ValueError` if the student is its own teacher and both read the same prompts."""
-        teaches_itself = self.teacher_model is None and self.teacher_server is None
-        sees_more = self.args.teacher_view or self.args.student_view
+        if self._teachers is None and any(row.stored.get(TEACHER_ID) is not None for row in rows):
+            raise ValueError(
+                f"row {rows[0].row_index} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
+                "`teacher_models`, or remove the column."
+            )
+        teaches_itself = self.teacher_model is None and self.teacher_server is None and self._teachers is None
+        sees_best = self.args.self_teacher_settings.shows_best
+        sees_more = self.args.teacher_view or self.args.student_view or sees_best
         if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
             raise ValueError(
                 "The student is its own teacher and reads the same prompts as the teacher, so it would learn nothing; "
-                "pass `teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' "
-                "or 'teacher_image'."
+                "pass `teacher_model`, set `teacher_view`, `student_view` or "
+                "`self_teacher='current(shows_best=True)'`, or add a column such as 'teacher_prompt' or "
+                "'teacher_image'."
             )
 
     # Update
@@ -206,7 +262,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Computes a micro-batch's scores and divergences from the teacher, with gradients."""
-        target = self._teacher.target(rollout)
+        target = (self._teachers or self._teacher).target(rollout)
         request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
         self._scores = self._policy.score(model, request)
         return self._scores
@@ -221,7 +277,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = DISTILLATION.loss(scores.divergences, n_tokens)
-        return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
+        metrics = {"entropy": scored_mean(scores.entropies, mask)}
+        if self._teachers is not None:
+            metrics |= self._teachers.metrics(inputs, scores.divergences.detach())
+        return LossOutput(loss, metrics)
 
     # Checkpoints
 
@@ -238,12 +297,48 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         average = f', with an average of its weights, `self_teacher="ema(rate={args.self_teacher_settings.rate})"`'
         weights = {"current": "", "base": ", without its adapter", "ema": average}
         teacher = f"the model itself{weights[args.self_teacher_settings.weights]}"
-        if self.teacher_server is not None:
+        if self._teachers is not None:
+            teacher = f"{', '.join(map(in_code, self._teachers.names))}, by the column `{TEACHER_ID}`"
+        elif self.teacher_server is not None:
             teacher = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:
             teacher = in_code(
                 get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name"
             )
+        if args.self_teacher_settings.shows_best:
+            teacher += ", which sees the best other completion of the group"
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
         columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
         return ", ".join([teacher, *views, *columns])
+
+
+def _check_one_source(teacher_model: Any, teacher_models: Any, args: MultimodalDistillationConfig) -> None:
+    """Raises a `ValueError` if both one teacher and several are given."""
+    if teacher_models is None and args.teacher_models is None:
+        return
+    names = ("teacher_model_name_or_path", "teacher_model_server_url")
+    others = [name for name in names if getattr(args, name) is not None]
+    others += ["teacher_model"] if teacher_model is not None else []
+    others += ["self_teacher"] if args.self_teacher_settings != SelfTeacher() else []
+    if others:
+        raise ValueError(f"`teacher_models` and `{others[0]}` name teachers; leave out one of them.")
+    if not (teacher_models or args.teacher_models):
+        raise ValueError("`teacher_models` is empty; name at least one teacher, or leave it out.")
+
+
+def _reward_functions(functions: Any, tools: list[Callable] | None, args: MultimodalDistillationConfig) -> list[Any]:
+    """Returns the functions that choose a group's best completion. Raises a `ValueError` if they aren't read."""
+    reads = args.self_teacher_settings.shows_best
+    if reads != bool(functions):
+        raise ValueError(
+            "`self_teacher` with `shows_best=True` needs `reward_funcs`, which choose the best completion; pass them."
+            if reads
+            else "`reward_funcs` have no effect without `shows_best=True` in `self_teacher`; leave them out."
+        )
+    if reads and tools:
+        raise ValueError("`shows_best=True` of `self_teacher` shows completions of one turn; remove `tools`.")
+    loaded = [] if functions is None else as_reward_funcs(functions)
+    for function in loaded:
+        if isinstance(function, (str, nn.Module)) or is_async_callable(function):
+            raise ValueError(f"`reward_funcs` of distillation are functions, got {function!r}; give such a function.")
+    return loaded

@@ -23,9 +23,12 @@ from ...data.rows.cells import Cell, cell_value
 from ...data.rows.columns import has_media
 from ...data.rows.names import MEDIA_COLUMNS, other_layout, prepare_remedy
 from ...data.rows.unread import lists_columns
+from ...encoding.packed import PACKED_LENGTHS, encode_packed
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs
-from ...encoding.supervised import PACKED_LENGTHS, SupervisedEncoder, SupervisedSequence, row_labels
+from ...encoding.sequences import SupervisedSequence
+from ...encoding.supervised import SupervisedEncoder
+from ...encoding.tokenized import row_labels
 from ...rollout.stream import EncodedRow
 from ..shared.setup import check_takes_media
 
@@ -71,7 +74,7 @@ class SupervisedCollator:
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, which are -100
+            `dict`: `sequences` ([`~encoding.sequences.SupervisedSequence`]), and `labels`, `(B, P)`, which are -100
             on tokens that aren't learned. `plain(load, i)` encodes row `i` with the processor that `load()` returns,
             for the self-check.
         """
@@ -116,7 +119,7 @@ class SupervisedCollator:
         `OverlongRow` if no learned token is left.
         """
         if row.get(PACKED_LENGTHS):
-            sequences = self.encoder.encode_packed(row)
+            sequences = encode_packed(self.encoder, row)
             for sequence in sequences:
                 check_ids(sequence.input_ids, self.model.config, row.row_index)
             return sequences

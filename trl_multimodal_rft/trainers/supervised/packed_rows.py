@@ -15,7 +15,7 @@ from ... import __version__
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
-from ...encoding.supervised import PACKED_LENGTHS
+from ...encoding.packed import PACKED_LENGTHS
 from ..shared.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 

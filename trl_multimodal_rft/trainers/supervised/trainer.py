@@ -18,7 +18,7 @@ from ...algorithms.metrics import Latest
 from ...checks.sequences import check_sequences
 from ...data.rows.features import undecoded
 from ...data.rows.names import MEDIA_COLUMNS
-from ...encoding.supervised import PACKED_LENGTHS
+from ...encoding.packed import PACKED_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines

@@ -1,0 +1,219 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Several teachers, chosen by row: an update is that of a plain loop with each row's own teacher."""
+
+import copy
+
+import pytest
+import torch
+from helpers.distillation_runs import InjectedOurs, distill, divergence, teacher, with_rest
+from helpers.encoding import extended
+from helpers.families import encode
+from helpers.trainer_utils import load, make_trainer, relative_difference, saved
+from trainers.distillation.test_distillation import KINDS, completions_of, content
+
+from trl_multimodal_rft import MultimodalDistillationTrainer
+from trl_multimodal_rft.trainers.distillation import several
+
+
+DISTANCES = {"near": 0.05, "far": 0.2}  # of two teachers from the student
+
+
+def rows_with(kind, names):
+    """Returns a row for each name of a teacher, or for `None`."""
+    rows = KINDS[kind][1](len(names))
+    transform = rows.format["format_kwargs"].get("transform", lambda batch: batch)
+    numbered = rows.with_format(None).add_column("number", [*range(len(names))])
+    return numbered.with_transform(
+        lambda batch: {**transform(batch), "teacher_id": [names[i] for i in batch["number"]]}
+    )
+
+
+def teachers(kind):
+    return {name: teacher(KINDS[kind][0], distance) for name, distance in DISTANCES.items()}
+
+
+def one_step(kind, names, objects=None, **options):
+    objects = {"teacher_model": None, "teacher_models": teachers(kind), **(objects or {})}
+    options = {"max_steps": 1, "learning_rate": 1.0, "per_device_train_batch_size": 4 * len(names), **options}
+    return distill(InjectedOurs, KINDS[kind][0], rows_with(kind, names), objects, **options)
+
+
+def plain_loop(run, kind, names, *, beta, temperature=1.0, top_k=None):
+    """
+    Returns the mean divergence of each teacher's tokens, the share of tokens by teacher, and the gradients of the
+    mean over all of them, from forwards of single completions in float64.
+    """
+    student, processor = load(KINDS[kind][0])
+    student, models = copy.deepcopy(student).double(), teachers(kind)
+    contents = [content(row, kind) for row in KINDS[kind][1](len(names))]
+    sums, counts = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+    for i, ids in enumerate(completions_of(run, kind, contents)):
+        name = names[i // 4]
+        if name is None:
+            continue
+        inputs = encode(processor, [{"role": "user", "content": contents[i // 4]}])
+        inputs = extended(inputs, torch.tensor(ids))
+        inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+        log_probs = []
+        for model in (student, models[name].double()):
+            with torch.set_grad_enabled(model is student):
+                logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
+                log_probs.append((logits / temperature).log_softmax(-1))
+        log_probs = log_probs if top_k is None else with_rest(*log_probs, top_k)
+        sums[name] = sums[name] + divergence(*log_probs, beta).sum()
+        counts[name] += len(ids)
+    n_tokens = sum(counts.values())
+    (sum(sums.values()) / n_tokens).backward()
+    gradients = {name: p.grad.float() for name, p in student.named_parameters() if p.grad is not None}
+    means = {name: sums[name].item() / counts[name] for name in models if counts[name]}
+    return means, {name: count / n_tokens for name, count in counts.items()}, gradients
+
+
+def assert_step(run, kind, names, **options):
+    means, shares, gradients = plain_loop(run, kind, names, **options)
+    logs = run.history[0]
+    for name in DISTANCES if run.trainer.args.gradient_accumulation_steps == 1 else ():
+        assert logs[f"teacher/{name}/token_frac"] == pytest.approx(shares[name])
+        assert logs.get(f"teacher/{name}/divergence") == (means.get(name) and pytest.approx(means[name], rel=1e-4))
+    loss = sum(shares[name] * mean for name, mean in means.items())
+    assert logs["loss"] == pytest.approx(loss, rel=1e-4) and loss > 1e-4
+    update = {name: run.update[name] for name in gradients}
+    rate = run.trainer.args.learning_rate
+    assert relative_difference({name: -rate * value for name, value in gradients.items()}, update) <= 1e-5
+
+
+MIXED = ["near", None, "far"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"beta": 0.5, "temperature": 0.8}, {"beta": 1.0, "loss_top_k": 5}], ids=str)
+def test_each_row_learns_from_its_own_teacher(kind, options):
+    run = one_step(kind, MIXED, **options)
+    assert all(run.trainer.scored_packed)
+    options = {"top_k" if key == "loss_top_k" else key: value for key, value in options.items()}
+    assert_step(run, kind, MIXED, **options)
+
+
+MICRO_BATCHES = [
+    (["near", "far", None], {}),
+    (["far", "far", None], {"max_tokens_per_microbatch": 60}),
+    ([None, "near", None], {"packing": "padded"}),
+]
+
+
+@pytest.mark.parametrize(("names", "options"), MICRO_BATCHES, ids=str)
+def test_micro_batches_with_one_teacher_or_none(names, options):
+    """One row in each of three micro-batches."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, **options}
+    assert_step(one_step("image", names, beta=0.5, **options), "image", names, beta=0.5)
+
+
+def test_only_the_teacher_that_scores_is_on_the_device():
+    run = one_step("image", MIXED, beta=0.5, offload_during_generation=True)
+    named = run.trainer._teachers.named
+    sizes = [{p.untyped_storage().nbytes() for p in each.model.parameters()} for each in named]
+    assert sizes == [{0}, {0}]
+    with named[1].on_device():
+        assert 0 not in {p.untyped_storage().nbytes() for p in named[1].model.parameters()}
+        assert {p.untyped_storage().nbytes() for p in named[0].model.parameters()} == {0}
+    assert_step(run, "image", MIXED, beta=0.5)
+
+
+def test_resumed_run_is_the_run(tmp_path):
+    """Bit for bit, in the middle of a generation batch."""
+    options = {"teacher_models": teachers("image"), "max_steps": 3, "optim": "adamw_torch", "reward": None}
+    options |= {"per_device_train_batch_size": 4, "steps_per_generation": 3, "shuffle_dataset": False}
+    options["objects"] = {"teacher_models": options.pop("teacher_models")}
+
+    def trainer(folder, **more):
+        rows = rows_with("image", MIXED)
+        return make_trainer(MultimodalDistillationTrainer, "qwen2_5_vl", rows, tmp_path / folder, **options, **more)
+
+    whole = trainer("whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = trainer("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_teachers_by_name(tmp_path):
+    name = str(saved("qwen2_5_vl"))
+    objects = {"teacher_models": {"near": teacher("qwen2_5_vl")}}
+    run = one_step("image", ["near", "itself"], objects, teacher_models={"itself": name}, beta=0.5)
+    assert run.history[0]["teacher/itself/divergence"] == pytest.approx(0, abs=1e-6)
+    assert run.history[0]["teacher/near/divergence"] > 1e-4
+    run.trainer.create_model_card()
+
+
+REFUSED = {
+    "unknown": (
+        ["near", "fra"],
+        {},
+        {},
+        r"row 1, column 'teacher_id': 'fra' is none of the teachers \['near', 'far'\]",
+    ),
+    "none": ([None, None], {}, {}, "No row of a batch names its teacher, such as row 0; write one of"),
+    "no teachers": (["near"], {"teacher_models": None, "teacher_model": teacher}, {}, "row 0 has a 'teacher_id', but"),
+    "two sources": (["near"], {"teacher_model": teacher}, {}, "`teacher_models` and `teacher_model` name teachers"),
+    "average": (["near"], {}, {"self_teacher": "ema"}, "`teacher_models` and `self_teacher` name teachers"),
+    "address": (
+        ["near"],
+        {"teacher_models": {"a": "http://localhost:1"}},
+        {},
+        "an address for 'a'; give addresses in",
+    ),
+    "empty": (["near"], {"teacher_models": {}}, {"teacher_models": {}}, "`teacher_models` is empty"),
+    "server": (
+        ["near"],
+        {},
+        {"teacher_models": {"a": "http://localhost:1"}},
+        "set `loss_top_k`, at most the server's",
+    ),
+    "number": (["near"], {}, {"teacher_models": {"a": 3}}, "`teacher_models` has 'a': 3; give each teacher as a name"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    names, objects, options, message = REFUSED[name]
+    objects = {key: value("qwen2_5_vl") if callable(value) else value for key, value in objects.items()}
+    with pytest.raises(ValueError, match=message):
+        one_step("image", names, objects, **options)
+
+
+def test_another_vocabulary_is_refused():
+    other = load("qwen2_audio")[0]
+    with pytest.raises(ValueError, match="`teacher_models`, 'far': The teacher .* can't score completions of the st"):
+        one_step("image", MIXED, {"teacher_models": {**teachers("image"), "far": other}})
+
+
+class Served:
+    """Stands for a server with a teacher, whose top tokens are those of the model in this process."""
+
+    def __init__(self, name, model, processor):
+        self.name, self.model, self.processor = name, model, processor
+
+    def requests_for(self, prompts):
+        return [*prompts]
+
+    def top_k(self, prompts, completions, width, k):
+        ids, logps = torch.zeros(len(prompts), width, k, dtype=torch.long), torch.zeros(len(prompts), width, k)
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            sequence = torch.cat([prompt.input_ids, torch.tensor(completion)])
+            positions = torch.cat([prompt.position_ids, prompt.positions_after(len(completion))], dim=-1)
+            with torch.no_grad():
+                outputs = self.model(input_ids=sequence[None], position_ids=positions, **prompt.media)
+            logits = outputs.logits[0, -len(completion) - 1 : -1]
+            top = logits.log_softmax(-1).topk(k, dim=-1)
+            ids[i, : len(completion)], logps[i, : len(completion)] = top.indices, top.values
+        return ids, logps
+
+
+def test_a_server_among_models(monkeypatch):
+    served = Served("served", teacher("qwen2_5_vl", DISTANCES["far"]), load("qwen2_5_vl")[1])
+    monkeypatch.setattr(several, "server_teacher", lambda *_: served)
+    objects = {"teacher_models": {"near": teacher("qwen2_5_vl", DISTANCES["near"])}}
+    address = {"teacher_models": {"far": "http://localhost:1"}}
+    run = one_step("image", MIXED, objects, beta=1.0, loss_top_k=5, **address)
+    assert_step(run, "image", MIXED, beta=1.0, top_k=5)

@@ -1,0 +1,47 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of a packed dataset, which hold the tokens of several rows."""
+
+from itertools import accumulate
+
+from ..data.rows.batches import Row
+from .sequences import SupervisedSequence
+from .tokenized import TextEncoder, row_labels
+
+
+# Column of the lengths of the rows that a packed row holds, as `trl.pack_dataset` names it
+PACKED_LENGTHS = "seq_lengths"
+
+
+def encode_packed(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
+    """
+    Encodes the rows that a packed row holds, each for itself. Leaves out rows in which nothing is learned.
+
+    Args:
+        encoder ([`~encoding.tokenized.TextEncoder`]):
+            Encoder of single rows.
+        row ([`~data.rows.batches.Row`]):
+            Row with `input_ids`, `seq_lengths` and optionally `labels`, as from [`~trl.pack_dataset`].
+
+    Returns:
+        `list[SupervisedSequence]`: The sequences.
+
+    Raises:
+        `ValueError`: If the lengths don't add up to the number of tokens, or if nothing is learned in any row. See
+            also [`~encoding.tokenized.TextEncoder.encode_tokens`].
+    """
+    label = f"row {row.row_index}"
+    ids = row["input_ids"]
+    lengths = row[PACKED_LENGTHS]
+    if sum(lengths) != len(ids):
+        raise ValueError(
+            f"{label}, column '{PACKED_LENGTHS}': its lengths are those of {sum(lengths)} tokens, but `input_ids` has "
+            f"{len(ids)}; pack the rows again, with `trl.pack_dataset`."
+        )
+    labels = row_labels(row)
+    starts = [0, *accumulate(lengths)]
+    spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    spans = [span for span in spans if any(token != -100 for token in labels[span][1:])]
+    if not spans:
+        raise ValueError(f"{label} has nothing to learn: its labels are -100, or first in a row; remove the row.")
+    parts = [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
+    return [encoder.encode_tokens(Row(row.row_index, part)) for part in parts]

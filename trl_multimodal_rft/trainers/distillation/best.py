@@ -1,0 +1,108 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Prompts of a teacher that sees the best other completion of a group, as in
+[Reinforcement Learning via Self-Distillation](https://huggingface.co/papers/2601.20802).
+"""
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+
+from ...encoding.processors import checked_texts, tokenizer_of
+from ...encoding.prompts import EncodedPrompt
+from ...forward.trees import share_media
+from ...rollout.estimates import rewards_per_func
+from ...rollout.rollout import Rollout
+from ..shared.run import Run
+from .teacher import prompts_under_view
+
+
+# What follows the question in the teacher's prompt
+_CONTEXT = "\n\nAn answer that was judged to be right:\n\n{answer}\n\nNow answer the question in your own words."
+
+
+class _Answer(NamedTuple):
+    """A completion of any rank."""
+
+    group: int
+    index: int  # among the completions of all ranks
+    reward: float
+    text: str
+
+
+def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | None]:
+    """
+    Returns for each completion the text of the best other completion of its group, or `None` if the reward of none
+    reaches `min_reward`. All ranks must call this.
+
+    For example, the rewards 1, 0, 2 of a group give the texts of the third, third and first completion. Of equal
+    rewards, the first counts. A reward is the sum over the reward functions, without those that give `None`.
+    """
+    run.reward_together(rollout)
+    rewards = rewards_per_func(rollout.rewards.by_function)
+    totals = torch.where(rewards.isnan().all(1), math.nan, rewards.nansum(1)).tolist()
+    tokenizer = tokenizer_of(run.prompts.processor)
+    first = run.accelerator.process_index * len(rollout)
+    own = [
+        _Answer(group, first + i, totals[i], str(tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True)))
+        for i, group in enumerate(rollout.group_ids.tolist())
+    ]
+    by_group: dict[int, list[_Answer]] = {}
+    for answer in map(_Answer._make, gather_object(own)):
+        if answer.reward >= min_reward:  # NaN isn't
+            by_group.setdefault(answer.group, []).append(answer)
+    texts: list[str | None] = []
+    for answer in own:
+        others = [other for other in by_group.get(answer.group, []) if other.index != answer.index]
+        texts.append(max(others, key=lambda other: (other.reward, -other.index)).text if others else None)
+    _log(run, totals, texts)
+    return texts
+
+
+def _log(run: Run, totals: list[float], texts: list[str | None]) -> None:
+    numbers = torch.tensor([[reward, float(text is not None)] for reward, text in zip(totals, texts, strict=True)])
+    means = run.accelerator.gather(numbers.to(run.accelerator.device)).nanmean(0).tolist()
+    run.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
+
+
+def prompts_with(
+    run: Run, rollout: Rollout, texts: list[str | None], prompts: list[EncodedPrompt]
+) -> list[EncodedPrompt]:
+    """
+    Returns the teacher's prompts, with a completion behind the question where there is one in `texts`, else those in
+    `prompts`. Completions of a row with the same text share a prompt.
+    """
+    encoded: dict[tuple[int, str], EncodedPrompt] = {}
+    messages = [*rollout.source.messages]
+    told = [*prompts]
+    for i, text in enumerate(texts):
+        if text is None:
+            continue
+        row = rollout.source.row_indices[i]
+        label = f"row {row}, a completion in the teacher's prompt"
+        messages[i] = _with_answer(messages[i], checked_texts(text, run.prompts.processor, "strip", label))
+        key = int(rollout.group_ids[i]), text
+        if key not in encoded:
+            encoded[key] = run.prompts.encode(messages[i], row)
+        told[i] = encoded[key]
+    source = replace(rollout.source, messages=messages)
+    told = prompts_under_view(run, replace(rollout, prompts=told, source=source), run.args.teacher_view)
+    share_media(told)
+    return told
+
+
+def _with_answer(prompt: Any, answer: str) -> Any:
+    """Returns a prompt whose last user message, or whose text, ends with a context that holds the answer."""
+    context = _CONTEXT.format(answer=answer)
+    if isinstance(prompt, str):
+        return prompt + context
+    messages = [copy.copy(message) for message in prompt]
+    message = next(message for message in reversed(messages) if message["role"] == "user")
+    content = message["content"]
+    is_text = isinstance(content, str)
+    message["content"] = content + context if is_text else [*content, {"type": "text", "text": context}]
+    return messages
