@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from ...encoding.processors import checked_texts, tokenizer_of
 from ...encoding.prompts import EncodedPrompt
 from ...forward.trees import share_media
-from ...rollout.reward import rewards_per_func
+from ...rollout.estimates import rewards_per_func
 from ...rollout.rollout import Rollout
 from ..shared.run import Run
 from .teacher import prompts_under_view
