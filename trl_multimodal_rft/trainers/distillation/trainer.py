@@ -160,10 +160,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
         for function in functions:
-            self._rewards.functions.append(function)
-            self._rewards.names.append(get_callable_name(function))
-            self._rewards.processors.append(None)
-        self._rewards.names[:] = distinct_names(self._rewards.names)
+            self._reward_functions.functions.append(function)
+            self._reward_functions.names.append(get_callable_name(function))
+            self._reward_functions.processors.append(None)
+        self._reward_functions.names[:] = distinct_names(self._reward_functions.names)
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
