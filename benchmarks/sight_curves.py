@@ -196,7 +196,7 @@ def _differences(one: str, other: str, runs: dict[str, dict]) -> list[str]:
     kl = pd.Series(first["kl"][:n]) - pd.Series(second["kl"][:n])
     same = _same_updates(first["tokens"], second["tokens"])
     weights = [_of_weights(one, other, moment) for moment in ("first", "last")]
-    return [f"{one}, {other}", str(n), str(same), f"{reward.abs().max():.3f}", f"{kl.abs().max():.3f}", *weights]
+    return [f"{one}, {other}", str(n), str(same), f"{reward.abs().max():.3f}", f"{kl.abs().max():.0e}", *weights]
 
 
 def _same_updates(one: list, other: list) -> int:
