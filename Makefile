@@ -132,10 +132,9 @@ vllm-families: $(VLLM)/ok
 benchmark: $(VENV)/examples  ## compare an update with TRL's, on the CPU
 	$(BIN)/python benchmarks/policy_update.py
 
-# Those that need no GPU, with their outputs
+# With their outputs
 notebooks: $(VENV)/tests
-	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb \
-		examples/notebooks/custom_advantage_and_reward.ipynb examples/notebooks/dpo_audio.ipynb
+	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/*.ipynb
 
 docs: $(VENV)/tests  ## the site, into outputs/site
 	$(BIN)/mkdocs build --strict

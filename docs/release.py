@@ -1,10 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Prepares a checkout for the index: its page shows README, where a relative link leads nowhere, and names the source's
-address, which a clone doesn't know. The workflow `release.yml` runs it when a tag is pushed:
+Writes the address of the repository, which a clone doesn't know.
+
+For the index, whose page shows README, where a relative link leads nowhere; the workflow `release.yml` runs this when
+a tag is pushed:
 
 ```bash
 python docs/release.py https://github.com/<owner>/<name> v0.1.0
+```
+
+Into the notebooks, once, so that their badges open them on Colab and their first cells install from it:
+
+```bash
+python docs/release.py https://github.com/<owner>/<name>
 ```
 """
 
@@ -53,5 +61,12 @@ def main(address: str, tag: str, root: Path = ROOT) -> None:
     readme.write_text(absolute(readme.read_text(), address, tag))
 
 
+def name_repository(address: str, root: Path = ROOT) -> None:
+    """Writes the address into the notebooks: the badges for Colab and the first cells."""
+    for path in sorted((root / "examples" / "notebooks").glob("*.ipynb")):
+        path.write_text(path.read_text().replace("OWNER/NAME", address.removeprefix("https://github.com/")))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write = main if len(sys.argv) > 2 else name_repository
+    write(*sys.argv[1:])

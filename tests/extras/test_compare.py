@@ -9,10 +9,10 @@ import torch
 from helpers.trainer_utils import audio_rows, image_rows, saved, text_rows
 
 from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.encoding.prompt_encoder import PromptEncoder
 from trl_multimodal_rft.extras import compare
 from trl_multimodal_rft.extras.compare import Run, Step, findings, relative_difference
 from trl_multimodal_rft.forward.layout import PrefixLayout
-from trl_multimodal_rft.rollout.stream import PromptEncoder
 
 
 OPTIONS = ["--steps", "2", "--max_completion_length", "6"]

@@ -15,13 +15,9 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
-from datasets import Audio, Dataset
-from helpers import forked
-from helpers.chats import RATE, audio, image
+from helpers import forked, notebook_models
 from helpers.folders import ROOT
-from helpers.four_bits import save_wide
 from helpers.processes import PATIENCE
-from helpers.trainer_utils import saved
 from safetensors.torch import load_file
 from tasks import DIRECTIONS, spoken_digits
 
@@ -29,11 +25,8 @@ from tasks import DIRECTIONS, spoken_digits
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 REFRESH = runpy.run_path(str(FOLDER.parents[1] / "docs" / "refresh_notebooks.py"))
-
-
-def parameters_cell(notebook):
-    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
-    return cell
+RELEASE = runpy.run_path(str(FOLDER.parents[1] / "docs" / "release.py"))
+parameters_cell = REFRESH["parameters_cell"]
 
 
 # In a forked process, where the kernel is forked, too
@@ -90,23 +83,53 @@ def shown(notebook, kind):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_as_committed(path):
-    """They have the outputs of a run of this code from top to bottom, or none if that needs a GPU. Links resolve."""
+    """They have the outputs of a run of this code from top to bottom, hide no warnings, and their links resolve."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert parameters_cell(notebook).cell_type == "code"
     code, outputs = [cell for cell in notebook.cells if cell.cell_type == "code"], outputs_of(notebook)
-    assert "colab.research.google.com/github" in notebook.cells[0].source
-    if path.stem in ("qwen2_audio_lora", "qwen2_5_vl_t4"):
-        assert not outputs and all(cell.execution_count is None for cell in code)
-    else:
-        assert notebook.metadata["sources"] == REFRESH["sources"](notebook), "run `make notebooks`"
-        assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-        assert shown(notebook, "image/png") and not any(output.get("name") == "stderr" for output in outputs)
-        assert path.stat().st_size < 2**20 and not re.search(r"/(home|root|tmp|work)/", path.read_text())
+    assert notebook.metadata["sources"] == REFRESH["sources"](notebook), "run `make notebooks`"
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert shown(notebook, "image/png") and not any(output.get("name") == "stderr" for output in outputs)
+    assert path.stat().st_size < 2**20 and not re.search(r"/(home|root|tmp|work)/", path.read_text())
+    assert not any("warnings" in cell.source for cell in code)
+    is_small = hasattr(notebook_models, path.stem)
+    assert ("The outputs are those of these cells with a tiny" in notebook.cells[0].source) == is_small
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             for link in re.findall(r"\]\(([^)#]+)", cell.source):
                 assert link.startswith("https://") or (FOLDER / link).exists(), link
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_address_of_the_repository(path, tmp_path):
+    """A release writes it into the badge and the first cell, and nothing else changes."""
+    copy = tmp_path / "examples" / "notebooks" / path.name
+    copy.parent.mkdir(parents=True)
+    copy.write_text(path.read_text())
+    RELEASE["name_repository"]("https://github.com/we/it", tmp_path)
+    old, new = (nbformat.read(each, as_version=4) for each in (path, copy))
+    page = f"https://colab.research.google.com/github/we/it/blob/main/examples/notebooks/{path.name}"
+    assert f"]({page})" in new.cells[0].source and 'source = "https://github.com/we/it"' in new.cells[1].source
+    assert [cell.source for cell in old.cells[2:]] == [cell.source for cell in new.cells[2:]]
+    assert path.read_text().replace("OWNER/NAME", "we/it") == copy.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_first_cell_installs_the_package(path, tmp_path):
+    """Where the package isn't found: from a clone of the address, in whose folder of notebooks the others run."""
+    (cell,) = (cell for cell in nbformat.read(path, as_version=4).cells if "find_spec" in cell.source)
+    site = tmp_path / "site"
+    source = cell.source.replace('"https://github.com/OWNER/NAME"', repr(FOLDER.parents[1].as_uri()))
+    source = source.replace('find_spec("trl_multimodal_rft")', 'find_spec("trl_multimodal_rft_isnt_here")')
+    source = source.replace("%pip install", f"%pip install --no-deps --no-build-isolation --target {site}")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbformat.write(notebook, tmp_path / "first.ipynb")
+    code = EXECUTE.replace(repr(str(FOLDER)), repr(str(tmp_path)))
+    run = forked.run([sys.executable, "-c", code, str(tmp_path / "first.ipynb")], capture_output=True)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert (site / "trl_multimodal_rft" / "__init__.py").exists()
+    assert ("git clone" not in source) or (tmp_path / "trl-multimodal-rft" / "examples" / "tasks.py").exists()
 
 
 def test_committed_run_is_what_the_text_says():
@@ -213,29 +236,20 @@ def test_custom_advantage_and_reward(tmp_path):
 @pytest.mark.slow
 def test_qwen2_audio_lora(tmp_path):
     """Runs the recipe on a tiny Qwen2-Audio, and twenty chirps in the columns of ESC-50."""
-    categories = ["dog", "chirping_birds", "vacuum_cleaner", "sea_waves", "clock_tick"]
-    rows = {
-        "audio": [{"array": audio(0.3 + 0.02 * i, i)["audio"], "sampling_rate": RATE} for i in range(20)],
-        "category": [categories[i % 5] for i in range(20)],
-        "fold": [1 + i // 4 for i in range(20)],
-    }
-    dataset = Dataset.from_dict(rows).cast_column("audio", Audio(sampling_rate=RATE))
-    dataset.to_parquet(tmp_path / "data" / "train.parquet")
-    trained = tmp_path / "trained"
+    values = notebook_models.qwen2_audio_lora(tmp_path)
+    trained = Path(values["output_dir"])
     notebook, result = execute(
         "qwen2_audio_lora",
         "{'history': trainer.state.log_history, 'answers': [row['completions'] for row in answers.rows], "
         "'same': [row['completions'] for row in evaluate_trainer(trainer, test, accuracy_reward, settings).rows], "
         "'train': list(train['prompt']), 'solutions': list(test['solution']), 'columns': train.column_names}",
-        **{"model_id": str(saved("qwen2_audio")), "dataset_id": str(tmp_path / "data"), "output_dir": str(trained)},
-        **{"num_generations": 4, "prompts_per_update": 2, "max_completion_length": 8, "dtype": "float32"},
-        **{"max_steps": 2, "eval_steps": 1, "learning_rate": 1e-2},
+        **values,
     )
     assert result["columns"] == ["prompt", "audio", "solution"] and len(result["train"]) == 16
     assert result["solutions"] == ["chirping birds", "vacuum cleaner", "sea waves", "clock tick"]
     for (message,) in result["train"]:
         choices = re.fullmatch(r"What makes this sound: (.*)\? Answer .*", message["content"])[1].split(", ")
-        assert len({*choices}) == 4 and {*choices} <= {name.replace("_", " ") for name in categories}
+        assert len({*choices}) == 4 and {*choices} <= {name.replace("_", " ") for name in notebook_models.CATEGORIES}
     logs = [entry for entry in result["history"] if "reward" in entry]
     assert [entry["step"] for entry in logs] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in logs)
     assert [entry["step"] for entry in result["history"] if "eval_accuracy" in entry] == [1, 2]
@@ -252,21 +266,14 @@ def test_qwen2_audio_lora(tmp_path):
 @pytest.mark.slow
 def test_qwen2_5_vl_t4(tmp_path):
     """Runs the notebook for a T4 on a small Qwen2.5-VL in 4 bits, and pictures in the columns of Geometry3K."""
-    save_wide("qwen2_5_vl", tmp_path / "model")
-    pictures = [image(84, 56, seed)["image"] for seed in range(8)]
-    rows = [{"images": [each], "problem": "<image>Find x.", "answer": str(i)} for i, each in enumerate(pictures)]
-    (tmp_path / "data").mkdir()
-    for split in ("train", "test"):
-        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    trained = tmp_path / "trained"
+    values = notebook_models.qwen2_5_vl_t4(tmp_path)
+    trained = Path(values["output_dir"])
     notebook, result = execute(
         "qwen2_5_vl_t4",
         "{'history': trainer.state.log_history, 'answers': [row['completions'] for row in answers.rows], "
         "'same': [row['completions'] for row in evaluate_trainer(trainer, test, accuracy_reward, settings).rows], "
         "'four': sum(type(module).__name__ == 'Linear4bit' for module in trainer.model.modules())}",
-        **{"model_id": str(tmp_path / "model"), "dataset_id": str(tmp_path / "data"), "output_dir": str(trained)},
-        **{"fp16": False, "num_generations": 4, "max_completion_length": 8, "max_pixels": 56 * 56, "test_rows": 5},
-        **{"max_steps": 2, "eval_steps": 1, "learning_rate": 1e-2},
+        **values,
     )
     logs = [entry for entry in result["history"] if "reward" in entry]
     assert [entry["step"] for entry in logs] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in logs)

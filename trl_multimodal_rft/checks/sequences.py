@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.rows.pairs import COMPLETIONS
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
-from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..encoding.sequences import PreferencePair, SupervisedSequence
 from ..forward.scores import ScoreRequest, with_answer
 from ..models.modes import measurement_mode
 from ..policy import PolicyForward

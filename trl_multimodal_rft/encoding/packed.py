@@ -4,19 +4,20 @@
 from itertools import accumulate
 
 from ..data.rows.batches import Row
-from .supervised import SupervisedEncoder, SupervisedSequence, row_labels
+from .sequences import SupervisedSequence
+from .tokenized import TextEncoder, row_labels
 
 
 # Column of the lengths of the rows that a packed row holds, as `trl.pack_dataset` names it
 PACKED_LENGTHS = "seq_lengths"
 
 
-def encode_packed(encoder: SupervisedEncoder, row: Row) -> list[SupervisedSequence]:
+def encode_packed(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
     """
     Encodes the rows that a packed row holds, each for itself. Leaves out rows in which nothing is learned.
 
     Args:
-        encoder ([`~encoding.supervised.SupervisedEncoder`]):
+        encoder ([`~encoding.tokenized.TextEncoder`]):
             Encoder of single rows.
         row ([`~data.rows.batches.Row`]):
             Row with `input_ids`, `seq_lengths` and optionally `labels`, as from [`~trl.pack_dataset`].
@@ -26,7 +27,7 @@ def encode_packed(encoder: SupervisedEncoder, row: Row) -> list[SupervisedSequen
 
     Raises:
         `ValueError`: If the lengths don't add up to the number of tokens, or if nothing is learned in any row. See
-            also [`~encoding.supervised.SupervisedEncoder.encode_tokens`].
+            also [`~encoding.tokenized.TextEncoder.encode_tokens`].
     """
     label = f"row {row.row_index}"
     ids = row["input_ids"]

@@ -2,113 +2,33 @@
 """Encoding of rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import SequenceMatcher
+from itertools import chain
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, ProcessorMixin
 from trl.data_utils import extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
-from ..data.rows.cells import cell_value, truth_value
+from ..data.rows.cells import cell_value
 from ..data.rows.columns import read_messages, rows_to_messages
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
 from ..families import family_of, family_of_processor
 from ..views.views import View
-from .conversations import check_joins, encode_continuation, encode_prefix
-from .join import common_start, continued_field, padded
+from .conversations import check_joins, encode_continuation
+from .join import padded
 from .messages import check_written, write_chat
-from .processors import Processor, checked_prompt, tokenizer_of
+from .processors import checked_prompt
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
+from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
+from .tokenized import TextEncoder, with_end
 
 
 @dataclass(eq=False)
-class SupervisedSequence(EncodedPrompt):
-    """A row of a supervised dataset as one sequence."""
-
-    learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
-    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
-
-    def example(self) -> tuple[list[int], list[int], None]:
-        """Returns ids before the first learned token, learned ids, and `None`, as there is no rejected completion."""
-        start = int(self.learned.int().argmax())
-        return self.input_ids[:start].tolist(), self.input_ids[self.learned].tolist(), None
-
-    def cut(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """
-        Returns the first or last `n` tokens, with all media. In both cases, the positions are those of the first `n`
-        tokens.
-        """
-        span = slice(-n, None) if from_end else slice(n)
-        return replace(
-            self,
-            input_ids=self.input_ids[span],
-            token_fields={name: value[span] for name, value in self.token_fields.items()},
-            position_ids=self.position_ids[..., :n],
-            learned=self.learned[span],
-            is_cut=True,
-            mask_cache={},
-        )
-
-
-@dataclass(eq=False)
-class PreferencePair(EncodedPrompt):
-    """The prompt of a row, with its media, and the ids of a preferred and a rejected completion."""
-
-    chosen: list[int] = field(kw_only=True)
-    rejected: list[int] = field(kw_only=True)
-    # Completions that hold media, by column, with masks of their learned tokens
-    answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
-    # The prompt under a view. After this prompt, `chosen` counts as rejected.
-    view: EncodedPrompt | None = field(default=None, kw_only=True)
-    # By column of a completion, the end of the prompt before it, where a cut leaves only the end
-    prompt_ends: dict[str, EncodedPrompt] = field(default_factory=dict, kw_only=True)
-    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
-
-    def example(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns ids of the prompt, the chosen and the rejected completion."""
-        return self.input_ids.tolist(), self.chosen, self.rejected
-
-    def prompt_before(self, column: str) -> EncodedPrompt:
-        """Returns the prompt before the completion in a column, which is the whole prompt unless a cut shortens it."""
-        return self.prompt_ends.get(column, self)
-
-    def cut(self, n: int, model: PreTrainedModel, *, from_end: bool = False) -> "PreferencePair":
-        """
-        Returns a pair of text in which prompt and completion together have at most `n` tokens, the first or the last
-        ones, as in TRL. If only tokens of a completion are left, its first one counts as the prompt.
-        """
-        completions, prompt_ends = {}, {}
-        for column in COMPLETIONS:
-            ids: list[int] = getattr(self, column)
-            completions[column] = ids
-            if len(self) + len(ids) <= n:
-                continue
-            if not from_end:
-                completions[column] = ids[: max(n - len(self), 0)]
-                continue
-            sequence = _with_completion(self, column, model).cut(n, from_end=True)
-            n_prompt = max(n - len(ids), 1)
-            prompt_ends[column] = sequence.part(slice(n_prompt))
-            completions[column] = sequence.input_ids[n_prompt:].tolist()
-        is_cut = any(completions[column] != getattr(self, column) for column in COMPLETIONS) or bool(prompt_ends)
-        return replace(self, **completions, prompt_ends=prompt_ends, is_cut=is_cut)
-
-    def learned(self, column: str) -> torch.Tensor:
-        """Returns the mask of learned tokens, `(C,)`, for the completion in a column."""
-        ids: list[int] = getattr(self, column)
-        return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
-
-    def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns a sequence for each completion: the prompt, followed by the completion, which is learned."""
-        return [_with_completion(self, column, model) for column in COMPLETIONS]
-
-
-@dataclass(eq=False)
-class SupervisedEncoder:
+class SupervisedEncoder(TextEncoder):
     """
     Encoder of the rows of a supervised dataset.
 
@@ -137,8 +57,6 @@ class SupervisedEncoder:
         `ValueError`: If the processor can't encode answers.
     """
 
-    processing_class: Processor
-    model: PreTrainedModel
     _: KW_ONLY
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     audio_overlong: Literal["raise", "truncate"] = "raise"
@@ -148,13 +66,13 @@ class SupervisedEncoder:
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
 
     def __post_init__(self):
-        if (obstacle := family_of_processor(self.processing_class).answer_obstacle) is not None:
+        obstacle = family_of_processor(self.processing_class).answer_obstacle
+        if obstacle is not None:
             name = type(self.processing_class).__name__
             raise ValueError(
                 f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO."
             )
-        self._tokenizer = tokenizer_of(self.processing_class)
-        self._end = self._tokenizer.eos_token or ""
+        super().__post_init__()
 
     def encode_sequence(
         self, row: Mapping[str, Any], completion_only: bool | None = None, assistant_only: bool = False
@@ -179,7 +97,8 @@ class SupervisedEncoder:
             [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
         row = row if isinstance(row, Row) else Row(0, dict(row))
-        label, is_conversation = f"row {row.row_index}", bool(row.get("messages"))
+        label = f"row {row.row_index}"
+        is_conversation = bool(row.get("messages"))
         if is_conversation and completion_only:
             raise ValueError(
                 f"{label}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
@@ -187,12 +106,13 @@ class SupervisedEncoder:
             )
         if is_conversation:
             read_messages(row["messages"], "messages", row.row_index)
-        prompt_messages, completion = (list(row["messages"]), []) if is_conversation else _split_messages(row, label)
+        prompt_messages, completion = _whole_or_split(row, label)
         try:
             messages = self._messages(row, prompt_messages, completion)
             check_text_only([message for message in messages if message["role"] == "assistant"])
             if is_conversation:  # the whole conversation takes the place of the prompt
-                prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
+                prompt = self._encode(messages, row, add_generation_prompt=False)
+                ids = []
             else:
                 n = len(prompt_messages)
                 prompt = self._encode(_text_or_messages(row, messages[:n]), row)
@@ -201,8 +121,8 @@ class SupervisedEncoder:
             if not is_conversation:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
-        sequence = _with_text(prompt, ids, self.model)
-        # `_with_text` marks only the text after the prompt as learned
+        sequence = with_text(prompt, ids, self.model)
+        # `with_text` marks only the text after the prompt as learned
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
@@ -211,7 +131,7 @@ class SupervisedEncoder:
                     "option out."
                 )
             sequence.learned &= self._assistant_mask(row, messages, sequence)
-        _check_learned(sequence, label)
+        check_learned(sequence, label)
         if family_of(self.model).token_field_fill and sequence.learned[: len(prompt)].any():
             raise ValueError(
                 f"{label}: {self.model.config.model_type} has bidirectional attention before an answer, so tokens "
@@ -242,12 +162,14 @@ class SupervisedEncoder:
                 chat template can't render it after the prompt.
             [`MediaError`]: If media can't be decoded or don't match their placeholders.
         """
-        prompts, completions = [], []
+        prompts: list[EncodedPrompt] = []
+        completions: list[torch.Tensor] = []
         for index, columns in enumerate(rows):
             row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             label = f"row {row.row_index} of `ptx_dataset`"
             prompt_messages, completion = _split_messages(row, label)
-            messages, n = self._messages(row, prompt_messages, completion), len(prompt_messages)
+            messages = self._messages(row, prompt_messages, completion)
+            n = len(prompt_messages)
             prompt = self._encode(_text_or_messages(row, messages[:n]), row)
             ids = self._completion_ids(row, messages, n, label)
             prompts.append(prompt)
@@ -279,21 +201,23 @@ class SupervisedEncoder:
         """
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
-            return _with_common_start(*map(self.encode_tokens, tokenized))
+            return with_common_start(*map(self.encode_tokens, tokenized))
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
-        columns, label = self._with_answer_media(row), f"row {row.row_index}"
+        columns = self._with_answer_media(row)
+        label = f"row {row.row_index}"
         # By column: the row with its completion, all messages, and the number of messages in the prompt
         selections = {column: self._select_completion(columns, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in selections.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
         if whole and not has_media and not family_of(self.model).token_field_fill:
-            return _with_common_start(
+            return with_common_start(
                 *(self._encode_text(selected_row, messages) for selected_row, messages, _ in selections.values())
             )
         selected_row, messages, n = selections["chosen"]
         prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
-        answers, completions = {}, {}
+        answers: dict[str, SupervisedSequence] = {}
+        completions: dict[str, list[int]] = {}
         for column, (selected_row, messages, n) in selections.items():
             if next(iter_refs(messages[n:]), None) is None:
                 completions[column] = self._completion_ids(selected_row, messages, n, label, self._end)
@@ -361,10 +285,7 @@ class SupervisedEncoder:
         if row.get("chosen") is not None:
             selected_row, messages, n = self._select_completion(self._with_answer_media(row), answer or "chosen")
             return _text_or_messages(selected_row, messages[: None if answer else n])
-        if row.get("messages"):
-            prompt_messages, completion = list(row["messages"]), []
-        else:
-            prompt_messages, completion = _split_messages(row, f"row {row.row_index}")
+        prompt_messages, completion = _whole_or_split(row, f"row {row.row_index}")
         messages = self._messages(row, prompt_messages, completion)
         return _text_or_messages(row, messages[: len(prompt_messages)])
 
@@ -387,82 +308,26 @@ class SupervisedEncoder:
         """Returns a pair's row with a prompt. If a completion has media, all media of the row are in its messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
-            raise _no_prompt(f"row {row.row_index}")
+            raise no_prompt(f"row {row.row_index}")
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
         """Returns a row with the column's completion, its messages with media, and the number of prompt messages."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
-            raise _no_prompt(f"row {row.row_index}")
+            raise no_prompt(f"row {row.row_index}")
         selected_row = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
         prompt_messages, completion = _split_messages(selected_row, f"row {row.row_index}", column)
         messages = self._messages(selected_row, prompt_messages, completion, column)
         return selected_row, messages, len(prompt_messages)
-
-    def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
-        """
-        Encodes a tokenized row of text. Tokens are learned unless their label is -100, see [`row_labels`].
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row.
-            completion_only (`bool`, *optional*):
-                Whether to learn only tokens of the row's `completion_mask`.
-
-        Returns:
-            [`SupervisedSequence`]: The sequence.
-
-        Raises:
-            `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
-        """
-        label, ids = f"row {row.row_index}", torch.tensor(row["input_ids"])
-        labels = torch.tensor(row_labels(row, completion_only))
-        if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
-            raise ValueError(
-                f"{label}, column 'labels': a label must equal the token of `input_ids` at the same index, or be -100."
-            )
-        if not all_placeholder_ids(self.model, self.processing_class).isdisjoint(row["input_ids"]):
-            raise ValueError(
-                f"{label}, column 'input_ids': it has placeholders without media; give `messages` with media."
-            )
-        # The first token's fields and position are the same for all texts, so any text provides them
-        first_token = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
-        sequence = _with_text(replace(first_token, input_ids=ids[:1]), row["input_ids"][1:], self.model)
-        sequence.learned = labels != -100
-        _check_learned(sequence, label)
-        return sequence
-
-    def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
-        """
-        Encodes a text with the EOS token, tokenized as in TRL. All tokens are learned.
-
-        Args:
-            text (`str`):
-                Text.
-            row_index (`int`):
-                Index of its row, for errors.
-
-        Returns:
-            [`SupervisedSequence`]: The sequence.
-
-        Raises:
-            `ValueError`: If `text` isn't a string.
-        """
-        if not isinstance(text, str):
-            raise ValueError(
-                f"row {row_index} has {type(text).__name__} in place of text; write a text, or remove the row."
-            )
-        ids = self.processing_class(text=_with_end(text, self._end))["input_ids"]
-        ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
-        return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
     def _messages(self, row: Row, prompt_messages: list, completion: list, column: str = "completion") -> list:
         """
         Returns the messages of a row with its media. First applies `special_tokens_in_text` to messages; plain text
         may hold control tokens.
         """
-        n, columns = len(prompt_messages), Row(row.row_index, {**row, "prompt": [*prompt_messages, *completion]})
+        n = len(prompt_messages)
+        columns = Row(row.row_index, {**row, "prompt": [*prompt_messages, *completion]})
         [row_with_media] = rows_to_messages(
             [columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules
         )
@@ -522,12 +387,13 @@ class SupervisedEncoder:
             check_joins([prompt], answer, self.model)
         except MediaError as error:
             raise MediaError(f"{label}, column '{column}': {error}") from error
-        ids, learned = answer.input_ids.tolist(), torch.ones(len(answer), dtype=torch.bool)
+        ids = answer.input_ids.tolist()
+        learned = torch.ones(len(answer), dtype=torch.bool)
         if learns_text_alone:
             text_blocks = [
                 [block for block in message["content"] if block["type"] == "text"] for message in messages[n:]
             ]
-            if not any(block["text"].strip() for blocks in text_blocks for block in blocks):
+            if not any(block["text"].strip() for block in chain.from_iterable(text_blocks)):
                 raise MediaError(
                     f"{label}, column '{column}': the answer has media and no text, and DPO trains text alone; train "
                     "a reward model on such rows, or leave them out"
@@ -548,8 +414,9 @@ class SupervisedEncoder:
         Tokenizes the completion after the prompt, which is the first `n` messages. If prompt and completion are texts
         without media, they are joined without a template, and `end` is added to a completion that lacks it.
         """
-        if isinstance(prompt_text := _text_or_messages(row, messages[:n]), str):
-            whole_text = prompt_text + _with_end(row["completion"], end)
+        prompt_text = _text_or_messages(row, messages[:n])
+        if isinstance(prompt_text, str):
+            whole_text = prompt_text + with_end(row["completion"], end)
         else:
             prompt_text, whole_text = self._render(messages, n, label)
         prompt_ids, ids = (
@@ -568,9 +435,9 @@ class SupervisedEncoder:
 
     def _render(self, messages: list, n: int, label: str) -> tuple[str, str]:
         """Renders the chat template for the first `n` messages, and for all messages."""
-        processing_class, options = self.processing_class, self.template_kwargs
-        prompt_text = write_chat(messages[:n], processing_class, label, add_generation_prompt=True, **options)
-        whole_text = write_chat(messages, processing_class, label, **options)
+        options = self.template_kwargs
+        prompt_text = write_chat(messages[:n], self.processing_class, label, add_generation_prompt=True, **options)
+        whole_text = write_chat(messages, self.processing_class, label, **options)
         if not whole_text.startswith(prompt_text):
             raise ValueError(
                 f"{label}: the chat template renders the prompt differently when an answer follows, so the answer "
@@ -586,7 +453,8 @@ class SupervisedEncoder:
         image of 256 tokens, which has one placeholder in the text, the number is 255. The number is computed once for
         all turns after the same media.
         """
-        label, ids = f"row {row.row_index}", sequence.input_ids.tolist()
+        label = f"row {row.row_index}"
+        ids = sequence.input_ids.tolist()
 
         def render(n: int, **options: bool) -> list[int]:
             """Returns the ids of the first `n` messages, in which a medium is one placeholder."""
@@ -599,7 +467,8 @@ class SupervisedEncoder:
         for message_index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            ids_before, ids_after = render(message_index, add_generation_prompt=True), render(message_index + 1)
+            ids_before = render(message_index, add_generation_prompt=True)
+            ids_after = render(message_index + 1)
             n_media = len(list(iter_refs(messages[:message_index])))
             if n_media not in n_added:
                 prefix = encode_messages(
@@ -611,7 +480,8 @@ class SupervisedEncoder:
                     row=row.row_index,
                 )
                 n_added[n_media] = len(prefix.input_ids) - len(ids_before)
-            start, end = len(ids_before) + n_added[n_media], len(ids_after) + n_added[n_media]
+            start = len(ids_before) + n_added[n_media]
+            end = len(ids_after) + n_added[n_media]
             if ids_after[: len(ids_before)] != ids_before or ids[start:end] != ids_after[len(ids_before) :]:
                 raise ValueError(
                     f"{label}: the chat template renders message {message_index} differently when others follow, so "
@@ -622,74 +492,9 @@ class SupervisedEncoder:
         return mask
 
 
-def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """
-    Returns the `labels` of a tokenized row. Without `labels`, returns its ids, with -100 where a mask is 0: the ids
-    5, 6, 7 with the `assistant_masks` 0, 1, 1 give -100, 6, 7. `completion_mask` counts if `completion_only`.
-    """
-    if row.get("labels") is not None:
-        return row["labels"]
-    names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
-    index = getattr(row, "row_index", 0)
-    masks = [[truth_value(bit, name, index) for bit in row[name]] for name in names if row.get(name) is not None]
-    return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
-
-
-def _with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """Returns a sequence of a prompt and the `ids` of text after it, in which the text is learned."""
-    n = len(ids)
-    return SupervisedSequence(
-        input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
-        token_fields={
-            name: continued_field(model, name, value[None], n)[0] for name, value in prompt.token_fields.items()
-        },
-        media=prompt.media,
-        position_ids=torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1),
-        modalities=prompt.modalities,
-        row=prompt.row,
-        learned=torch.arange(len(prompt) + n) >= len(prompt),
-    )
-
-
-def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
-    """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
-    if (answer := pair.answers.get(column)) is None:
-        return _with_text(pair.prompt_before(column), getattr(pair, column), model)
-    encoded_pair = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
-    return SupervisedSequence(**vars(encoded_pair), learned=torch.arange(len(encoded_pair)) >= len(pair))
-
-
 def _with_prompt(row: Row) -> dict[str, Any]:
     """Returns the columns of a row with preferences. The completions' common start replaces a missing prompt."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
-
-
-def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
-    """Returns a pair of two texts, with their common first tokens as the prompt."""
-    texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
-    if texts[0][:1] != texts[1][:1]:
-        raise _no_prompt(f"row {chosen.row}")
-    prompt, completions = common_start(chosen, texts)
-    return PreferencePair(**vars(prompt), chosen=completions[0], rejected=completions[1])
-
-
-def _no_prompt(label: str) -> ValueError:
-    return ValueError(
-        f"{label}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
-    )
-
-
-def _check_learned(sequence: SupervisedSequence, label: str) -> None:
-    """Raises a `ValueError` if no token after the first one is learned. The first token isn't predicted."""
-    if not sequence.learned[1:].any():
-        raise ValueError(
-            f"{label} has nothing to learn: no token counts in the loss; remove the row, or correct its masks or "
-            "labels."
-        )
-
-
-def _with_end(text: str, end: str) -> str:
-    return text if text.endswith(end) else text + end
 
 
 def _is_text(row: Mapping[str, Any]) -> bool:
@@ -701,13 +506,22 @@ def _text_or_messages(row: Mapping[str, Any], messages: list) -> str | list:
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
+def _whole_or_split(row: Row, label: str) -> tuple[list, Any]:
+    """Returns the messages of a conversation and no completion, or those of a row's prompt and of its completion."""
+    if row.get("messages"):
+        return list(row["messages"]), []
+    return _split_messages(row, label)
+
+
 def _split_messages(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
     """Returns the messages of a row's prompt and of its completion, for which errors name the `column`."""
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt = row.get("prompt")
+    completion = row.get("completion")
     if row.get("messages"):
         read_messages(row["messages"], "messages", row.row_index)
-        (*prompt, last_message), column = row["messages"], "messages"
+        *prompt, last_message = row["messages"]
         completion = [last_message]
+        column = "messages"
     if not prompt or cell_value(completion) is None or completion == []:
         raise ValueError(
             f"{label} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, "

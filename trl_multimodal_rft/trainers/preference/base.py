@@ -19,7 +19,7 @@ from ...checks.measure import Measure
 from ...checks.media_contribution import media_contribution
 from ...data.rows.unread import lists_columns
 from ...encoding.processors import tokenizer_of
-from ...encoding.supervised import PreferencePair, SupervisedSequence
+from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...forward.scores import ScoreRequest, Scores
 from ...models.modes import evaluation_mode
 from ...models.parts import check_base_is_kept

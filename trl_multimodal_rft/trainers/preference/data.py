@@ -19,7 +19,7 @@ from ...data.rows.pairs import COMPLETIONS, TIE, is_equal_pair
 from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
 from ...encoding.prompts import EncodedPrompt, check_ids
-from ...encoding.supervised import PreferencePair
+from ...encoding.sequences import PreferencePair
 from ...forward.scores import with_answer
 from ...policy import Completions, PolicyForward
 from ...rollout.view_prompts import view_of_row
@@ -53,7 +53,7 @@ class PreferenceCollator(SupervisedCollator):
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`. `viewed` has the indices of the
+            `dict`: `sequences` ([`~encoding.sequences.PreferencePair`]), length `B`. `viewed` has the indices of the
             `V` pairs with a view. `prompts`, `completion_ids`, `completion_mask` and `learned` (1 on tokens of text),
             `(2 * B + V, C)`, and `lengths` hold the chosen completions, then the rejected completions, then the chosen
             completions under the view. `attention_mask`, `(1, tokens)`, is for TRL's count of tokens. It has an entry

@@ -18,7 +18,7 @@ from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
 from ...encoding.prompts import EncodedPrompt, check_ids
-from ...encoding.supervised import PreferencePair
+from ...encoding.sequences import PreferencePair
 from ..supervised.data import missing_columns_error
 from .data import PreferenceCollator
 

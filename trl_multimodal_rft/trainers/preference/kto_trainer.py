@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
-from ...encoding.supervised import PreferencePair, SupervisedSequence
+from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...forward.scores import Scores
 from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped

@@ -24,7 +24,7 @@ from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
 from ...data.rows.features import holds_files
 from ...data.rows.unread import lists_columns
 from ...encoding.processors import tokenizer_of
-from ...encoding.supervised import PreferencePair, SupervisedSequence
+from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
 from ...forward.features import install_encoder_attention

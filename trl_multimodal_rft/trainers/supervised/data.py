@@ -26,7 +26,9 @@ from ...data.rows.unread import lists_columns
 from ...encoding.packed import PACKED_LENGTHS, encode_packed
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs
-from ...encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
+from ...encoding.sequences import SupervisedSequence
+from ...encoding.supervised import SupervisedEncoder
+from ...encoding.tokenized import row_labels
 from ...rollout.stream import EncodedRow
 from ..shared.setup import check_takes_media
 
@@ -72,7 +74,7 @@ class SupervisedCollator:
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, which are -100
+            `dict`: `sequences` ([`~encoding.sequences.SupervisedSequence`]), and `labels`, `(B, P)`, which are -100
             on tokens that aren't learned. `plain(load, i)` encodes row `i` with the processor that `load()` returns,
             for the self-check.
         """

@@ -1,0 +1,144 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Sequences of tokens to learn, and pairs of a preferred and a rejected completion after the same prompt."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..data.rows.pairs import COMPLETIONS
+from .conversations import encode_prefix
+from .join import common_start, continued_field
+from .prompts import EncodedPrompt
+
+
+@dataclass(eq=False)
+class SupervisedSequence(EncodedPrompt):
+    """A row of a supervised dataset as one sequence."""
+
+    learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
+    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
+
+    def example(self) -> tuple[list[int], list[int], None]:
+        """Returns ids before the first learned token, learned ids, and `None`, as there is no rejected completion."""
+        start = int(self.learned.int().argmax())
+        return self.input_ids[:start].tolist(), self.input_ids[self.learned].tolist(), None
+
+    def cut(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
+        """
+        Returns the first or last `n` tokens, with all media. In both cases, the positions are those of the first `n`
+        tokens.
+        """
+        span = slice(-n, None) if from_end else slice(n)
+        return replace(
+            self,
+            input_ids=self.input_ids[span],
+            token_fields={name: value[span] for name, value in self.token_fields.items()},
+            position_ids=self.position_ids[..., :n],
+            learned=self.learned[span],
+            is_cut=True,
+            mask_cache={},
+        )
+
+
+@dataclass(eq=False)
+class PreferencePair(EncodedPrompt):
+    """The prompt of a row, with its media, and the ids of a preferred and a rejected completion."""
+
+    chosen: list[int] = field(kw_only=True)
+    rejected: list[int] = field(kw_only=True)
+    # Completions that hold media, by column, with masks of their learned tokens
+    answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
+    # The prompt under a view. After this prompt, `chosen` counts as rejected.
+    view: EncodedPrompt | None = field(default=None, kw_only=True)
+    # By column of a completion, the end of the prompt before it, where a cut leaves only the end
+    prompt_ends: dict[str, EncodedPrompt] = field(default_factory=dict, kw_only=True)
+    is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
+
+    def example(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns ids of the prompt, the chosen and the rejected completion."""
+        return self.input_ids.tolist(), self.chosen, self.rejected
+
+    def prompt_before(self, column: str) -> EncodedPrompt:
+        """Returns the prompt before the completion in a column, which is the whole prompt unless a cut shortens it."""
+        return self.prompt_ends.get(column, self)
+
+    def cut(self, n: int, model: PreTrainedModel, *, from_end: bool = False) -> "PreferencePair":
+        """
+        Returns a pair of text in which prompt and completion together have at most `n` tokens, the first or the last
+        ones, as in TRL. If only tokens of a completion are left, its first one counts as the prompt.
+        """
+        completions: dict[str, list[int]] = {}
+        prompt_ends: dict[str, EncodedPrompt] = {}
+        for column in COMPLETIONS:
+            ids: list[int] = getattr(self, column)
+            completions[column] = ids
+            if len(self) + len(ids) <= n:
+                continue
+            if not from_end:
+                completions[column] = ids[: max(n - len(self), 0)]
+                continue
+            sequence = _with_completion(self, column, model).cut(n, from_end=True)
+            n_prompt = max(n - len(ids), 1)
+            prompt_ends[column] = sequence.part(slice(n_prompt))
+            completions[column] = sequence.input_ids[n_prompt:].tolist()
+        is_cut = any(completions[column] != getattr(self, column) for column in COMPLETIONS) or bool(prompt_ends)
+        return replace(self, **completions, prompt_ends=prompt_ends, is_cut=is_cut)
+
+    def learned(self, column: str) -> torch.Tensor:
+        """Returns the mask of learned tokens, `(C,)`, for the completion in a column."""
+        ids: list[int] = getattr(self, column)
+        return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
+
+    def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """Returns a sequence for each completion: the prompt, followed by the completion, which is learned."""
+        return [_with_completion(self, column, model) for column in COMPLETIONS]
+
+
+def with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
+    """Returns a sequence of a prompt and the `ids` of text after it, in which the text is learned."""
+    n = len(ids)
+    return SupervisedSequence(
+        input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
+        token_fields={
+            name: continued_field(model, name, value[None], n)[0] for name, value in prompt.token_fields.items()
+        },
+        media=prompt.media,
+        position_ids=torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1),
+        modalities=prompt.modalities,
+        row=prompt.row,
+        learned=torch.arange(len(prompt) + n) >= len(prompt),
+    )
+
+
+def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
+    """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
+    answer = pair.answers.get(column)
+    if answer is None:
+        return with_text(pair.prompt_before(column), getattr(pair, column), model)
+    encoded_pair = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
+    return SupervisedSequence(**vars(encoded_pair), learned=torch.arange(len(encoded_pair)) >= len(pair))
+
+
+def with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
+    """Returns a pair of two texts, with their common first tokens as the prompt."""
+    texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
+    if texts[0][:1] != texts[1][:1]:
+        raise no_prompt(f"row {chosen.row}")
+    prompt, completions = common_start(chosen, texts)
+    return PreferencePair(**vars(prompt), chosen=completions[0], rejected=completions[1])
+
+
+def no_prompt(label: str) -> ValueError:
+    return ValueError(
+        f"{label}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
+    )
+
+
+def check_learned(sequence: SupervisedSequence, label: str) -> None:
+    """Raises a `ValueError` if no token after the first one is learned. The first token isn't predicted."""
+    if not sequence.learned[1:].any():
+        raise ValueError(
+            f"{label} has nothing to learn: no token counts in the loss; remove the row, or correct its masks or "
+            "labels."
+        )
