@@ -33,7 +33,7 @@ OPTIONS = {
 }
 # By the names of the trainers: a rate at which ten updates change the loss, and rows of an update
 CASES = {
-    "SFT": {"learning_rate": 3e-4, "per_device_train_batch_size": 2},
+    "SFT": {"learning_rate": 1e-4, "per_device_train_batch_size": 2},
     "DPO": {"learning_rate": 1e-4, "per_device_train_batch_size": 1},
 }
 

@@ -42,7 +42,7 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     For example, the rewards 1, 0, 2 of a group give the texts of the third, third and first completion. Of equal
     rewards, the first counts. A reward is the sum over the reward functions, without those that give `None`.
     """
-    run.reward_together(rollout)
+    run.gather_rewards(rollout)
     rewards = rewards_per_func(rollout.rewards.by_function)
     totals = torch.where(rewards.isnan().all(1), math.nan, rewards.nansum(1)).tolist()
     tokenizer = tokenizer_of(run.prompts.processor)

@@ -139,7 +139,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
         arguments = arguments_of(locals(), "teacher_model", "teacher_models", "reward_funcs")
-        functions = _reward_functions(reward_funcs, tools, args)
+        functions = _functions_for_best(reward_funcs, tools, args)
         _check_one_source(teacher_model, teacher_models, args)
         several = load_teachers(teacher_models, args)
         teacher = None if several else load_teacher(teacher_model, args)
@@ -159,11 +159,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
-        for function in functions:
-            self._rewards.functions.append(function)
-            self._rewards.names.append(get_callable_name(function))
-            self._rewards.processors.append(None)
-        self._rewards.names[:] = distinct_names(self._rewards.names)
+        rewards = self._reward_functions
+        rewards.functions += functions
+        rewards.processors += [None] * len(functions)
+        rewards.names += distinct_names([get_callable_name(function) for function in functions])
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
@@ -326,7 +325,7 @@ def _check_one_source(teacher_model: Any, teacher_models: Any, args: MultimodalD
         raise ValueError("`teacher_models` is empty; name at least one teacher, or leave it out.")
 
 
-def _reward_functions(functions: Any, tools: list[Callable] | None, args: MultimodalDistillationConfig) -> list[Any]:
+def _functions_for_best(functions: Any, tools: list[Callable] | None, args: MultimodalDistillationConfig) -> list[Any]:
     """Returns the functions that choose a group's best completion. Raises a `ValueError` if they aren't read."""
     reads = args.self_teacher_settings.shows_best
     if reads != bool(functions):
