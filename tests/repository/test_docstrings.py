@@ -166,5 +166,5 @@ def test_all_of_the_package_is_looked_at():
     assert sum(map(is_in_full, NAMES)) > 100
     package = trl_multimodal_rft.__name__
     assert is_in_full(f"{package}.lightrft.trainer.ppo_trainer_vl.PPOTrainerVL.fit")  # exported
-    assert is_in_full(f"{package}.algorithms.losses.aggregate")  # listed
+    assert is_in_full(f"{package}.algorithms.loss_types.aggregate")  # listed
     assert not is_in_full(f"{package}.lazy.lazy_names")

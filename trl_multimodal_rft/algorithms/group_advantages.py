@@ -17,7 +17,7 @@ def group_norm(
     GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
     see [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     advantages = groups.centred
@@ -37,7 +37,7 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     [Back to Basics](https://huggingface.co/papers/2402.14740). The reward contains the KL penalty of the whole
     completion.
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     # The reward minus the group mean, times this factor, is the reward minus the mean of the others
@@ -59,7 +59,7 @@ def reinforce(
     [REINFORCE++](https://huggingface.co/papers/2501.03262). Every token is rewarded with its KL penalty, and the last
     token also with the completion's reward. One completion per prompt is enough.
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     mask = mask.bool() & ~rewards.isnan()[:, None]
     returns = cumulative_returns(token_rewards(rewards, mask, old_logps, ref_logps, kl_coef=kl_coef), mask)
@@ -79,7 +79,7 @@ def reinforce_baseline(
     [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal are left out of the whitening, and
     have the advantage 0.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         norm_level (`str`, *optional*, defaults to `"token"`):
@@ -105,7 +105,7 @@ def cpgd(
     CPGD's advantage, $\omega \cdot (R - \mathrm{mean})$ with a weight $\omega$ per group, see
     [CPGD](https://huggingface.co/papers/2505.12504).
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         weight (`str`, *optional*, defaults to `"clip_filter_like"`):
@@ -144,7 +144,7 @@ def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     Dr. GRPO's advantage, $R - \mathrm{mean}$, which doesn't favour groups with little spread, see
     [Understanding R1-Zero-Like Training](https://huggingface.co/papers/2503.20783).
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     return group_norm(rewards, group_ids, scale="none")
 
@@ -171,7 +171,7 @@ def online_dpo(
     With a policy loss that sums over the tokens of a completion (`"luspo"`), the first update on a batch has the
     gradient of DPO's loss.
 
-    See [`estimate_advantages`] for the other arguments; `kl_coef` is $\beta$, above 0.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments; `kl_coef` is $\beta$, above 0.
 
     Args:
         loss (`str`, *optional*, defaults to `"sigmoid"`):

@@ -39,7 +39,15 @@ def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
     of at most $\delta$. The loss types with this formula differ in the average over tokens and completions.
 
-    See [`LossType.__call__`] for the arguments.
+    Args:
+        inputs ([`LossInputs`]):
+            Tensors of the micro-batch.
+        options ([`LossOptions`]):
+            Options of the loss.
+
+    Returns:
+        [`LossOutput`]: Metrics, and the loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`
+        (`(B, 1)` if it counts for every token of the completion).
     """
     return ppo_loss(importance_ratios(inputs, options), inputs, options)
 
@@ -50,7 +58,7 @@ def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     REINFORCE with clipped importance weights, $-\mathrm{sg}[\min(r, \epsilon_\mathrm{high})] A \log \pi$ with the
     stop-gradient $\mathrm{sg}$, see [MiniMax-M1](https://huggingface.co/papers/2506.13585).
 
-    See [`LossType.__call__`] for the arguments.
+    See [`clipped_loss`] for the arguments.
     """
     advantages = per_token(inputs.advantages)
     ratio = importance_ratios(inputs, options).detach()
@@ -66,7 +74,7 @@ def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     Policy loss with a soft gate instead of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
     [Soft Adaptive Policy Optimization](https://huggingface.co/papers/2511.20347).
 
-    See [`LossType.__call__`] for the arguments.
+    See [`clipped_loss`] for the arguments.
     """
     advantages = per_token(inputs.advantages)
     temperature = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
@@ -81,7 +89,7 @@ def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     [VESPO](https://huggingface.co/papers/2602.10693). Here $w$ is the ratio of policy to engine over the whole
     completion, and $\mathrm{sg}$ stops the gradient.
 
-    See [`LossType.__call__`] for the arguments.
+    See [`clipped_loss`] for the arguments.
     """
     advantages = per_token(inputs.advantages)
     smallest_log = math.log(1e-8)
@@ -113,7 +121,7 @@ def cpgd_loss(
     The gradient weight of a token is its advantage, not ratio times advantage, and 0 if the token is clipped. Like a
     KL term, the drift isn't multiplied by the weights of tokens.
 
-    See [`LossType.__call__`] for the other arguments.
+    See [`clipped_loss`] for the other arguments.
 
     Args:
         drift_coef (`float`, *optional*, defaults to `0.01`):
@@ -161,7 +169,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
     `-epsilon_low` for negative advantages, and at `epsilon_high` for positive advantages. The paper sets both to 0.4.
 
-    See [`LossType.__call__`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
+    See [`clipped_loss`] for the arguments. Advantages are per completion. The mean is weighted by `weights`.
     """
     advantages = inputs.advantages
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
@@ -183,7 +191,7 @@ def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     PPO's clipped loss, bounded by $-\delta A$ for negative advantages, so that a token that became much likelier can't
     dominate the batch, see [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
 
-    See [`LossType.__call__`] for the arguments.
+    See [`clipped_loss`] for the arguments.
     """
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     return ppo_loss(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), inputs, options)

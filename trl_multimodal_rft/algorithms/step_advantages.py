@@ -30,7 +30,7 @@ def turn_norm(
     For example, a completion has two steps with the rewards 1 and 0, and another has one step with the reward 0. Their
     first steps have the advantages 0.71 and -0.71. The second step has no step to compare with, and the advantage 0.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         turn_discount (`float`, *optional*, defaults to `1.0`):
@@ -71,7 +71,7 @@ def ps_grpo(
     $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, its outcome is first multiplied by $1 - \gamma$. Step rewards count in no
     other way.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         gamma (`float`, *optional*, defaults to `0.5`):
@@ -112,7 +112,7 @@ def gigpo(
     $\sum_{j \ge k} \gamma^{j - k} r_j$ with the returns of all turns of the group that answer the same prompt or the
     same tool results. If no other turn answers them, the second term is 0.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         turn_discount (`float`, *optional*, defaults to `0.95`):

@@ -44,8 +44,8 @@ def ipo_loss(
     The loss `ipo` of prime-rl, $-r A\, [|\pi - \mu| \le c] + \tau \log^2(\pi / \mu)$: tokens whose probability moved
     further than $c$ from that of the sampler $\mu$, in either direction, have no policy gradient.
 
-    See [`LossType.__call__`] for the other arguments. Like a KL term, the second term isn't multiplied by the weights
-    of tokens.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments. Like a KL term, the second term isn't
+    multiplied by the weights of tokens.
 
     Args:
         ipo_threshold (`float`, *optional*, defaults to `0.1`):
@@ -94,7 +94,7 @@ def dppo_tv_loss(
     [Rethinking the Trust Region](https://huggingface.co/papers/2602.04879). $\mu$ is the probability by which the
     token was sampled. The authors' script sets both $\epsilon$ to 0.15.
 
-    See [`LossType.__call__`] for the other arguments.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments.
 
     Args:
         clip_ratio_c (`float`, *optional*, defaults to `20.0`):
@@ -115,7 +115,7 @@ def dppo_kl_loss(
     [`dppo_tv_loss`], see [Rethinking the Trust Region](https://huggingface.co/papers/2602.04879). The authors' script
     sets both $\epsilon$ to 0.05.
 
-    See [`LossType.__call__`] for the other arguments.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments.
 
     Args:
         clip_ratio_c (`float`, *optional*, defaults to `20.0`):
@@ -160,7 +160,7 @@ def clip_cov_loss(
     [The Entropy Mechanism](https://huggingface.co/papers/2505.22617). A token's covariance is
     $(\log \pi - \overline{\log \pi}) (A - \bar A)$ with the means over the micro-batch, as in the authors' code.
 
-    See [`LossType.__call__`] for the other arguments.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments.
 
     Args:
         clip_cov_ratio (`float`, *optional*, defaults to `2e-4`):
@@ -196,8 +196,8 @@ def kl_cov_loss(
     between log-probability and advantage, see [The Entropy Mechanism](https://huggingface.co/papers/2505.22617) and
     [`clip_cov_loss`].
 
-    See [`LossType.__call__`] for the other arguments. Like a KL term, the penalty isn't multiplied by the weights of
-    tokens.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments. Like a KL term, the penalty isn't
+    multiplied by the weights of tokens.
 
     Args:
         kl_cov_ratio (`float`, *optional*, defaults to `2e-4`):
@@ -231,7 +231,7 @@ def fipo_loss(
     with $\gamma = 2^{-1 / \mathrm{decay\_rate}}$, see [FIPO](https://huggingface.co/papers/2603.19835). Until the
     first update on a batch, all weights are 1. Tokens with a ratio above `delta` aren't summed.
 
-    See [`LossType.__call__`] for the other arguments.
+    See [`~algorithms.policy_losses.clipped_loss`] for the other arguments.
 
     Args:
         decay_rate (`float`, *optional*, defaults to `32.0`):

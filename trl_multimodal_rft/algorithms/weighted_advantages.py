@@ -18,7 +18,7 @@ def max_rl(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     [Maximum Likelihood Reinforcement Learning](https://huggingface.co/papers/2602.02710). The paper's rewards are 0
     and 1. With rewards below 0, the divisor is the mean of $|R|$.
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     sizes = rewards.cpu().double().nan_to_num().abs()
@@ -59,7 +59,7 @@ def pass_at_k(
     completions of the group that contain completion $i$, minus mean and over population standard deviation of the
     largest reward in all sets of $k$. With rewards of 0 and 1, it is the paper's analytical solution.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         k (`int`, *optional*, defaults to `4`):
@@ -94,7 +94,7 @@ def pkpo(rewards: torch.Tensor, group_ids: torch.Tensor, *, k: Annotated[int, "[
     completions is an unbiased estimate of the gradient of the best of $k$, see
     [Pass@K Policy Optimization](https://huggingface.co/papers/2505.15201), Equation 33.
 
-    See [`estimate_advantages`] for the other arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
 
     Args:
         k (`int`, *optional*, defaults to `4`):
@@ -118,7 +118,7 @@ def opo(rewards: torch.Tensor, group_ids: torch.Tensor, mask: torch.Tensor) -> t
     [On-Policy RL with Optimal Reward Baseline](https://huggingface.co/papers/2505.23585). A length counts the tokens
     that are trained on.
 
-    See [`estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
     """
     lengths = mask.sum(1).cpu().double()
     return group_statistics(rewards, group_ids, lengths).centred.to(rewards)
@@ -142,7 +142,7 @@ def optimal_token_baseline(
     and needs only the probability $\pi_s$ of the sampled token. A token that no other completion reaches has the
     advantage 0.
 
-    See [`estimate_advantages`] for the arguments. Tokens outside the mask are skipped.
+    See [`~algorithms.advantages.estimate_advantages`] for the arguments. Tokens outside the mask are skipped.
     """
     groups = group_statistics(rewards, group_ids)
     mask = (mask.bool() & ~rewards.isnan()[:, None]).cpu()

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -441,8 +440,13 @@ def _first_rows(rows: Any, args: argparse.Namespace, model: PreTrainedModel, pro
 
 def _reads_only_images(rows: Dataset) -> bool:
     """Whether the rows have no media but images, which TRL's trainer reads, too."""
-    refs = (ref for row in islice(rows, len(rows)) for ref in iter_refs(row))
-    return not {"audio", "video"}.intersection(rows.column_names) and all(ref.modality == "image" for ref in refs)
+    for index in range(len(rows)):
+        row = rows[index]
+        if any(row.get(column) is not None for column in ("audio", "audios", "video", "videos")):
+            return False
+        if any(ref.modality != "image" for ref in iter_refs(row["prompt"])):
+            return False
+    return True
 
 
 def run(args: argparse.Namespace) -> None:
