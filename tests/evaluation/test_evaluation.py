@@ -18,6 +18,7 @@ import trl
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import forked
+from helpers.checks import in_float32
 from helpers.families import FAMILIES, greedy
 from helpers.folders import ROOT
 from helpers.marks import slow_but
@@ -174,7 +175,7 @@ def test_greedy_answers_are_those_of_generate(family, make):
     dataset = with_solutions(rows, [answer if i != 3 else "wrong" for i, answer in enumerate(answers)])
     model, processor = load(family)
     config = EvaluationConfig(max_completion_length=6, batch_size=2)
-    result = evaluate(model, processor, dataset, accuracy_reward, config, accelerator=Accelerator(cpu=True))
+    result = evaluate(model, processor, dataset, accuracy_reward, config, accelerator=in_float32())
     assert [row["completions"] for row in result.rows] == [[answer] for answer in answers]
     assert [row["index"] for row in result.rows] == list(range(5))
     assert [row["correct"] for row in result.rows] == [[True], [True], [True], [False], [True]]

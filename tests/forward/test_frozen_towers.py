@@ -32,6 +32,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from trl_multimodal_rft.checks.targets import with_other_media
+from trl_multimodal_rft.encoding import prompt_encoder
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import Family, family_of
@@ -42,7 +43,6 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.modes import fix_encoders
 from trl_multimodal_rft.models.parts import find_tower, freeze, named_parts
-from trl_multimodal_rft.rollout import stream
 
 
 FROZEN = {"freeze": ["vision_tower", "projector"]}
@@ -446,13 +446,13 @@ def test_forwards_without_kept_features_follow_those_with(monkeypatch):
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_rows_become_messages_once(rows, monkeypatch):
     placed, rendered = Counter(), Counter()
-    to_messages = stream.rows_to_messages
+    to_messages = prompt_encoder.rows_to_messages
 
     def counting(rows, *args):
         placed.update(row.row_index for row in rows)
         return to_messages(rows, *args)
 
-    monkeypatch.setattr(stream, "rows_to_messages", counting)
+    monkeypatch.setattr(prompt_encoder, "rows_to_messages", counting)
     walked, iter_refs = Counter(), encoded_prompts.iter_refs
 
     def walking(messages):

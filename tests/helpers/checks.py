@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import GenerationConfig, PreTrainedModel
 
 from helpers.trainer_utils import load
@@ -39,6 +40,12 @@ class Subject:
         return run_self_check(self.policy, self.model, self.prompts, self.messages, self.settings, media)
 
 
+def in_float32() -> Accelerator:
+    """Returns an accelerator without autocast. Others of the process share its state, which the last trainer set."""
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=True, mixed_precision="no")
+
+
 def subject(
     family: str,
     rows: Any,
@@ -61,7 +68,7 @@ def subject(
     )
     if fallbacks.packing:
         install_prefix_attention(model)
-    policy = policy_class(Accelerator(cpu=True), processor, fallbacks=fallbacks, temperature=temperature)
+    policy = policy_class(in_float32(), processor, fallbacks=fallbacks, temperature=temperature)
     messages = [row["prompt"] for row in rows_to_messages(list(rows))]
     prompts = [encode_prompt(chat, processor, model, row=row) for row, chat in enumerate(messages)]
     tokenizer = getattr(processor, "tokenizer", processor)

@@ -7,12 +7,12 @@ import functools
 import PIL.Image
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, Features, Image, List, Value
 from evaluation.test_judges import run_script
 from helpers import chats
 from helpers.chats import RATE, text
 from helpers.chats import turn as chat
+from helpers.checks import in_float32
 from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import PLAIN, assert_update_is_gradient, shifted
@@ -253,7 +253,7 @@ def test_the_self_check_measures_media_after_a_prompt_longer_than_the_windows(mo
     encoder, picture, word = supervised.SupervisedEncoder(processor, model), chats.image(84, 56), text("cat")
     add_fused_head(model.eval(), outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
-    policy = PolicyForward(Accelerator(cpu=True), processor)
+    policy = PolicyForward(in_float32(), processor)
     row = pair_of([word], [picture, word], [word])
     pair = encoder.encode_preference(supervised.Row(0, row))
     answered = [*pair.chosen, 5, 6]
