@@ -185,7 +185,9 @@ def bounds() -> dict[str, str]:
         for line in requires(PACKAGE) or ():
             # The name, and the bounds before any marker: `torch>=2.9,<3; python_version < "3.13"` has 2.9 and 3
             match = re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))?", line)
-            end = match and (match[3] or UNTESTED.get(match[1]))
+            if match is None:
+                continue
+            end = match[3] or UNTESTED.get(match[1])
             if end:
                 bounds[match[1]] = f">={match[2]},<{end}"
     return bounds
