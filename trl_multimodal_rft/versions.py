@@ -180,20 +180,22 @@ def bounds() -> dict[str, str]:
     Returns the bounds of tested versions by package, from pyproject.toml and [`UNTESTED`]; empty if this package isn't
     installed.
     """
-    found = {}
+    bounds = {}
     with suppress(PackageNotFoundError):
         for line in requires(PACKAGE) or ():
             # The name, and the bounds before any marker: `torch>=2.9,<3; python_version < "3.13"` has 2.9 and 3
             match = re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))?", line)
-            end = match and (match[3] or UNTESTED.get(match[1]))
+            if match is None:
+                continue
+            end = match[3] or UNTESTED.get(match[1])
             if end:
-                found[match[1]] = f">={match[2]},<{end}"
-    return found
+                bounds[match[1]] = f">={match[2]},<{end}"
+    return bounds
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    found = {name: next(iter(distributions(name=name)), None) for name in names}
-    return {name: distribution.version for name, distribution in found.items() if distribution is not None}
+    installed = {name: next(iter(distributions(name=name)), None) for name in names}
+    return {name: distribution.version for name, distribution in installed.items() if distribution is not None}
 
 
 def compare_with_tested(installed_version: str, tested: str) -> int:

@@ -30,6 +30,7 @@ ARGUMENTS = {
     **dict.fromkeys(LAUNCHED, ["--model_name_or_path", "model", "--dataset_name", "rows"]),
     "chat": ["model"],
     "check": ["--model_name_or_path", "model", "--dataset_name", "rows"],
+    "compare": ["--model", "model", "--dataset_name", "rows"],
     "estimate": ["--model_name_or_path", "model"],
     "families": [],
     "prepare": ["verl", "none.jsonl", "--output_dir", "prepared"],

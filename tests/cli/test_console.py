@@ -294,7 +294,7 @@ def test_what_a_run_on_pairs_shows(script, given, capsys):
 
 def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
-    options = {**given, **REWARDED, "reward_funcs": "cli.test_console.interrupting"}
+    options = {**given, **REWARDED, "reward_funcs": f"{__name__}.interrupting"}
     with warnings.catch_warnings():
         deprecations_are_errors()
         with pytest.raises(SystemExit) as ended:

@@ -48,7 +48,7 @@ def enter(door: str, folder: Path):
         script, options = (evaluate, []) if name == "evaluate" else (filter, ["--by=accuracy", "--output_dir=kept"])
         ROWS.to_parquet(f"{folder}.parquet")
         options += [f"--model_name_or_path={folder}", f"--dataset_name={folder}.parquet"]
-        return script.main(*parse(script.ARGUMENTS, [*options, "--reward_funcs=models.test_missing_weights.right"]))
+        return script.main(*parse(script.ARGUMENTS, [*options, f"--reward_funcs={__name__}.right"]))
     objects = {"reward_funcs": right} if name in ("grpo", "rloo", "ppo") else {}
     if argument == "reference":
         objects["model"], objects["processing_class"] = load(FAMILY)

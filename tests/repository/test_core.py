@@ -46,7 +46,7 @@ def imports_outside(name, known, seen):
     return False
 
 
-def tests_of_the_core():
+def core_tests():
     """Test files in the folders of the core's layers that import nothing from outside of it."""
     known = house.modules_and_tests()
     folders = [ROOT / "tests" / layer for layer in house.layers()]
@@ -91,7 +91,7 @@ def test_quick_tests(core):
         shutil.copytree(ROOT / name, core / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "constraints.txt"):
         shutil.copy(ROOT / name, core)
-    files = tests_of_the_core()
+    files = core_tests()
     assert len(files) > 40
     tested = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert tested.returncode == 0, tested.stdout[-5000:]

@@ -458,7 +458,8 @@ def is_explained(pattern):
 def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (
-        ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "engines", "rollout", "trainers")
+        ROOT / "trl_multimodal_rft" / name
+        for name in ("algorithms", "checks", "engines", "forward", "rollout", "trainers")
     )
     own = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer)
@@ -473,7 +474,7 @@ def test_metrics_are_explained():
     assert not [pattern for pattern in patterns(found) if not is_explained(pattern)]
     # The other names are transformers'
     found |= {*re.findall(r"""f?"(\w[^"]*)": """, own), *re.findall(r"""logged\["(\w+)"\]""", own)}
-    of_rewards = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "rewards").glob("*.py"))
+    of_rewards = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "rewards").rglob("*.py"))
     found |= {*re.findall(r"""log_metric\("([^"]+)""", of_rewards)}
     unknown = {name for name in METRICS if not any(re.fullmatch(pattern, name) for pattern in patterns(found))}
     unknown -= {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}

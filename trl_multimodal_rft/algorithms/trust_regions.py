@@ -123,7 +123,7 @@ def dppo_kl_loss(
     """
     sampler = _sampler_logps(inputs)
     logps = inputs.logps.detach()
-    rest_logps = [(1 - each.exp()).clamp(min=0) + 1e-8 for each in (sampler, logps)]
+    rest_logps = [(1 - chosen.exp()).clamp(min=0) + 1e-8 for chosen in (sampler, logps)]
     # A probability of 0 adds nothing, also where its logarithm is -inf
     this_token = torch.where(sampler.exp() > 0, sampler.exp() * (sampler - logps), 0)
     divergence = this_token + (1 - sampler.exp()) * (rest_logps[0] / rest_logps[1]).log()
@@ -141,7 +141,7 @@ def covariances(inputs: LossInputs) -> torch.Tensor:
     n_tokens = mask.sum().clamp(min=1)
     logps = inputs.logps.detach()
     advantages = per_token(inputs.advantages).expand_as(logps)
-    centred = [each - torch.where(mask, each, 0).sum() / n_tokens for each in (advantages, logps)]
+    centred = [values - torch.where(mask, values, 0).sum() / n_tokens for values in (advantages, logps)]
     return torch.where(mask, centred[0] * centred[1], -torch.inf)
 
 

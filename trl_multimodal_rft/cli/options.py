@@ -327,12 +327,12 @@ class _ShortHelp(argparse.Action):
     def _explain(self, parser: argparse.ArgumentParser, shown: dict[str, list[argparse.Action]], word: str) -> None:
         word = _option_name(word.lstrip("-").lower())
         actions = [*itertools.chain.from_iterable(shown.values())]
-        found = [action for action in actions if word in action.dest]
-        found = found or [action for action in actions if word in str(action.help).lower()]
-        if not found:
+        matches = [action for action in actions if word in action.dest]
+        matches = matches or [action for action in actions if word in str(action.help).lower()]
+        if not matches:
             parser.error(f"no option has {word!r} in its name or help.{did_you_mean(word, [a.dest for a in actions])}")
         formatter = parser._get_formatter()
-        formatter.add_arguments(found)
+        formatter.add_arguments(matches)
         sys.stdout.write(formatter.format_help())
 
 

@@ -224,7 +224,9 @@ class SupervisedEncoder(TextEncoder):
             else:
                 answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
                 completions[column] = answers[column].input_ids.tolist()
-        return PreferencePair(**vars(prompt), **completions, answers=answers)
+        chosen = completions["chosen"]
+        rejected = completions["rejected"]
+        return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
 
     def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
         """

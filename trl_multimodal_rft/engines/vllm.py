@@ -82,6 +82,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
 
+    def _start_as_trl(self) -> None:
+        super()._init_vllm()
+
     # What differs between an engine in this process and servers
 
     def _start(self) -> "BaseRenderer":

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.generation.vllm_generation import empty_cache
 
 from ..models.wrapped import replaced
 from .vllm import MultimodalVLLMGeneration
@@ -53,7 +53,7 @@ class InProcess(MultimodalVLLMGeneration):
             replaced(vllm_generation, LLM=lambda **args: engine_class(**{**args, **engine_kwargs})),
             processors_unchecked(),
         ):
-            VLLMGeneration._init_vllm(self)
+            self._start_as_trl()
         return self.llm.renderer
 
     @property

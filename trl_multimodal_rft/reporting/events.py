@@ -32,4 +32,16 @@ class ErrorCallback(TrainerCallback):
     """Callback that also learns of an error or Ctrl-C that ends a run. `Trainer` then calls no `on_train_end`."""
 
     def on_error(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        """Event at the end of a run by an error."""
+        """
+        Event at the end of a run by an error.
+
+        Args:
+            args ([`~transformers.TrainingArguments`]):
+                Arguments of the run.
+            state ([`~transformers.TrainerState`]):
+                Step and log at the error.
+            control ([`~transformers.TrainerControl`]):
+                Flags of the training loop.
+            parts:
+                Model, processor, optimizer and other parts of the trainer, by name.
+        """

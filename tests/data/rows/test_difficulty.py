@@ -285,7 +285,7 @@ def filtered(folder, *options):
     ]
     arguments += [
         "--reward_funcs",
-        "data.rows.test_difficulty.right",
+        f"{__name__}.right",
         "--output_dir",
         folder / "kept",
         "--by",

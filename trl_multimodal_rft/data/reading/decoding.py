@@ -657,8 +657,9 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | N
         with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]
         count = len(times)
-        if count > 1 and None not in times and times[-1] > times[0]:
-            fps = (count - 1) / (times[-1] - times[0])
+        known_times = [time for time in times if time is not None]
+        if count > 1 and len(known_times) == count and known_times[-1] > known_times[0]:
+            fps = (count - 1) / (known_times[-1] - known_times[0])
     elif suits_torchcodec:
         with closing(_iter_frames(stream)) as frames:
             suits_torchcodec = not any(map(_is_mirrored, itertools.islice(frames, 1)))

@@ -96,8 +96,8 @@ def boxes_in(text: str) -> list[Box]:
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
     if boxes:
         return boxes
-    found = [_as_box([float(number) for number in numbers]) for numbers in matches]
-    return [box for box in found if box is not None]
+    boxes = [_as_box([float(number) for number in numbers]) for numbers in matches]
+    return [box for box in boxes if box is not None]
 
 
 def share_of_boxes(text: str) -> float:

@@ -47,16 +47,16 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     totals = torch.where(rewards.isnan().all(1), math.nan, rewards.nansum(1)).tolist()
     tokenizer = tokenizer_of(run.prompts.processor)
     first = run.accelerator.process_index * len(rollout)
-    own = [
+    answers = [
         _Answer(group, first + i, totals[i], str(tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True)))
         for i, group in enumerate(rollout.group_ids.tolist())
     ]
     by_group: dict[int, list[_Answer]] = {}
-    for answer in map(_Answer._make, gather_object(own)):
+    for answer in map(_Answer._make, gather_object(answers)):
         if answer.reward >= min_reward:  # NaN isn't
             by_group.setdefault(answer.group, []).append(answer)
     texts: list[str | None] = []
-    for answer in own:
+    for answer in answers:
         others = [other for other in by_group.get(answer.group, []) if other.index != answer.index]
         texts.append(max(others, key=lambda other: (other.reward, -other.index)).text if others else None)
     _log(run, totals, texts)

@@ -10,9 +10,8 @@ from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view
-from ..shared.arguments import Needs, help_from_docstring
+from ..shared.arguments import Needs, help_from_docstring, mapping
 from ..shared.batches import batch_options, batch_size, check_batches
-from ..shared.configs import mapping
 from ..shared.multimodal_config import SamplingArguments
 from .method import DISTILLATION
 
@@ -109,7 +108,6 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = DISTILLATION.defaults["loss_add_tail"]
     log_multimodal: bool = True
 
-    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_models"]
     # Fixed values of other sampling trainers' options. `beta` interpolates between divergences here, and isn't the
     # coefficient of a KL penalty. Completions are trained on once, without importance ratios for an engine
     needs_rewards = beta_is_kl = False
@@ -121,6 +119,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     contrast_view_settings = ContrastView()
 
     def __post_init__(self):
+        # transformers reads this field from JSON, too
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "teacher_models"]
         super().__post_init__()
         if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")

@@ -20,7 +20,7 @@ from ...forward.divergence import Target, Targets
 from ...rollout.ranks import any_rank
 from ...rollout.rollout import Rollout
 from ...rollout.stream import EncodedRow
-from ..shared.configs import mapping
+from ..shared.arguments import mapping
 from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
 from ..shared.scoring import compile_models, enable_packing, prepare_reference
@@ -176,11 +176,11 @@ class Teachers:
         device = self.run.accelerator.device
         ids = torch.zeros(shape, dtype=torch.long, device=device)
         logps = torch.zeros(shape, device=device)
-        for index, own in requests.items():
+        for index, server_requests in requests.items():
             chosen = self._completions_of(rollout, index)
             completions = [rollout.source.ids[i] for i in chosen]
             server: Any = self.named[index].server
-            top_k = functools.partial(server.top_k, own, completions, shape[1], shape[2])
+            top_k = functools.partial(server.top_k, server_requests, completions, shape[1], shape[2])
             own_ids, own_logps = on_all_ranks(self.run.accelerator, top_k)
             ids[chosen] = own_ids.to(device)
             logps[chosen] = own_logps.to(device)
@@ -242,7 +242,7 @@ class Teachers:
         assert index is not None
         metrics = {}
         for i, name in enumerate(self.names):
-            own = mask * (index == i)[:, None].to(mask)
-            metrics[f"teacher/{name}/divergence"] = scored_mean(divergences, own)
-            metrics[f"teacher/{name}/token_frac"] = scored_mean(own.float(), mask)
+            teacher_mask = mask * (index == i)[:, None].to(mask)
+            metrics[f"teacher/{name}/divergence"] = scored_mean(divergences, teacher_mask)
+            metrics[f"teacher/{name}/token_frac"] = scored_mean(teacher_mask.float(), mask)
         return metrics

@@ -30,7 +30,7 @@ from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
 from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
-from ..shared.configs import mapping
+from ..shared.arguments import mapping
 from ..shared.ema import MovingAverage
 from ..shared.loading import load_by_name
 from ..shared.run import Run

@@ -453,3 +453,8 @@ def check_unused(
             raise ValueError(
                 f"`{name}={getattr(args, name)!r}` has no effect in {method} here, so remove it: {reason}."
             )
+
+
+def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Returns the value of an option that commands read from JSON, or an empty `dict` if the option isn't set."""
+    return option if isinstance(option, dict) else {}

@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Types of the trainers' configs, and functions that read options of several configs."""
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+
+from .arguments import mapping
 
 
 if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only its own
@@ -21,11 +23,6 @@ if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only i
 SamplingConfig: TypeAlias = "MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig"
 ReadingConfig: TypeAlias = "MultimodalSFTConfig | MultimodalDPOConfig | MultimodalKTOConfig | MultimodalRewardConfig"
 TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
-
-
-def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Returns the value of an option that commands read from JSON, or an empty `dict` if the option isn't set."""
-    return option if isinstance(option, dict) else {}
 
 
 def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:

@@ -36,8 +36,9 @@ from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, run_turns
 from ..checkpoints.files import checkpoints, step_of
+from .arguments import mapping
 from .asynchronous import probe_engine
-from .configs import SamplingConfig, mapping
+from .configs import SamplingConfig
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
 from .run import Run

@@ -40,7 +40,8 @@ from ...models.wrapped import replaced, unwrapped
 from ...policy import training_obstacle
 from ...rewards.model import RewardModel
 from ...rollout.environments import Environments
-from .configs import SamplingConfig, TrainerConfig, mapping
+from .arguments import mapping
+from .configs import SamplingConfig, TrainerConfig
 from .inputs import Inputs
 from .setup import (
     NO_NAME,

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, get_scheduler
 from ...models.modes import disable_unsupported_checkpointing
 from ...models.parts import check_trainable, freeze, match_keys
 from ...models.wrapped import unwrapped
-from .configs import TrainerConfig, mapping
+from .arguments import mapping
+from .configs import TrainerConfig
 
 
 if TYPE_CHECKING:

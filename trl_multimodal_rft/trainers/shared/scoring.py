@@ -23,7 +23,8 @@ from ...forward.masks import sharing_obstacle
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
 from ...views.options import LossView
-from .configs import SamplingConfig, TrainerConfig, mapping
+from .arguments import mapping
+from .configs import SamplingConfig, TrainerConfig
 from .signatures import Processor
 
 

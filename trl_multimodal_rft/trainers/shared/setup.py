@@ -39,8 +39,8 @@ from ...policy import check_one_run
 from ...rewards.named import check_reward_columns
 from ...rollout.stream import RowStream
 from ...views.options import changed_media
-from .arguments import check_instances, check_output_dir, check_parallelism
-from .configs import SamplingConfig, TrainerConfig, mapping
+from .arguments import check_instances, check_output_dir, check_parallelism, mapping
+from .configs import SamplingConfig, TrainerConfig
 from .signatures import Rows
 
 

@@ -11,11 +11,11 @@ from datasets.fingerprint import Hasher
 from trl import pack_dataset
 from trl.trainer.utils import global_then_local_main_first
 
-from ... import __version__
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.packed import PACKED_LENGTHS
+from ...versions import PACKAGE, installed_versions
 from ..shared.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 
@@ -66,7 +66,7 @@ class DatasetPacker:
                 batched=True,
                 remove_columns=dataset.column_names,
                 # The default would hash the model's weights
-                new_fingerprint=self._fingerprint(dataset, cuts_rows),
+                new_fingerprint=self._fingerprint_of_tokens(dataset, cuts_rows),
                 desc=f"Tokenizing {split} dataset",
             )
             if len(tokens) < n_rows:
@@ -94,14 +94,14 @@ class DatasetPacker:
                 values.append(columns[name])
         return tokens
 
-    def _fingerprint(self, dataset: Dataset, cuts_rows: bool) -> str:
+    def _fingerprint_of_tokens(self, dataset: Dataset, cuts_rows: bool) -> str:
         """Returns a fingerprint of what decides a dataset's tokens, by which a later run finds them in the cache."""
         collator = self.collator
         args = collator.args
         names = ("max_length", "truncation_mode", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
         options = {name: getattr(args, name) for name in (*names, "special_tokens_in_text", "ignored_media_columns")}
         parts = [dataset._fingerprint, collator.processing_class, collator.chat_template, collator.formatting_func]
-        return Hasher.hash([__version__, *parts, options, cuts_rows])
+        return Hasher.hash([installed_versions([PACKAGE]), *parts, options, cuts_rows])
 
 
 def _is_learned(row: dict[str, Any]) -> bool:
