@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import IntervalStrategy, has_length
+from transformers.trainer_utils import has_length
 
 from ..data.reading.decoding import load_image, read_audio
 from ..data.reading.files import evenly_spaced_frames
@@ -206,9 +206,6 @@ class CompactLogCallback(TrainerCallback):
             self._table.update(state.global_step)
         elif "train" in self._bars:
             self._bars["train"].update(state.global_step - self._bars["train"].n)
-        # A run that is shorter than `logging_steps` logs its last step
-        if state.global_step >= state.max_steps and args.logging_strategy == IntervalStrategy.STEPS:
-            control.should_log = control.should_log or not self._has_logged
         # Shows the pace after the first step of a run, as the first log may come much later
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, "", times=self._pace(state))
@@ -245,6 +242,8 @@ class CompactLogCallback(TrainerCallback):
             return
         self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
+            if not self._has_logged:  # TRL logs the metrics of a run shorter than `logging_steps` with its totals
+                self._print(state, "", metric_values({"loss": logs["train_loss"], **logs}), self._pace(state))
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif is_evaluation:
             self._print(state, *evaluation_values(logs))
