@@ -283,14 +283,7 @@ def filtered(folder, *options):
         "--dtype",
         "float32",
     ]
-    arguments += [
-        "--reward_funcs",
-        f"{__name__}.right",
-        "--output_dir",
-        folder / "kept",
-        "--by",
-        "accuracy",
-    ]
+    arguments += ["--reward_funcs", f"{__name__}.right", "--output_dir", folder / "kept", "--by", "accuracy"]
     arguments += ["--max_completion_length", 2, *options]
     filter.main(*parse(filter.ARGUMENTS, [str(each) for each in arguments]))
 
