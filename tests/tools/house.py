@@ -190,7 +190,7 @@ def tests_changed_since(commit: str) -> list[str]:
 
 
 def layers() -> list[str]:
-    """Returns the modules of docs/architecture.md, each above those that it imports: what is outside of the core first."""
+    """Returns the modules of docs/architecture.md, each ahead of what it imports: the outside of the core first."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     core, _, beyond = page.partition("\n## Outside of the core\n")
     return [name for table in (beyond, core) for name in re.findall(r"^\| \[`(\w+)[`./py]+\]", table, re.MULTILINE)]
