@@ -22,21 +22,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainerCallback
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from ..checks.rounding import NOISE_FACTOR, exceeds_rounding, noise_of, perturbed_inputs, tolerance_of
 from ..cli.check import RowChecker, read_inputs
 from ..data.reading.refs import iter_refs
-from ..encoding.prompts import placeholder_token_ids
+from ..encoding.prompts import EncodedPrompt, placeholder_token_ids
 from ..engines.samplers import Sampler
 from ..models.pretrained import load_model
 from ..progress import announce
 from ..reporting.console import CompactLogCallback
+from ..reporting.events import EventPart
+from ..rollout.rollout import TRLInputs
 from ..trainers.grpo.config import MultimodalGRPOConfig
 from ..trainers.grpo.trainer import MultimodalGRPOTrainer
 
@@ -76,6 +87,8 @@ class Watch(TrainerCallback):
     """Records the steps of a trainer, and replaces its completions by those of an earlier run."""
 
     earlier: Run | None = None
+    counts_saved: bool = False  # whether `saved` gets the bytes that the first step saves for its backward pass
+    saved: list[int] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     began: float = 0.0
 
@@ -91,14 +104,16 @@ class Watch(TrainerCallback):
         """Records the loss, and ids and log-probabilities `(B, T)` where `counts` is 1."""
         step = self.run.steps[-1]
         step.loss = loss.item()
-        for row, row_logps, own in zip(ids, logps.detach(), counts.bool(), strict=True):
-            step.completions.append(row[own].tolist())
-            step.logps.append(row_logps[own].float().cpu())
+        for row, row_logps, is_counted in zip(ids, logps.detach(), counts.bool(), strict=True):
+            step.completions.append(row[is_counted].tolist())
+            step.logps.append(row_logps[is_counted].float().cpu())
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart
+    ):
         self.began = _now()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         now = _now()
         self.run.steps[-1].seconds = now - self.began
         self.began = now
@@ -110,29 +125,59 @@ def _now() -> float:
     return time.perf_counter()
 
 
-class WatchedTRL(GRPOTrainer):
-    """TRL's trainer, watched."""
+@contextmanager
+def saved_bytes(model: nn.Module, into: list[int]) -> Iterator[None]:
+    """Appends the bytes that are saved for backward passes, with each storage counted once and without parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        # The graph keeps the tensor, so its address stays unique until the backward pass
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+    into.append(sum(saved.values()))
+
+
+class Watched(GRPOTrainer):
+    """Trainer whose `watch` records its steps."""
 
     watch: Watch
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        def draw():
-            return super(WatchedTRL, self)._generate_single_turn(prompt_ids, *args, **kwargs)[0]
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not self.watch.counts_saved or self.watch.saved:
+            return super().training_step(model, inputs, num_items_in_batch)
+        with saved_bytes(model, self.watch.saved):
+            return super().training_step(model, inputs, num_items_in_batch)
 
-        return self.watch.sample(self.state.global_step, draw), None
 
-    def _generate_and_score_completions(self, inputs):
+class WatchedTRL(Watched):
+    """TRL's trainer, watched."""
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], None]:
+        sample = super()._generate_single_turn
+        return self.watch.sample(self.state.global_step, lambda: sample(prompt_ids, *args, **kwargs)[0]), None
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
         ids = batch["completion_ids"]
         # TRL shuffles the batch, and this with it
         return {**batch, "sampling_order": torch.arange(len(ids), device=ids.device)}
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._latest_logps = scores[0]
         return scores
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
         order = inputs["sampling_order"].argsort()
         logps = self._latest_logps[order]
@@ -140,14 +185,12 @@ class WatchedTRL(GRPOTrainer):
         return loss
 
 
-class WatchedOurs(MultimodalGRPOTrainer):
+class WatchedOurs(Watched, MultimodalGRPOTrainer):
     """Our trainer, watched."""
 
-    watch: Watch
-
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
-        rollout: Any = inputs.rollout
+        rollout = inputs.rollout
         assert self._scores is not None
         self.watch.note(loss, rollout.completion_ids, self._scores.logps, rollout.completion_mask)
         # Completions with the advantage 0 aren't forwarded
@@ -170,46 +213,18 @@ class WatchedSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
 
-    def __call__(self, model, prompts, *, step: int, **options):
+    def __call__(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], *, step: int, **options: Any
+    ) -> tuple[list[list[int]], None]:
         return self.watch.sample(step, lambda: self.sampler(model, prompts, step=step, **options)[0]), None
 
 
 # Runs
 
 
-def reward(completion_ids: Sequence[Sequence[int]], **columns) -> list[float]:
+def reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
     """Returns rewards that need no solutions, and that differ between most completions."""
     return [float(sum(ids) % 17) for ids in completion_ids]
-
-
-@contextmanager
-def saved_bytes(model: PreTrainedModel, into: list[int]) -> Iterator[None]:
-    """Appends the bytes that are saved for backward passes, with each storage counted once and without parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # The graph keeps the tensor, so its address stays unique until the backward pass
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-    into.append(sum(saved.values()))
-
-
-def _measure_first_step(trainer: Any, saved: list[int]) -> None:
-    """Lets the trainer's first step append to `saved` the bytes that it saves for its backward pass."""
-    step = trainer.training_step
-
-    def first_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-        trainer.training_step = step
-        with saved_bytes(trainer.model, saved):
-            return step(*args, **kwargs)
-
-    trainer.training_step = first_step
 
 
 class Comparison:
@@ -227,7 +242,9 @@ class Comparison:
             Folder for files of the trainers.
     """
 
-    def __init__(self, args: argparse.Namespace, rows: Dataset, processor: Any, folder: str):
+    def __init__(
+        self, args: argparse.Namespace, rows: Dataset, processor: ProcessorMixin | PreTrainedTokenizerBase, folder: str
+    ):
         self.args = args
         self.rows = rows
         self.processor = processor
@@ -252,34 +269,32 @@ class Comparison:
         model = self.load()
         with warnings.catch_warnings(action="ignore"):
             trainer, watch = self._make_trainer(side, model, earlier)
-        saved: list[int] = []
         weights = 0
         on_gpu = trainer.accelerator.device.type == "cuda"
         if on_gpu:
             weights = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        else:
-            _measure_first_step(trainer, saved)
+        watch.counts_saved = not on_gpu
         rounding = perturbed_inputs(model, self.dtype, _SEED) if rounds else nullcontext()
         with rounding, redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             trainer.train()
         run = watch.run
-        run.memory = torch.cuda.max_memory_allocated() - weights if on_gpu else saved[0]
+        run.memory = torch.cuda.max_memory_allocated() - weights if on_gpu else watch.saved[0]
         run.gradient_norms = [logs["grad_norm"] for logs in trainer.state.log_history if "grad_norm" in logs]
-        run.weights = {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()}
+        run.weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
         del trainer, model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return run
 
-    def _make_trainer(self, side: str, model: PreTrainedModel, earlier: Run | None) -> tuple[Any, Watch]:
+    def _make_trainer(self, side: str, model: PreTrainedModel, earlier: Run | None) -> tuple[Watched, Watch]:
         args = self.args
         placeholders = placeholder_token_ids(model, self.processor).values()
-        config_class: Any = GRPOConfig if side == "TRL" else MultimodalGRPOConfig
-        own = {"self_check": False, "packing": "padded" if side == _PADDED else args.packing}
-        own |= {name: getattr(args, name) for name in ("media_rules", "ignored_media_columns")}
-        options = {} if side == "TRL" else own
+        config_class: Callable[..., GRPOConfig] = GRPOConfig if side == "TRL" else MultimodalGRPOConfig
+        our_options = {"self_check": False, "packing": "padded" if side == _PADDED else args.packing}
+        our_options |= {name: getattr(args, name) for name in ("media_rules", "ignored_media_columns")}
+        options = {} if side == "TRL" else our_options
         config = config_class(
             output_dir=str(Path(self.folder, side.replace(" ", "_"))),
             max_steps=args.steps,
@@ -307,7 +322,7 @@ class Comparison:
             **options,
         )
         watch = Watch(earlier)
-        trainer_class: Any = WatchedTRL if side == "TRL" else WatchedOurs
+        trainer_class: Callable[..., Watched] = WatchedTRL if side == "TRL" else WatchedOurs
         trainer = trainer_class(
             model=model,
             reward_funcs=reward,
@@ -317,8 +332,8 @@ class Comparison:
             callbacks=[watch],
         )
         trainer.watch = watch
-        if side != "TRL":
-            trainer.sampler = WatchedSampler(trainer.sampler, watch)
+        if isinstance(trainer, WatchedOurs):
+            trainer.sampler = cast("Sampler", WatchedSampler(trainer.sampler, watch))
             trainer.remove_callback(CompactLogCallback)
         return trainer, watch
 
@@ -347,9 +362,9 @@ def _log_probabilities(runs: Sequence[Run]) -> torch.Tensor:
     rows: list[list[torch.Tensor]] = [[] for _ in runs]
     for steps in zip(*(run.steps for run in runs), strict=True):
         for logps in zip(*(step.logps for step in steps), strict=True):
-            if all(each is not None for each in logps):
-                for row, each in zip(rows, logps, strict=True):
-                    row.append(each)
+            if all(completion_logps is not None for completion_logps in logps):
+                for row, completion_logps in zip(rows, logps, strict=True):
+                    row.append(completion_logps)
     return torch.stack([torch.cat(row) for row in rows])
 
 
@@ -368,7 +383,7 @@ def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.
     """Returns what the baseline, the baseline with other roundings, and our trainer have in common, and what not."""
     baseline, rounded, ours = runs
     constant = tolerance_of(dtype)
-    found = []
+    results = []
 
     def n_unequal(run: Run) -> int:
         pairs = zip(baseline.steps, run.steps, strict=True)
@@ -376,17 +391,17 @@ def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.
 
     # A token midway between two others may fall to either, and a completion after it is another
     n_rounded = n_unequal(rounded)
-    found.append(
+    results.append(
         Finding("unequal sampled completions", n_unequal(ours), n_rounded, n_unequal(ours) <= 1 + 2 * n_rounded)
     )
     logps = _log_probabilities(runs)
     differences = (logps[1:] - logps[0]).abs()
     by_rounding = differences[0].max().item()
     agrees = not exceeds_rounding(differences[1], noise_of(logps[:2]), constant)
-    found.append(Finding("log-probability of a token, largest", differences[1].max().item(), by_rounding, agrees))
+    results.append(Finding("log-probability of a token, largest", differences[1].max().item(), by_rounding, agrees))
 
     def compare(name: str, difference: float, rounding: float) -> None:
-        found.append(Finding(name, difference, rounding, difference <= constant + NOISE_FACTOR * rounding))
+        results.append(Finding(name, difference, rounding, difference <= constant + NOISE_FACTOR * rounding))
 
     def largest(values: Callable[[Run], list[float]], other: Run, relative: bool) -> float:
         pairs = zip(values(baseline), values(other), strict=True)
@@ -402,7 +417,7 @@ def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.
     compare("norm of a gradient, largest share", largest(norms, ours, True), largest(norms, rounded, True))
     updates = [relative_difference(before, baseline.weights, other.weights) for other in (ours, rounded)]
     compare(f"weights, share of {len(ours.steps)} updates", *updates)
-    return found
+    return results
 
 
 def costs(baseline: Run, ours: Run, name: str, device: str) -> list[str]:
@@ -425,7 +440,9 @@ def costs(baseline: Run, ours: Run, name: str, device: str) -> list[str]:
 # The command
 
 
-def _first_rows(rows: Any, args: argparse.Namespace, model: PreTrainedModel, processor: Any) -> Dataset:
+def _first_rows(
+    rows: Any, args: argparse.Namespace, model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase
+) -> Dataset:
     """Returns the rows of the steps. Raises a `ValueError` about the first that would not train, as `check` does."""
     n_rows = args.steps * max(args.per_device_train_batch_size // args.num_generations, 1)
     chosen = rows.select(range(min(n_rows, len(rows))))
@@ -480,7 +497,7 @@ def run(args: argparse.Namespace) -> None:
         ours = comparison.train("ours", baseline)
     if [step.completions for step in ours.steps] != [step.completions for step in baseline.steps]:
         raise RuntimeError("The trainers trained on other completions than those that the baseline sampled.")
-    found = findings(before, (baseline, rounded, ours), comparison.dtype)
+    results = findings(before, (baseline, rounded, ours), comparison.dtype)
     tokens = [len(ids) for step in baseline.steps for ids in step.completions]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     version = importlib.metadata.version("trl") if name == "TRL" else ""
@@ -489,8 +506,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"{size} of {min(tokens)} to {max(tokens)} tokens, {name} {version}".rstrip())
     print(*notes, sep="\n", end="\n" * bool(notes))
     print(f"\n{'':36}{'difference':>12}{'rounding':>12}")
-    print(*(each.line for each in found), "", *costs(baseline, ours, name, device), sep="\n")
-    differing = [each.name for each in found if not each.agrees]
+    print(*(finding.line for finding in results), "", *costs(baseline, ours, name, device), sep="\n")
+    differing = [finding.name for finding in results if not finding.agrees]
     if differing:
         print(f"\nThe trainers DIFFER by more than rounding: {'; '.join(differing)}.")
         if name == "TRL" and args.packing != "padded":

@@ -189,12 +189,14 @@ class Teachers:
 
     def leave_out_untaught(self, rollout: Rollout) -> None:
         """Excludes completions without a teacher from the loss. All ranks must call this."""
-        index: Any = rollout.teacher.index
+        index = rollout.teacher.index
+        assert index is not None
         leave_out(self.run, rollout, index >= 0)
 
     def _completions_of(self, rollout: Rollout, teacher_index: int) -> list[int]:
         """Returns the batch indices of a teacher's completions."""
-        index: Any = rollout.teacher.index
+        index = rollout.teacher.index
+        assert index is not None
         return (index == teacher_index).nonzero()[:, 0].tolist()
 
     # Update

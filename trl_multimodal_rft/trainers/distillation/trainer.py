@@ -314,7 +314,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         return ", ".join([teacher, *views, *columns])
 
 
-def _check_one_source(teacher_model: Any, teacher_models: Any, args: MultimodalDistillationConfig) -> None:
+def _check_one_source(
+    teacher_model: str | nn.Module | None, teacher_models: dict[str, Any] | None, args: MultimodalDistillationConfig
+) -> None:
     """Raises a `ValueError` if both one teacher and several are given."""
     if teacher_models is None and args.teacher_models is None:
         return
