@@ -262,7 +262,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         # One rate per parameter group of the optimizer. Without a critic, the first group's rate is logged.
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
-            self._metric_log.add({"critic_lr" if is_critic else "actor_lr": rate}, "train")
+            self._metric_log.add({"critic_lr" if is_critic else "actor_lr": rate}, mode="train")
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self.training_step(model, micro_batch, None)
         micro_batch.release_media()
@@ -272,12 +272,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.accelerator.unscale_gradients()
             max_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
             norm, critic_norm = self._two_optimizers.clip_grad_norms(max_norm)
-            self._metric_log.add({"critic_grad_norm": float(critic_norm)}, "train")
+            self._metric_log.add({"critic_grad_norm": float(critic_norm)}, mode="train")
             self._get_grad_norm(model, torch.hypot(norm, critic_norm))  # skips the update if it isn't finite
         else:
             norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
             norm = self._get_grad_norm(model, norm)
-        self._metric_log.add({"grad_norm": float(norm)}, "train")
+        self._metric_log.add({"grad_norm": float(norm)}, mode="train")
         self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
         self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:

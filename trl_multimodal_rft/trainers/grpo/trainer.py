@@ -437,7 +437,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     max_coef=args.entropy_coef_max,
                 )
         if self._entropy_bonus_enabled and ends_step:
-            self._metric_log.add({"entropy_coef": self.entropy_coef})
+            self._metric_log.add({"entropy_coef": self.entropy_coef}, mode="train")
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
         """
@@ -455,8 +455,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
-                self._metric_log.add({"kl/estimate": estimate})
-            self._metric_log.add({"kl_coef": self.kl_coef})
+                self._metric_log.add({"kl/estimate": estimate}, mode="train")
+            self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
 
     def _counts_for_kl(self) -> bool:
         """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""

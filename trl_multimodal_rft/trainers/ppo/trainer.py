@@ -337,10 +337,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             metrics |= ptx_output.metrics
         if self.accelerator.sync_gradients:
             if self.kl_coef != 0 and args.kl_target is None:
-                self._metric_log.add({"kl_coef": self.kl_coef})
+                self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
             if self.critic is not None:
                 learning_rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
-                self._metric_log.add({"value_learning_rate": learning_rate})
+                self._metric_log.add({"value_learning_rate": learning_rate}, mode="train")
         return LossOutput(loss, metrics)
 
     @property
