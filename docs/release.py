@@ -62,9 +62,14 @@ def main(address: str, tag: str, root: Path = ROOT) -> None:
 
 
 def name_repository(address: str, root: Path = ROOT) -> None:
-    """Writes the address into the notebooks: the badges for Colab and the first cells."""
+    """Writes the address into the notebooks: the badges for Colab, which opens GitHub's pages, and the first cells."""
+    repository = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
+    if repository is None:
+        raise SystemExit(
+            f"{address!r} isn't the address of a repository on GitHub, https://github.com/<owner>/<name>."
+        )
     for path in sorted((root / "examples" / "notebooks").glob("*.ipynb")):
-        path.write_text(path.read_text().replace("OWNER/NAME", address.removeprefix("https://github.com/")))
+        path.write_text(path.read_text().replace("OWNER/NAME", repository[1]))
 
 
 if __name__ == "__main__":

@@ -100,18 +100,29 @@ def test_as_committed(path):
                 assert link.startswith("https://") or (FOLDER / link).exists(), link
 
 
+@pytest.mark.parametrize(
+    "address", ["https://github.com/we/it", "https://github.com/we/it/", "https://github.com/we/it.git"]
+)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_address_of_the_repository(path, tmp_path):
-    """A release writes it into the badge and the first cell, and nothing else changes."""
+def test_address_of_the_repository(path, address, tmp_path):
+    """A command writes it into the badge and the first cell, and nothing else changes."""
     copy = tmp_path / "examples" / "notebooks" / path.name
     copy.parent.mkdir(parents=True)
     copy.write_text(path.read_text())
-    RELEASE["name_repository"]("https://github.com/we/it", tmp_path)
+    RELEASE["name_repository"](address, tmp_path)
     old, new = (nbformat.read(each, as_version=4) for each in (path, copy))
     page = f"https://colab.research.google.com/github/we/it/blob/main/examples/notebooks/{path.name}"
     assert f"]({page})" in new.cells[0].source and 'source = "https://github.com/we/it"' in new.cells[1].source
     assert [cell.source for cell in old.cells[2:]] == [cell.source for cell in new.cells[2:]]
     assert path.read_text().replace("OWNER/NAME", "we/it") == copy.read_text()
+
+
+@pytest.mark.parametrize(
+    "address", ["we/it", "https://gitlab.com/we/it", "https://github.com/we", "https://github.com/we/it/tree/main"]
+)
+def test_other_addresses_are_refused(address, tmp_path):
+    with pytest.raises(SystemExit, match="isn't the address of a repository on GitHub"):
+        RELEASE["name_repository"](address, tmp_path)
 
 
 @pytest.mark.slow
