@@ -77,6 +77,21 @@ def test_sounds_are_compared_with_padded_rows(tmp_path, capsys, monkeypatch):
     assert "TRL's trainer takes no audio and no video" in output and verdicts(output) == ["agree"] * 5
 
 
+def test_options_of_media_hold_for_both_sides(tmp_path, capsys):
+    """Files in the folder that an option names, and a bound on pixels, which TRL's trainer doesn't have."""
+    (tmp_path / "pictures").mkdir()
+    for i, row in enumerate(image_rows()):
+        row["image"].save(tmp_path / "pictures" / f"{i}.png")
+    names = [f"{i}.png" for i in range(len(image_rows()))]
+    rows = image_rows().remove_columns("image").add_column("image", names)
+    rows.to_json(tmp_path / "rows.jsonl")
+    words = ["compare", "--model", str(saved("qwen2_5_vl")), "--dataset_name", str(tmp_path / "rows.jsonl"), *OPTIONS]
+    main([*words, "--media_dir", str(tmp_path / "pictures"), "--max_pixels", "3136"])
+    output = capsys.readouterr().out
+    assert "TRL's trainer has no `--media_dir`, `--max_pixels`: the baseline is ours with padded rows." in output
+    assert verdicts(output) == ["agree"] * 5
+
+
 def test_rows_that_trl_fails_on_are_compared_with_padded_rows(images, capsys, monkeypatch):
     def fails(*args, **kwargs):
         raise KeyError("pixels")

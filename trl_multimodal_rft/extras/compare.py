@@ -41,6 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..checks.rounding import NOISE_FACTOR, exceeds_rounding, noise_of, perturbed_inputs, tolerance_of
 from ..cli.check import RowChecker, read_inputs
 from ..data.reading.refs import iter_refs
+from ..data.reading.rules import OPTION_NAMES
 from ..encoding.prompts import EncodedPrompt, placeholder_token_ids
 from ..engines.samplers import Sampler
 from ..models.pretrained import load_model
@@ -55,6 +56,8 @@ from ..trainers.grpo.trainer import MultimodalGRPOTrainer
 MIB = 2**20
 _SEED = 0
 _PADDED = "padded rows"
+# Options of ours that change what a model gets of a row
+_CHANGES_INPUT = (*OPTION_NAMES, "ignored_media_columns")
 
 
 # Records of a run
@@ -293,7 +296,8 @@ class Comparison:
         placeholders = placeholder_token_ids(model, self.processor).values()
         config_class: Callable[..., GRPOConfig] = GRPOConfig if side == "TRL" else MultimodalGRPOConfig
         our_options = {"self_check": False, "packing": "padded" if side == _PADDED else args.packing}
-        our_options |= {name: getattr(args, name) for name in ("media_rules", "ignored_media_columns")}
+        given = {name: getattr(args, name) for name in (*_CHANGES_INPUT, "audio_overlong", "media_rules")}
+        our_options |= {name: value for name, value in given.items() if value is not None}
         options = {} if side == "TRL" else our_options
         config = config_class(
             output_dir=str(Path(self.folder, side.replace(" ", "_"))),
@@ -466,16 +470,23 @@ def _reads_only_images(rows: Dataset) -> bool:
     return True
 
 
+def _trl_obstacle(rows: Dataset, args: argparse.Namespace) -> str | None:
+    """Returns why TRL's trainer can't train on these rows as ours does, or `None` if it can."""
+    options = [f"`--{name}`" for name in _CHANGES_INPUT if getattr(args, name)]
+    if options:
+        return f"TRL's trainer has no {', '.join(options)}"
+    return None if _reads_only_images(rows) else "TRL's trainer takes no audio and no video"
+
+
 def run(args: argparse.Namespace) -> None:
     """Compares the trainers and prints a table. Exits with status 1 if they differ by more than rounding."""
     if args.steps < 1:
         raise ValueError(f"`--steps` must be at least 1, got {args.steps}.")
     rows, model, processor = read_inputs(args)
     rows = _first_rows(rows, args, model, processor)
-    name = "TRL" if _reads_only_images(rows) else _PADDED
-    notes = (
-        [] if name == "TRL" else ["TRL's trainer takes no audio and no video: the baseline is ours with padded rows."]
-    )
+    obstacle = _trl_obstacle(rows, args)
+    name = "TRL" if obstacle is None else _PADDED
+    notes = [] if obstacle is None else [f"{obstacle}: the baseline is ours with padded rows."]
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(args, rows, processor, folder)
         before = {key: weight.detach().cpu() for key, weight in comparison.load().named_parameters()}
