@@ -296,8 +296,8 @@ class Comparison:
         placeholders = placeholder_token_ids(model, self.processor).values()
         config_class: Callable[..., GRPOConfig] = GRPOConfig if side == "TRL" else MultimodalGRPOConfig
         our_options = {"self_check": False, "packing": "padded" if side == _PADDED else args.packing}
-        given = {name: getattr(args, name) for name in (*_CHANGES_INPUT, "audio_overlong", "media_rules")}
-        our_options |= {name: value for name, value in given.items() if value is not None}
+        chosen = {name: getattr(args, name) for name in (*_CHANGES_INPUT, "audio_overlong", "media_rules")}
+        our_options |= {name: value for name, value in chosen.items() if value is not None}
         options = {} if side == "TRL" else our_options
         config = config_class(
             output_dir=str(Path(self.folder, side.replace(" ", "_"))),
