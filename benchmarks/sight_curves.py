@@ -226,13 +226,13 @@ def _of_weights(one: str, other: str, moment: str) -> str:
 
 def figure() -> Figure:
     """Mean rewards and KL divergences of TRL's runs, and of ours with the range of their seeds."""
-    drawn = Figure(figsize=(8, 2.8), layout="constrained")
+    drawn = Figure(figsize=(8, 3), layout="constrained")
     axes = drawn.subplots(1, 2)
     for axis, quantity in zip(axes, ("reward", "kl"), strict=True):
         _draw(axis, quantity)
     axes[0].set(xlabel="update", ylabel=f"reward, mean of {WINDOW} updates")
     axes[1].set(xlabel="update", ylabel="KL divergence")
-    axes[0].legend(edgecolor="none", framealpha=0)
+    drawn.legend(handles=axes[0].get_lines(), loc="outside lower center", ncols=3, edgecolor="none", framealpha=0)
     return drawn
 
 

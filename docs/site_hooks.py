@@ -79,7 +79,7 @@ def _target(uri: str, link: str) -> str | None:
     path = posixpath.normpath(posixpath.join(posixpath.dirname(place), link))
     if path.startswith("docs/") and (ROOT / path).suffix != ".py":
         return path.removeprefix("docs/")
-    if path.endswith(".md"):
+    if path.endswith((".md", ".svg")):
         return f"source/{path}"
     return f"source/{path}.source.md" if Path(path).suffix in _LANGUAGES else None
 
@@ -90,10 +90,10 @@ def _path(target: str) -> Path:
 
 
 def _content(target: str) -> str:
-    """A page with a file of the repository."""
+    """A page with a file of the repository, or a picture."""
     path = _path(target)
     text = path.read_text()
-    if path.suffix == ".md":
+    if path.suffix in (".md", ".svg"):
         return text
     # Found by the links to it, not by searching
     name = path.relative_to(ROOT)

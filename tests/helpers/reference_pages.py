@@ -157,7 +157,7 @@ MAKER = [
     Row(
         "`n_samples_per_prompt` completions, in micro-batches",
         "trainer.experience_maker:NaiveExperienceMaker.generate_samples",
-        "a prompt is encoded and prefilled once",
+        "a prompt is encoded and forwarded once",
         "experience_maker.group_shares_one_encoded_prompt",
     ),
     Row(

@@ -212,8 +212,7 @@ def derived() -> dict[Path, str]:
     texts[INSTALL] = with_block(texts[INSTALL], "versions", versions_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "options", lightrft_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "pages", reference_pages.table())
-    for page in (README, ROOT / "docs" / "README.md"):
-        texts[page] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[page], flags=re.MULTILINE)
+    texts[README] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[README], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
     drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
     texts[drawing["PICTURE"]] = drawing["picture"]()

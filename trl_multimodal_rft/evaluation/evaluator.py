@@ -57,7 +57,7 @@ def evaluate(
     """
     Samples completions of the prompts of a dataset and measures their accuracy.
 
-    Each prompt and its media are decoded, encoded and prefilled once for all its completions. Processes share the
+    Each prompt and its media are decoded, encoded and forwarded once for all its completions. Processes share the
     batches, and each row counts once. Batches and seeds don't depend on the number of processes, so neither do the
     completions. Placeholder tokens are never sampled. Of the model's generation config, only the EOS and suppressed
     tokens apply.

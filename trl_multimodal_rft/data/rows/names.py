@@ -99,4 +99,6 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
         options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
         alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
         remedy = alternative + prepare_remedy(layout, options.get(layout, ""))
+    if likely_prompt is not None and likely_prompt.isidentifier() and isinstance(row.get(likely_prompt), str):
+        remedy += f"; on a command line, pass `--prompt '{{{likely_prompt}}}'`"
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
