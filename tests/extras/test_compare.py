@@ -1,18 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`compare` finds that the trainers agree, and faults that are planted in ours."""
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
+from helpers.compared import drop_masks, ignore_media, verdicts
 from helpers.trainer_utils import audio_rows, image_rows, saved, text_rows
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.encoding.prompt_encoder import PromptEncoder
 from trl_multimodal_rft.extras import compare
 from trl_multimodal_rft.extras.compare import Run, Step, findings, relative_difference
-from trl_multimodal_rft.forward.layout import PrefixLayout
 
 
 OPTIONS = ["--steps", "2", "--max_completion_length", "6"]
@@ -23,10 +19,6 @@ def images(tmp_path):
     folder = str(tmp_path / "images")
     image_rows().save_to_disk(folder)
     return ["compare", "--model", str(saved("qwen2_5_vl")), "--dataset_name", folder, *OPTIONS]
-
-
-def verdicts(output):
-    return re.findall(r"(agree|DIFFER)$", output, re.MULTILINE)
 
 
 def test_trainers_agree(images, capsys):
@@ -40,13 +32,7 @@ def test_trainers_agree(images, capsys):
 
 
 def test_a_dropped_mask_is_found(images, capsys, monkeypatch):
-    branches = PrefixLayout.branches
-
-    def unmasked(*args, **kwargs):
-        queries, keys, mask = branches(*args, **kwargs)
-        return queries, keys, None if mask is None else torch.zeros_like(mask)
-
-    monkeypatch.setattr(PrefixLayout, "branches", unmasked)
+    drop_masks(monkeypatch)
     with pytest.raises(SystemExit, match="1"):
         main(images)
     output = capsys.readouterr().out
@@ -56,14 +42,7 @@ def test_a_dropped_mask_is_found(images, capsys, monkeypatch):
 
 
 def test_an_ignored_picture_is_found(images, capsys, monkeypatch):
-    encode = PromptEncoder.encode
-
-    def blind(*args, **kwargs):
-        encoded = encode(*args, **kwargs)
-        media = {name: torch.zeros_like(x) if x.is_floating_point() else x for name, x in encoded.media.items()}
-        return replace(encoded, media=media)
-
-    monkeypatch.setattr(PromptEncoder, "encode", blind)
+    ignore_media(monkeypatch)
     with pytest.raises(SystemExit, match="1"):
         main(images)
     assert verdicts(capsys.readouterr().out).count("DIFFER") >= 3

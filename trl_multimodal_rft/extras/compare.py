@@ -44,6 +44,7 @@ from ..data.reading.refs import iter_refs
 from ..data.reading.rules import OPTION_NAMES
 from ..encoding.prompts import EncodedPrompt, placeholder_token_ids
 from ..engines.samplers import Sampler
+from ..models.modes import fix_batch_norms
 from ..models.pretrained import load_model
 from ..progress import announce
 from ..reporting.console import CompactLogCallback
@@ -255,14 +256,17 @@ class Comparison:
         self.dtype = getattr(torch, args.dtype)
 
     def load(self) -> PreTrainedModel:
-        """Loads the model as it is before training."""
+        """Loads the model as it is before training, with batch norms at their running statistics."""
         args = self.args
-        return load_model(
+        model = load_model(
             args.model_name_or_path,
             dtype=self.dtype,
             revision=args.model_revision or "main",
             trust_remote_code=args.trust_remote_code,
         )
+        # In training mode, statistics of a batch with little variance magnify rounding, which then hides differences
+        fix_batch_norms(model.modules())
+        return model
 
     def train(self, side: str, earlier: Run | None = None, *, rounds: bool = False) -> Run:
         """
@@ -490,6 +494,8 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(args, rows, processor, folder)
         before = {key: weight.detach().cpu() for key, weight in comparison.load().named_parameters()}
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            notes.append("Batch norms keep their running statistics in all runs.")
         announce(f"training with {name}")
         try:
             baseline = comparison.train(name)
