@@ -312,17 +312,20 @@ def test_text_alone_while_the_language_model_is_frozen(packing, tmp_path):
     assert moves(both) == {"vision_tower", "projector"}
 
 
-def test_running_statistics_of_a_frozen_tower_stay(tmp_path):
-    """Granite Speech's encoder has batch norms."""
-    for frozen in (False, True):
-        model, processor = ALL_FAMILIES["granite_speech"].build()
-        options = {"disable_dropout": False, "freeze": ["audio_tower"] if frozen else None, "max_steps": 1}
-        options["objects"] = {"model": model, "processing_class": processor}
-        trainer = make_trainer(InjectedOurs, "granite_speech", audio_rows(), tmp_path, **options)
-        before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if "running" in name}
-        trainer.train()
-        after = dict(trainer.model.named_buffers())
-        assert before and frozen == all(torch.equal(value, after[name]) for name, value in before.items())
+@pytest.mark.parametrize("frozen_by", [None, "option", "hand"])
+def test_running_statistics_of_a_frozen_tower_stay(frozen_by, tmp_path):
+    """Granite Speech's encoder has batch norms. It is frozen by the option, or after the trainer's construction."""
+    model, processor = ALL_FAMILIES["granite_speech"].build()
+    options = {"disable_dropout": False, "freeze": ["audio_tower"] if frozen_by == "option" else None, "max_steps": 1}
+    options["objects"] = {"model": model, "processing_class": processor}
+    trainer = make_trainer(InjectedOurs, "granite_speech", audio_rows(), tmp_path, **options)
+    if frozen_by == "hand":
+        trainer.model.model.encoder.requires_grad_(False)
+    before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if "running" in name}
+    trainer.train()
+    after = dict(trainer.model.named_buffers())
+    stay = all(torch.equal(value, after[name]) for name, value in before.items())
+    assert before and stay == (frozen_by is not None)
 
 
 def test_adapters_of_encoders_keep_their_dropout(tmp_path):

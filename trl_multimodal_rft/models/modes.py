@@ -138,7 +138,8 @@ def _dropout_rates(module: nn.Module) -> dict[str, float]:
 def fix_batch_norms(modules: Iterable[nn.Module]) -> None:
     """Keeps the batch norms among modules at their running statistics."""
     for module in modules:
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        is_fixed = _use_running_statistics in module._forward_pre_hooks.values()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not is_fixed:
             module.register_forward_pre_hook(_use_running_statistics)
 
 

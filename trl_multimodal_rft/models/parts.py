@@ -259,6 +259,14 @@ def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
     fix_batch_norms(module for module in model.modules() if not frozen.isdisjoint(module.parameters(recurse=False)))
 
 
+def fix_frozen_batch_norms(model: nn.Module) -> None:
+    """Keeps the running statistics of batch norms whose parameters are all frozen, by [`freeze`] or otherwise."""
+    for module in model.modules():
+        trained = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+        if trained and not any(trained):
+            fix_batch_norms([module])
+
+
 @contextmanager
 def kept_requires_grad(model: nn.Module) -> Iterator[None]:
     """

@@ -27,7 +27,7 @@ from ...forward.scores import DeferredParts
 from ...forward.token_budget import backward_by_parts
 from ...launchers import end_with_launcher
 from ...models.critic import Critic, ValueHead, policy_alone
-from ...models.parts import freeze, rates_of_parts
+from ...models.parts import fix_frozen_batch_norms, freeze, rates_of_parts
 from ...models.quantization import keep_differentiable
 from ...models.wrapped import is_unsharded, unwrapped
 from ...policy import PolicyForward
@@ -194,6 +194,8 @@ class BaseTrainer(Trainer):
                 has_adapter = is_peft_model(self.model)
                 checkpoint = self._checkpoints.verify(resume_from_checkpoint, self._fingerprints, has_adapter)
             self._checkpoints.resumed_from = checkpoint
+            # Parameters may have been frozen since the constructor
+            fix_frozen_batch_norms(self.model)
             if self._signal_callback is not None:
                 stack.enter_context(self._signal_callback.handling_signals())
             # When the run ends, also by an error, the stack calls the following functions, the last one first
