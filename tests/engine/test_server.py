@@ -85,6 +85,36 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
     assert min(found[0]) > 1e-3 and found[1] == pytest.approx(found[0], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_teacher_on_the_server_among_several(server, omni, tmp_path):
+    """Rows choose the served model or one in this process. The served one says what it says here, of its rows alone."""
+    make(server, omni, tmp_path).vllm_generation.sync_weights()
+    rows = omni_rows()
+    transform = rows.format["format_kwargs"]["transform"]
+    chosen = ["served", "near", None, "served"]
+    rows = rows.with_transform(
+        lambda batch: {**transform(batch), "teacher_id": [chosen[i % 4] for i in batch["index"]]}
+    )
+    found = []
+    for is_local in (True, False):
+        near = load_omni(omni)["model"]
+        objects = {**load_omni(omni), "reward_funcs": None, "teacher_models": {"near": near}}
+        with torch.no_grad():
+            near.lm_head.weight *= 0.8
+            objects["model"].lm_head.weight *= 0.5
+        given = {"loss_top_k": 4, "max_steps": 1, "learning_rate": 0.0, "use_vllm": False, "num_generations": 2}
+        given |= {"vllm_engine_kwargs": None, "seed": 3, "self_check": False, "beta": 0.5}
+        if is_local:
+            objects["teacher_models"]["served"] = load_omni(omni)["model"]
+        else:
+            given["teacher_models"] = {"served": server}
+        trainer = engine_runs.make(MultimodalDistillationTrainer, OMNI, rows, tmp_path, objects, **given)
+        trainer.train()
+        names = ("loss", "grad_norm", "teacher/served/divergence", "teacher/near/divergence")
+        found.append([trainer.state.log_history[0][name] for name in names])
+    assert min(found[0]) > 1e-4 and found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 @pytest.fixture
 def client(server):
     return ServerClient(server, 20.0)

@@ -452,3 +452,17 @@ def test_autocast_is_no_reason_to_pad():
     trainer = run(InjectedOurs, "qwen2_audio", audio_rows(), bf16=True).trainer
     assert trainer.model.dtype == torch.float32
     assert all(trainer.scored_packed) and trainer._policy.fallbacks.shared_prefill
+
+
+def test_autocast_holds_for_an_adapter():
+    """A new adapter changes nothing, so that its model samples what the model without it samples, also in bf16."""
+    sampled = []
+
+    def record(completion_ids, **columns):
+        sampled.append(completion_ids)
+        return length_and_sum(completion_ids, **columns)
+
+    for adapter in (None, LoraConfig(r=2, target_modules=["q_proj"])):
+        objects = {"peft_config": adapter}
+        run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), reward=record, objects=objects, bf16=True, max_steps=1)
+    assert sampled[0] == sampled[1]

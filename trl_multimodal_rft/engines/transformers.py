@@ -466,7 +466,8 @@ def sample_completions(
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
             outputs = []
             runner = runner_on(device) if fallbacks.graph else TokenStep()
-            with without_router_logits(unwrapped_model):
+            # An adapter's model generates by its base model, whose forward has no context of its own
+            with without_router_logits(unwrapped_model), policy.autocast():
                 # Repeats the last part until all ranks have equally many forwards. Drops the repeated outputs
                 for part in [*parts, *[parts[-1]] * n_surplus]:
                     output = generate_completions(
