@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.devices import gpu_only
 from helpers.distillation_runs import teacher
+from helpers.four_bits import LORA
 from helpers.trainer_utils import AS_SHIPPED, PLAIN, audio_rows, image_rows, load, make_trainer, video_rows
 from trainers.supervised.test_sft import picture_rows
 
@@ -43,6 +44,7 @@ RUNS = {
     "grpo, sound in videos' model": (GRPO, "qwen2_5_omni", {}),
     "grpo, one prompt per forward": (GRPO, "llava_onevision", {}),
     "grpo, padded": (GRPO, "qwen2_5_vl", {"packing": "padded", "self_check": True}),
+    "grpo, adapter": (GRPO, "qwen2_5_vl", {"peft_config": LORA, "self_check": True}),
     "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": 4, "replay_buffer_size": 8}),
     "grpo, entropies, logged": (
         GRPO,
@@ -85,6 +87,7 @@ def make(name, device, folder):
         return trainer_class(
             args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=picture_rows(), **objects
         )
+    objects["peft_config"] = options.pop("peft_config", None)
     if name == "distillation":
         objects["teacher_model"] = teacher(family)
     rows = ROWS.get(family, image_rows)()
