@@ -4,6 +4,7 @@
 from functools import partial
 
 import torch
+from accelerate import PartialState
 from helpers.chats import image
 from helpers.families import FAMILIES
 from peft import LoraConfig
@@ -59,6 +60,16 @@ def distill_several(folder):
     dataset = [{**each, "teacher_id": name} for each, name in zip(rows(), ["near", "far", "far", None], strict=True)]
     teachers = {"near": teacher(), "far": teacher(0.2)}
     return distill(folder, dataset=dataset, beta=0.5, objects={"teacher_models": teachers})
+
+
+def distill_separate(folder):
+    """One rank has the rows of a teacher of another family and tokenizer, the other those of two others."""
+    path = FAMILIES["llava"].save(folder / "teacher")  # only rank 0 writes
+    PartialState().wait_for_everyone()
+    dataset = [{**each, "teacher_id": name} for each, name in zip(rows(), ["far", "far", "near", None], strict=True)]
+    objects = {"teacher_models": {"near": teacher(), "far": str(path)}}
+    skips = "separate(on_unaligned='skip')"  # some completions are incomplete characters alone
+    return distill(folder, dataset=dataset, teacher_processor=skips, objects=objects)
 
 
 def distill_best(folder):

@@ -36,6 +36,7 @@ WITH_ONE = {
         "distill_top_k": "a head of the teacher that is gathered outside of a forward pass",
         "distill_average": "averages of weights that the engine replaces",
         "distill_several": "a teacher that a rank forwards for the other's rows",
+        "distill_separate": "forwards of a teacher that a rank runs without completions",
         "mixed_critic": "two models with encoders",
         "mixed_deepstack": "features that several layers receive",
         "mixed_padded": "padded rows with dummy inputs",

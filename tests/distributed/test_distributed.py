@@ -670,7 +670,7 @@ def test_processes_skip_the_same_preferences(two, one):
 
 
 DISTILLATION = ["distill_teacher", "distill_parts", "distill_top_k", "distill_view", "distill_adapter"]
-DISTILLATION += ["distill_average", "distill_several", "distill_best"]
+DISTILLATION += ["distill_average", "distill_several", "distill_separate", "distill_best"]
 
 
 @with_engines(*DISTILLATION)

@@ -146,6 +146,7 @@ NOT_DRAWN = {
     *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs"),
     *("log_multimodal", "num_completions_to_print", "teacher_model_server_url"),
     "teacher_models",  # see test_several_teachers.py
+    "teacher_processor",  # see test_separate_teacher.py
     *("max_staleness", "vllm_server_base_url"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),

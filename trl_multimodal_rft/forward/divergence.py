@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
+from ..algorithms.spans import span_divergence
 from .autograd import Context
-from .head import HeadRule, gather_weights
+from .head import HeadRule, fused_scores, gather_weights
 
 
 # Number of tokens per chunk. Computations without a kernel hold the logits `(tokens, V)` of one chunk at a time.
@@ -70,10 +71,27 @@ class Target:
 
 
 @dataclass(frozen=True)
+class SpanTarget:
+    """A teacher's log-probabilities of spans of the sampled tokens, for [`~algorithms.spans.span_divergence`]."""
+
+    mask: torch.Tensor  # (B, C), 1 on tokens to compare, which are in spans
+    student_rule: HeadRule
+    ids: torch.Tensor  # the sampled tokens, (B, C)
+    spans: torch.Tensor  # index of each token's span in its completion, -1 in none, (B, C)
+    logps: torch.Tensor  # log-probability of each token's span, (B, C)
+    temperature: float = 1.0
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "SpanTarget":
+        """Applies a function to each tensor with a row per completion."""
+        mask, ids, spans, logps = (function(value) for value in (self.mask, self.ids, self.spans, self.logps))
+        return replace(self, mask=mask, ids=ids, spans=spans, logps=logps)
+
+
+@dataclass(frozen=True)
 class Targets:
     """Targets of several teachers, of which each compares other completions: no token is in the masks of two."""
 
-    parts: tuple[Target, ...]
+    parts: tuple[Target | SpanTarget, ...]
 
     @property
     def student_rule(self) -> HeadRule:
@@ -84,21 +102,26 @@ class Targets:
         return Targets(tuple(part.map(function) for part in self.parts))
 
 
-def divergences(hidden: torch.Tensor, head: Head, target: Target | Targets) -> tuple[torch.Tensor, torch.Tensor]:
+def divergences(
+    hidden: torch.Tensor, head: Head, target: Target | SpanTarget | Targets
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Computes the divergence of a student's token distributions from a target, and the student's entropy, in nats.
 
     With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, the
     divergence is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, else the
     generalized Jensen-Shannon divergence $\\beta \\mathrm{KL}(p_t \\| m) + (1 - \\beta) \\mathrm{KL}(p_s \\| m)$ of
-    [On-Policy Distillation](https://huggingface.co/papers/2306.13649). The divergence has a gradient
-    for the student alone, and the entropy has none. Logits of all tokens are never in memory at once.
+    [On-Policy Distillation](https://huggingface.co/papers/2306.13649). From a [`SpanTarget`], it is estimated by the
+    sampled tokens. The divergence has a gradient for the student alone, and the entropy has none. Logits of all tokens
+    are never in memory at once.
 
     Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
     """
     if isinstance(target, Targets):
         results = [divergences(hidden, head, part) for part in target.parts]
         return sum_of([result[0] for result in results]), sum_of([result[1] for result in results])
+    if isinstance(target, SpanTarget):
+        return _span_divergences(hidden, head, target)
     mask = target.mask.to(head.weight.device)
     index = mask.flatten().nonzero()[:, 0]  # `(N,)`: only tokens of the mask are computed
 
@@ -136,6 +159,17 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target | Targets) -> t
     # `results` are divergences and entropies `(N,)`
     outputs = [values.new_zeros(mask.numel()).index_copy(0, index, values).view(mask.shape) for values in results]
     return outputs[0], outputs[1].detach()
+
+
+def _span_divergences(hidden: torch.Tensor, head: Head, target: SpanTarget) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [`divergences`] from the spans of a teacher of another tokenizer."""
+    labels = target.ids.masked_fill(target.mask == 0, -100)
+    names = ("log_probs", "entropy")
+    scores = fused_scores(hidden, labels, None, head, head.rule, target.temperature, False, names)
+    assert scores.log_probs is not None and scores.entropy is not None
+    device = scores.log_probs.device
+    spans = target.spans.masked_fill(target.mask == 0, -1).to(device)
+    return span_divergence(scores.log_probs, target.logps.to(device), spans), scores.entropy.detach()
 
 
 def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,16 @@ _RTOL = 1e-5  # relative tolerance of a measured scale or logit
 
 # Number of logits per token that are in memory at once, as in TRL
 _CHUNK_SIZE = 32768
+
+
+class LinearHead(Protocol):
+    """A module or a tuple with the weight `(V, H)` and the bias `(V,)` of an LM head."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ def add_fused_head(
             states = states[:, :-1]
             shift_labels = labels[:, 1:]
         head = cast(nn.Linear, self.get_output_embeddings())
-        return _fused_scores(
+        return fused_scores(
             states, shift_labels, label_index, head, rule_of_head, temperature, cast_lm_head_to_fp32, outputs
         )
 
@@ -185,11 +195,11 @@ def _without_fused_head(forward: Callable) -> Callable:
     return inspect.getclosurevars(function).nonlocals.get("original_forward", forward)
 
 
-def _fused_scores(
+def fused_scores(
     states: torch.Tensor,
     labels: torch.Tensor,
     index: torch.Tensor | None,
-    head: nn.Linear,
+    head: LinearHead,
     rule: HeadRule,
     temperature: float,
     in_fp32: bool,

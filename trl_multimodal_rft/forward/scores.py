@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..encoding.conversations import conversation, encode_prefix
 from ..encoding.prompts import EncodedPrompt
 from ..models.critic import Critic, ValueHead
-from .divergence import Target, Targets
+from .divergence import SpanTarget, Target, Targets
 from .layout import States
 from .masks import linear_masks
 from .prompts import rows_of, to_device
@@ -124,7 +124,8 @@ class ScoreRequest:
         critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
             Critic that computes values. For values alone, a separate critic needs no forward of the policy.
         target ([`~forward.divergence.Target`] or [`~forward.divergence.Targets`], *optional*):
-            Target to compare distributions of tokens with. The scores are then divergences and entropies.
+            Target to compare distributions of tokens with, or a [`~forward.divergence.SpanTarget`] to compare sampled
+            tokens with. The scores are then divergences and entropies.
         supervised ([`ScoreRequest`], *optional*):
             Request for supervised completions. Their log-probabilities are computed in the same forward of the
             wrapped model.
@@ -155,7 +156,7 @@ class ScoreRequest:
     compute_aux_loss: bool = False
     whole: bool = False
     critic: Critic | ValueHead | None = None
-    target: Target | Targets | None = None
+    target: Target | SpanTarget | Targets | None = None
     supervised: "ScoreRequest | None" = None
     rows: Sequence[int] | None = None
     isolate: Literal["media", "prompt"] | None = None

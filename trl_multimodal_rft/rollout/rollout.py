@@ -144,12 +144,16 @@ class Values(_Part):
 
 @dataclass(eq=False)
 class TeacherScores(_Part):
-    """Prompts of a teacher, and scores by a teacher on a server."""
+    """Prompts of a teacher, and scores by a teacher on a server or by one of another tokenizer."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
     index: torch.Tensor | None = None  # (N,), of the completion's teacher among several, -1 without a teacher
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
+    # (N, C), index of each token's span of text in its completion, -1 in none; `None` if all teachers share the
+    # student's tokens, each of which is a span
+    spans: torch.Tensor | None = _per_token(-1)
+    span_logps: torch.Tensor | None = _per_token()  # (N, C), log-probability of each token's span
 
 
 @dataclass(eq=False)

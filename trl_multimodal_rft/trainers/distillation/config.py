@@ -26,6 +26,14 @@ class SelfTeacher:
     min_reward: float = 1.0  # that a completion needs to be shown
 
 
+@dataclass(frozen=True)
+class TeacherProcessor:
+    """Settings of the option `teacher_processor`."""
+
+    reader: Literal["student", "separate"] = "student"  # whose processor encodes what a teacher reads
+    on_unaligned: Literal["raise", "skip"] = "raise"  # what happens to a completion of which nothing is aligned
+
+
 def is_address(teacher: Any) -> bool:
     """Returns whether a teacher is on a server."""
     return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
@@ -49,6 +57,14 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             Number of micro-batches per generation batch. By default `gradient_accumulation_steps`, as in TRL.
         generation_batch_size (`int`, *optional*):
             Number of completions that all processes sample at once. Set only this or `steps_per_generation`.
+
+        teacher_processor (`str`, *optional*, defaults to `"student"`):
+            Processor of the teachers' inputs. With `"student"`, a teacher has the student's vocabulary, family and
+            features. With `"separate"`, the processor in the teacher's folder encodes the same messages and media. A
+            teacher of another tokenizer then scores the text of completions, and is compared on the spans of text
+            that both tokenizers cut alike, with `beta=1.0` and `loss_top_k=0`. With the setting `on_unaligned="skip"`,
+            as in `"separate(on_unaligned='skip')"`, completions without such a span aren't trained on and are counted
+            as `teacher/unaligned`; by default, they raise an error that names the row.
 
         > Parameters that control what teacher and student see
 
@@ -102,6 +118,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     teacher_view: str | None = None
     student_view: str | None = None
     self_teacher: str = DISTILLATION.defaults["self_teacher"]
+    teacher_processor: str = "student"
     teacher_model_server_url: str | None = None
     teacher_models: dict[str, Any] | str | None = None
     loss_top_k: Annotated[int, "[0, inf]"] = DISTILLATION.defaults["loss_top_k"]
@@ -125,6 +142,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
         self._check_context()
+        self._check_teacher_processor()
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 split_settings(getattr(self, name), name)
@@ -151,6 +169,21 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         return read_settings(SelfTeacher, "self_teacher", self.self_teacher)
 
     @property
+    def teacher_processor_settings(self) -> TeacherProcessor:
+        """Settings of `teacher_processor`."""
+        return read_settings(TeacherProcessor, "teacher_processor", self.teacher_processor)
+
+    @property
+    def separates_teachers(self) -> bool:
+        """`True` if teachers read by processors of their own."""
+        return self.teacher_processor_settings.reader == "separate"
+
+    @property
+    def encodes_teacher_prompts(self) -> bool:
+        """`True` if prompts for the teacher are encoded with the rows, by the student's processor."""
+        return not self.separates_teachers
+
+    @property
     def keeps_decoded(self) -> bool:
         """`True` if a teacher on a server needs the decoded media."""
         servers = filter(is_address, mapping(self.teacher_models).values())
@@ -173,6 +206,25 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             raise ValueError(
                 "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
                 "prompt; set `eval_strategy='no'`, and evaluate with `GenerationEvalCallback`."
+            )
+
+    def _check_teacher_processor(self) -> None:
+        if not self.separates_teachers:
+            if self.teacher_processor_settings.on_unaligned != TeacherProcessor().on_unaligned:
+                raise ValueError(
+                    "`on_unaligned` of `teacher_processor` has no effect with the student's processor; write "
+                    "\"separate(on_unaligned='skip')\"."
+                )
+            return
+        if self.keeps_decoded:
+            raise ValueError(
+                "`teacher_processor='separate'` scores text, but a teacher on a server scores the student's tokens; "
+                "load the teacher by its name in place of the server, or leave `teacher_processor` out."
+            )
+        if self.self_teacher_settings != SelfTeacher():
+            raise ValueError(
+                "`teacher_processor='separate'` is for other models, but `self_teacher` makes the student its own "
+                "teacher; leave out one of them."
             )
 
     def _check_teacher_models(self) -> None:

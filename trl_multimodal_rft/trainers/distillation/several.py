@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,15 @@ from ...data.rows.names import TEACHER_ID
 from ...encoding.prompts import EncodedPrompt
 from ...engines.vllm_client import EngineRequest, on_all_ranks
 from ...engines.vllm_teacher import ServerTeacher
-from ...forward.divergence import Target, Targets
+from ...forward.divergence import SpanTarget, Target, Targets
 from ...rollout.ranks import any_rank
 from ...rollout.rollout import Rollout
 from ...rollout.stream import EncodedRow
 from ..shared.arguments import mapping
 from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
-from ..shared.scoring import compile_models, enable_packing, prepare_reference
 from .config import is_address
+from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
 from .teacher import Teacher, check_teacher, divergence_head_rule, leave_out, load_teacher, server_teacher
 
 
@@ -44,6 +44,7 @@ class NamedTeacher:
     model: nn.Module | None = None
     server: ServerTeacher | None = None
     memory: HostMemory | None = None
+    separate: SeparateTeacher | None = None  # by which the model scores, if it has a processor of its own
     _away: ExitStack = field(default_factory=ExitStack)  # closing it brings the weights back
 
     def send_away(self) -> None:
@@ -94,16 +95,19 @@ class Teachers:
     run: Run
     student: PreTrainedModel
     named: list[NamedTeacher]
-    _by_model: list[Teacher] = field(init=False)
+    _by_model: list[Teacher | SeparateTeacher] = field(init=False)
 
     def __post_init__(self):
         student_rule = divergence_head_rule(self.student, "student")
         self._by_model = []
         for teacher in self.named:
             rule = student_rule
+            if teacher.separate is not None:
+                self._by_model.append(teacher.separate)
+                continue
             if teacher.model is not None:
                 rule = divergence_head_rule(self.run.policy.unwrapped(teacher.model), f"teacher {teacher.name!r}")
-            self._by_model.append(Teacher(self.run, teacher.model, None, (student_rule, rule)))
+            self._by_model.append(Teacher(self.run, teacher.model, None, (student_rule, rule), self.run.policy))
 
     @classmethod
     def of(cls, run: Run, loaded: Mapping[str, PreTrainedModel | str], student: PreTrainedModel) -> "Teachers":
@@ -115,19 +119,18 @@ class Teachers:
         processor = run.prompts.processor
         named = []
         for name, model in loaded.items():
+            memory = HostMemory(args.device) if args.offload_during_generation else None
             try:
                 if isinstance(model, str):
                     named.append(NamedTeacher(name, server=server_teacher(model, args, student, processor)))
                     continue
-                check_teacher(student, model, processor, args)
+                separate = separate_teacher(run, model, student, f"the teacher {name!r}")
+                if separate is None:
+                    check_teacher(student, model, processor, args)
             except ValueError as error:
                 raise ValueError(f"`teacher_models`, {name!r}: {error}") from error
-            prepared: Any = prepare_reference(model, args, run.accelerator)
-            memory = HostMemory(args.device) if args.offload_during_generation else None
-            packs = enable_packing(run.accelerator, prepared, None, args)
-            run.policy.fallbacks.packing = run.policy.fallbacks.packing and packs
-            compile_models(run.accelerator, args, prepared)
-            named.append(NamedTeacher(name, prepared, memory=memory))
+            prepared: Any = prepared_teacher(run, model) if separate is None else separate.model
+            named.append(NamedTeacher(name, prepared, memory=memory, separate=separate))
             named[-1].send_away()
         return cls(run, student, named)
 
@@ -193,6 +196,16 @@ class Teachers:
         assert index is not None
         leave_out(self.run, rollout, index >= 0)
 
+    def separate(self) -> SeparateTeachers | None:
+        """Returns the teachers with processors of their own, or `None` if there are none."""
+        by_index = {i: teacher.separate for i, teacher in enumerate(self.named) if teacher.separate is not None}
+        on_device = {i: teacher.on_device for i, teacher in enumerate(self.named)}
+        return (
+            SeparateTeachers(self.run, by_index, dict(enumerate(self.names)), lambda i: on_device[i]())
+            if by_index
+            else None
+        )
+
     def _completions_of(self, rollout: Rollout, teacher_index: int) -> list[int]:
         """Returns the batch indices of a teacher's completions."""
         index = rollout.teacher.index
@@ -213,17 +226,19 @@ class Teachers:
             parts = [self._part(rollout, 0, self.named[0], [])]
         return Targets(tuple(parts))
 
-    def _part(self, rollout: Rollout, index: int, teacher: NamedTeacher, chosen: list[int]) -> Target:
+    def _part(self, rollout: Rollout, index: int, teacher: NamedTeacher, chosen: list[int]) -> Target | SpanTarget:
         """Returns a teacher's target for a micro-batch, in which the tokens of other completions are masked."""
         n = len(rollout)
         indices = chosen or [0]
         part = rollout.select(indices)
         if teacher.server is None:
             part.teacher = replace(part.teacher, ids=None, logps=None)
-        with teacher.on_device():
+        # Scores of text are those of the rollout
+        reads_scores = teacher.separate is not None and not teacher.separate.shares_tokens
+        with nullcontext() if reads_scores else teacher.on_device():
             target = self._by_model[index].target(part)
             # The teacher's head leaves the device with it
-            if teacher.memory is not None and target.head is not None:
+            if teacher.memory is not None and isinstance(target, Target) and target.head is not None:
                 head = target.head
                 bias = None if head.bias is None else head.bias.clone()
                 target = replace(target, head=head._replace(weight=head.weight.clone(), bias=bias))
@@ -239,7 +254,7 @@ class Teachers:
 
     def metrics(self, rollout: Rollout, divergences: torch.Tensor) -> dict[str, Metric]:
         """Returns for each teacher the mean divergence of its tokens, and their share of the tokens in the loss."""
-        mask = rollout.loss_mask
+        mask = taught_mask(rollout)
         index = rollout.teacher.index
         assert index is not None
         metrics = {}

@@ -15,7 +15,7 @@ from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ...data.rows.names import TEACHER, TEACHER_COLUMNS
 from ...encoding.processors import load_processor, tokenizer_of
-from ...encoding.prompt_encoder import has_teacher_prompt
+from ...encoding.prompt_encoder import PromptEncoder, has_teacher_prompt
 from ...encoding.prompts import EncodedPrompt
 from ...engines.vllm_client import EngineRequest, on_all_ranks
 from ...engines.vllm_teacher import ServerTeacher
@@ -26,6 +26,7 @@ from ...forward.scores import ScoreRequest
 from ...forward.trees import share_media
 from ...models.modes import evaluation_mode
 from ...models.parts import kept_requires_grad
+from ...policy import PolicyForward
 from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
 from ...rollout.view_prompts import view_prompts, with_new_start
@@ -70,19 +71,37 @@ def check_teacher(
     student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
 ) -> None:
     """Raises `ValueError` if the teacher's tokens, or its features of media, differ from the student's."""
+    obstacle = teacher_obstacle(student, teacher, processor, args)
+    if obstacle is not None:
+        raise ValueError(
+            f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
+            f"whose prompts and features it gets: {obstacle}. With `teacher_processor='separate'`, it reads them by "
+            "its own processor."
+        )
+
+
+def teacher_obstacle(
+    student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
+) -> str | None:
+    """Returns the reason why a teacher can't read the student's prompts, features and tokens, or `None`."""
     obstacle = _config_difference(student, teacher, isinstance(processor, ProcessorMixin))
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
         try:
             teacher_processor = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
         except (OSError, ValueError):
-            teacher_processor = None  # the teacher was saved without a processor, or this process can't read it
-        obstacle = None if teacher_processor is None else _processor_difference(processor, teacher_processor)
-    if obstacle is not None:
-        raise ValueError(
-            f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
-            f"whose prompts and features it gets: {obstacle}."
-        )
+            return None  # the teacher was saved without a processor, or this process can't read it
+        obstacle = _processor_difference(processor, teacher_processor)
+    return obstacle
+
+
+def same_tokens(
+    student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, teacher_processor: Processor
+) -> bool:
+    """Returns whether each token id means the same to both models."""
+    vocab_sizes = {model.config.get_text_config().vocab_size for model in (student, teacher)}
+    vocabularies = [tokenizer_of(side).get_vocab() for side in (processor, teacher_processor)]
+    return len(vocab_sizes) == 1 and vocabularies[0] == vocabularies[1]
 
 
 def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
@@ -141,16 +160,19 @@ def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
     return rule
 
 
-def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
+def teacher_prompts(
+    run: Run, rollout: Rollout, rows: Sequence[EncodedRow], encoder: PromptEncoder | None = None
+) -> list[EncodedPrompt]:
     """
     Returns the teacher's prompt for each completion. Columns for the teacher, such as `teacher_prompt`, replace the
-    columns that the student reads, and `teacher_view` changes the media.
+    columns that the student reads, and `teacher_view` changes the media. A teacher that doesn't read the student's
+    prompts has an `encoder`.
 
     Completions that share a prompt share the teacher's prompt, too. If teacher and student read the same prompt, it is
     a single object. Raises `ValueError` if rows have columns for the teacher and there are tools.
     """
     are_separate = [has_teacher_prompt(row.stored) for row in rows]
-    if any(are_separate):
+    if any(are_separate) or encoder is not None:
         if run.toolbox.tools:
             column = next(name for name in TEACHER_COLUMNS if name in rows[are_separate.index(True)].stored)
             raise ValueError(
@@ -166,22 +188,25 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
         ]
         # The teacher's prompts by the `id` of the student's prompts. Rows hold a teacher's prompt only if it has media
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, are_separate, strict=True):
-            if not is_separate or row.teacher_prompt is not None:
-                teacher_prompts_by_id[id(prompt)] = row.teacher_prompt if is_separate else prompt
+            encoded = row.teacher_prompt if is_separate else prompt
+            if encoder is None and encoded is not None:
+                teacher_prompts_by_id[id(prompt)] = encoded
             elif id(prompt) not in teacher_prompts_by_id:
-                teacher_prompts_by_id[id(prompt)] = run.prompts.encode(conversation, row.row_index)
+                teacher_prompts_by_id[id(prompt)] = (encoder or run.prompts).encode(conversation, row.row_index)
         prompts = [teacher_prompts_by_id[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
-    prompts = prompts_under_view(run, rollout, run.args.teacher_view)
+    prompts = prompts_under_view(run, rollout, run.args.teacher_view, encoder)
     share_media(prompts)
     return prompts
 
 
-def prompts_under_view(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
+def prompts_under_view(
+    run: Run, rollout: Rollout, view: str | None, encoder: PromptEncoder | None = None
+) -> list[EncodedPrompt]:
     """Returns the prompts of completions, under `view` if there is one, with random numbers of this step."""
     if view is None:
         return rollout.prompts
-    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts)
+    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), encoder or run.prompts)
 
 
 def server_teacher(
@@ -238,6 +263,7 @@ class Teacher:
     model: nn.Module | None  # `None` if the student teaches itself
     average: MovingAverage | None
     rules: tuple[HeadRule, HeadRule]  # of the student's head, and of the teacher's
+    policy: PolicyForward  # that scores by the model
 
     @contextmanager
     def _teacher_model(self) -> Iterator[nn.Module]:
@@ -264,13 +290,14 @@ class Teacher:
         """Returns the teacher's distributions for a micro-batch, from a server's earlier response or a forward."""
         args = self.run.args
         mask = rollout.loss_mask
-        policy = self.run.policy
+        policy = self.policy
         if rollout.teacher.ids is not None:
             distributions = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)
         with torch.no_grad(), self._teacher_model() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
+            packed = rollout.packed and policy.fallbacks.packing
+            request = ScoreRequest(*completions, packed=packed, hidden=True, logps=False)
             hidden_states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
             # The head is copied, because the student gets its current weights back before the loss reads the target

@@ -2,6 +2,7 @@
 """On-policy distillation with media."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .best import choose_best, prompts_with
 from .config import MultimodalDistillationConfig, SelfTeacher
 from .method import DISTILLATION
+from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
 from .several import Teachers, load_teachers
 from .teacher import (
     Teacher,
@@ -76,8 +78,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Student, as for [`~trl.DistillationTrainer`].
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Teacher with the student's vocabulary. With media, the teacher must be of the student's family, as it gets
-            the student's prompts and features. Defaults to the model that `teacher_model_name_or_path` names. Without
-            a teacher by name or on a server, the student is its own teacher. Then `teacher_view`, `student_view` or
+            the student's prompts and features, unless it reads by its own processor, with
+            `teacher_processor="separate"`. Defaults to the model that `teacher_model_name_or_path` names. Without a
+            teacher by name or on a server, the student is its own teacher. Then `teacher_view`, `student_view` or
             columns for the teacher are needed.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
@@ -156,21 +159,29 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 f"`self_teacher={args.self_teacher!r}` is for a student that is its own teacher, but there is another "
                 "teacher; leave out one of them."
             )
+        _check_separate(args, teacher is not None or bool(several), tools)
         teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
-        super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
+        # A teacher with a processor of its own is prepared later, when the student's is known
+        reference = None if teacher is None or args.separates_teachers else teacher.eval()
+        super().__init__(**arguments, reward_funcs=None, ref_model=reference)
         student = self._unwrapped(self.model)
         rewards = self._reward_functions
         rewards.functions += functions
         rewards.processors += [None] * len(functions)
         rewards.names += distinct_names([get_callable_name(function) for function in functions])
+        separate: SeparateTeacher | None = None
+        if teacher is not None and args.separates_teachers:
+            separate = separate_teacher(self._run, teacher.eval(), student, "the teacher")
+            self.ref_model = prepared_teacher(self._run, teacher) if separate is None else separate.model
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
         student_head_rule = divergence_head_rule(student, "student")
-        if self.teacher_model is not None:
+        if self.teacher_model is not None and separate is None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
         elif (
-            self.teacher_server is None
+            self.teacher_model is None
+            and self.teacher_server is None
             and args.self_teacher_settings.weights == "base"
             and not is_peft_model(self.model)
         ):
@@ -185,8 +196,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
         head_rules = student_head_rule, teacher_head_rule or student_head_rule
-        self._teacher = Teacher(self._run, self.teacher_model, self.ema, head_rules)
+        self._teacher = separate or Teacher(self._run, self.teacher_model, self.ema, head_rules, self._policy)
         self._teachers = Teachers.of(self._run, several, student) if several else None
+        self._separate = None if self._teachers is None else self._teachers.separate()
+        if separate is not None:
+            self._separate = SeparateTeachers(self._run, {0: separate}, {0: None}, nullcontext)
 
     # Rollout
 
@@ -200,7 +214,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         teachers = self._teachers
         if teachers is not None:
             teachers.choose(rollout, rows)
-        prompts = teacher_prompts(self._run, rollout, rows)
+        separate = self._separate
+        if separate is None:
+            prompts = teacher_prompts(self._run, rollout, rows)
+        else:
+            prompts = separate.prompts(rollout, rows)
         # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
         requests_of_teachers = {} if teachers is None else teachers.requests_for(rollout, prompts)
@@ -214,11 +232,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             score_on_server(self._run, server, rollout, requests)
         if teachers is not None:
             teachers.score_on_servers(rollout, requests_of_teachers)
-        keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         self._check_sampler(rollout)
         self._run.leave_out_failed(rollout)
         if teachers is not None:
             teachers.leave_out_untaught(rollout)
+        if separate is not None:
+            prompts = separate.score(rollout, prompts)
+        keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         if best is not None:
             is_taught = torch.tensor([text is not None for text in best])
             leave_out(self._run, rollout, is_taught.to(self.accelerator.device))
@@ -270,7 +290,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         """Computes the mean divergence over the tokens of an optimizer step on all processes."""
-        mask = inputs.loss_mask
+        mask = taught_mask(inputs)
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
             # `num_items_in_batch` counts the tokens of a generation batch on all ranks. `n_tokens` becomes the number
@@ -312,6 +332,21 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         views = [f"`{name}={view}`" for name, view in views.items() if view]
         columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
         return ", ".join([teacher, *views, *columns])
+
+
+def _check_separate(args: MultimodalDistillationConfig, has_teacher: bool, tools: list[Callable] | None) -> None:
+    """Raises a `ValueError` if teachers with processors of their own can't be used."""
+    if not args.separates_teachers:
+        return
+    if not has_teacher:
+        raise ValueError(
+            "`teacher_processor='separate'` is for other models, but the student is its own teacher; pass "
+            "`teacher_model`, or leave it out."
+        )
+    if tools:
+        raise ValueError(
+            "`teacher_processor='separate'` scores completions of one turn; remove `tools`, or leave it out."
+        )
 
 
 def _check_one_source(

@@ -323,6 +323,7 @@ class SamplingArguments(MediaArguments):
     reads_steps = False  # whether advantages depend on the positions of rewards in a completion, not only on their sum
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
+    encodes_teacher_prompts = False  # whether they are encoded with the rows
     keeps_decoded = False  # whether decoded media are kept after sampling, for a teacher on a server
     max_staleness = 0  # number of generation batches that are sampled before they are due
 

@@ -63,7 +63,7 @@ def make_prompts(
         accelerator,
         encode=encode,
         messages=encoder.messages,
-        encode_teacher_prompt=encoder.encode_teacher_prompt if args.teacher_columns else None,
+        encode_teacher_prompt=encoder.encode_teacher_prompt if args.encodes_teacher_prompts else None,
         columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
         metrics=metrics,
         state=lambda: live.state,
