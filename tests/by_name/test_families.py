@@ -24,7 +24,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
-from trl_multimodal_rft.trainers.shared.engine import self_check_settings
+from trl_multimodal_rft.trainers.shared.sampling import self_check_settings
 
 
 G = 2  # completions per prompt

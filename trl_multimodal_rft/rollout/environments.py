@@ -119,6 +119,13 @@ class Environments:
         """Returns a completion's tools by name: standalone tools, and tools of its environment."""
         return {**self.tools_by_name, **tools_of(environment)}
 
+    def tools_by_factory(self) -> dict[Any, list[Callable]]:
+        """Returns the tools of completions with an environment, by the name of its factory."""
+        tools = {}
+        for name, [environment, *_] in self.pools.items():
+            tools[name] = [*self.tools_in(environment).values()]
+        return tools
+
     def reward_funcs(self) -> dict[str, Callable]:
         """Returns a reward function for each class of environments with `get_reward`, by the name of the class."""
         classes = dict.fromkeys(type(environment) for environment, *_ in self.pools.values())

@@ -17,7 +17,14 @@ from ..data.reading.refs import iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..engines.in_flight import EarlyCalls, EarlyRewards
-from ..rewards.calls import call_rewards, checked_reward, dropped_tags, missing_instructions, reward_arguments
+from ..rewards.calls import (
+    call_rewards,
+    checked_reward,
+    distinct_names,
+    dropped_tags,
+    missing_instructions,
+    reward_arguments,
+)
 from ..rewards.model import text_reward_func
 from .rollout import Rollout
 
@@ -86,6 +93,11 @@ class RewardFunctions:
                 functions[name] = partial(calls, name, function)
         arguments = {**_arguments(rollout), "trainer_state": state, **logs}
         return EarlyRewards(call_rewards(functions, arguments, self.loop), log_entries)
+
+    def add(self, name: str, function: Callable) -> None:
+        self.functions.append(function)
+        self.names[:] = distinct_names([*self.names, name])
+        self.processors.append(None)
 
     def first(self) -> "RewardFunctions":
         """Returns the first function alone, whose log entries are discarded."""

@@ -206,7 +206,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Samples completions of rows, and returns their rollout with the teacher's prompts or scores."""
-        self._check_policy()
+        self._run.check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
         rollout = self._collect(rows)

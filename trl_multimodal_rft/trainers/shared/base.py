@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
-from datasets import IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from trl.distributed import DistributedBackend
@@ -19,18 +18,13 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
-from ...data.rows.batches import BatchShape, repeat_order
-from ...data.rows.features import Rows, restore_media
-from ...encoding.prompts import all_placeholder_ids
+from ...data.rows.features import Rows
 from ...engines.samplers import Sampler
-from ...engines.transformers import Branches
-from ...families import input_modalities
 from ...forward.scores import Scores
 from ...models.modes import has_dropout
 from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
-from ...rollout.completions import take_custom_rollout
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
 from ...rollout.estimates import Estimates, set_estimates, weighted_sum
@@ -39,42 +33,34 @@ from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
-from ...rollout.turns import ToolLoop, completions_without_tools
-from .asynchronous import AsynchronousSampling
-from .configs import stops_of
-from .engine import (
-    check_prompts,
-    check_sampler,
-    continue_after_tools,
-    make_sampling,
-    sample_prompts,
-    self_check_settings,
-    transformers_sampler,
-)
-from .finite import check_weights
+from ...rollout.turns import ToolLoop
+from .engine import GenerationParts, make_sampling
 from .inputs import Inputs, check_inputs
 from .loading import (
     Models,
-    RewardSources,
     around_trl_constructor,
     load_for_sampling,
     reward_sources,
     start_loop,
-    with_media_reader,
+    wrap_reward_models,
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
-from .prompts import make_prompts
-from .rollout_logs import EvaluationMeans, ReadMetrics, RolloutLog, log_media_contribution
-from .rollout_views import bonus_of_contrast, sample_with_views
+from .prompts import make_prompts, prompt_loader
+from .rollout_logs import RolloutLog, log_media_contribution
+from .rollout_views import bonus_of_contrast
 from .run import CompletionSettings, Notices, Run, attribute_of
+from .sampling import check_prompts, check_sampler, sample_rollout
 from .scoring import compile_models, enable_packing, make_scoring
-from .setup import unchecked_datasets, warn_of_unread_media, warn_of_unused_recommendations
+from .setup import unchecked_datasets
 from .signatures import Model, Processor
 from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
+
+# TRL's methods that log what reward functions pass to these arguments
+_LOG_METHODS = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
 
 
 class MultimodalTrainer(BaseTrainer):
@@ -91,7 +77,6 @@ class MultimodalTrainer(BaseTrainer):
     _scores: Scores | None = None  # scores of `_micro_batch`
     _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
-    _checked_step: int | None = None  # step at which the weights were last checked before sampling
     _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
     sampler: Sampler
     _logit_bias: dict[int, float]
@@ -138,7 +123,7 @@ class MultimodalTrainer(BaseTrainer):
         self._set_scoring(models)
         self._set_tools(rewards.environment_funcs)
         self._set_prompts(inputs)
-        self._set_rewards(rewards)
+        wrap_reward_models(self._reward_functions, rewards, self.accelerator, self.args, self.chat_template_kwargs)
         self._run = self._make_run(unchecked_datasets(inputs.datasets))
         if args.needs_rewards:
             self._groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
@@ -182,22 +167,12 @@ class MultimodalTrainer(BaseTrainer):
         self.prompts = prompts.encoder
         self._stream = prompts.stream
 
-    def _set_rewards(self, sources: RewardSources) -> None:
-        options = self.accelerator, self.args, self.chat_template_kwargs
-        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], processor, by_name, *options)
-
     def _make_run(self, unchecked_datasets: set[str]) -> Run:
-        log_methods = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-        # `stops` is a pair: token ids, and strings
-        stops = stops_of(self.args)
         self._live.report_to = self.args.report_to
         rewards = self._reward_functions
-        rewards.template_kwargs = self.chat_template_kwargs
         rewards.loop = getattr(self, "async_loop", None)
-        rewards.logs = {argument: getattr(self, name, None) for argument, name in log_methods.items()}
-        group_sizes = self.args.num_generations, self.num_generations_eval
-        end_ids = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
+        rewards.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
+        encodes_text = self.rollout_func is None
         return Run(
             self.args,
             self._policy,
@@ -209,7 +184,7 @@ class MultimodalTrainer(BaseTrainer):
             rewards,
             self.card_notes,
             self._live,
-            CompletionSettings(end_ids, stops[1], group_sizes, encodes_text=self.rollout_func is None),
+            CompletionSettings.of(self.args, self.eos_token_ids, self.num_generations_eval, encodes_text),
             Notices(unchecked_datasets),
         )
 
@@ -218,10 +193,7 @@ class MultimodalTrainer(BaseTrainer):
         self.environment_factories = self.toolbox.factories or None
         self.environments = None
         self._environment_pool = self.toolbox.pools
-        self._env_tools = {
-            name: [*self.toolbox.tools_in(environment).values()]
-            for name, [environment, *_] in self.toolbox.pools.items()
-        }
+        self._env_tools = self.toolbox.tools_by_factory()
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         self.chat_template = template_for_tools(self.processing_class) if self.tools else None
@@ -234,31 +206,24 @@ class MultimodalTrainer(BaseTrainer):
             self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
 
     def _add_reward(self, name: str, reward_func: Callable) -> None:
-        self.reward_funcs.append(reward_func)
-        self.reward_func_names[:] = distinct_names([*self.reward_func_names, name])
-        self.reward_processing_classes.append(None)
+        self._reward_functions.add(name, reward_func)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _set_sampling(self, inputs: Inputs, models: Models) -> None:
-        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         args = self.args
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
-        placeholders = all_placeholder_ids(models.model, models.processing_class)
-        local = transformers_sampler(
-            self._run,
+        generation = GenerationParts(
             self.generation_config,
             self.generation_kwargs,
             DistributedBackend(self.accelerator),
             getattr(self, "continuous_batching_config", None),
-            placeholders,
         )
         has_rows = inputs.rollout_func is None and self._knows_rows
         sampling = make_sampling(
             self._run,
-            local,
+            generation,
             inputs.sampler,
-            placeholders,
             revision=models.revision,
             datasets=[self.train_dataset, self.eval_dataset] if has_rows else [],
             host_memory=self.host_memory,
@@ -274,20 +239,15 @@ class MultimodalTrainer(BaseTrainer):
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler = self.callback_handler
-        scheduler = getattr(self, "commit_scheduler", None)
         main_handler = handler if self.is_world_process_zero() else None
-        means = self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
-        self._rollout_log = RolloutLog(self._run, self._logs, extra_logs, pending_metrics, main_handler, means)
-        callbacks = (ReadMetrics(self._metric_log), means, *self._rollout_log.callbacks(handler, scheduler))
-        for callback in callbacks:
+        log = RolloutLog(self._run, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
+        for callback in log.callbacks(handler, getattr(self, "commit_scheduler", None)):
             self.add_callback(callback)
+        self._rollout_log = log
         self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
 
     def offloading(self) -> AbstractContextManager[None]:
-        """
-        Returns a context that moves tensors that sampling doesn't need to the host, if `offload_during_generation` is
-        set.
-        """
+        """Returns a context in which `offload_during_generation` keeps on the host what sampling doesn't need."""
         if self.host_memory is None:
             return nullcontext()
         # A `rollout_func` may use these models, so they then stay on the device
@@ -301,26 +261,15 @@ class MultimodalTrainer(BaseTrainer):
     # Rows and prompts
 
     def _train_loader(self) -> DataLoader:
-        args = self.args
-        dataset = self.train_dataset
-        if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        n_ranks = self.accelerator.num_processes
-        size = args.generation_batch_size // n_ranks  # of this rank
-        place = n_ranks, self.accelerator.process_index
-        shape = BatchShape(size, args.num_generations, self._steps_per_rollout, *place)
-        order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
-        return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
+        steps = self._steps_per_rollout
+        return prompt_loader(
+            self._stream, self.train_dataset, self.args, self.accelerator, self.shuffle_dataset, steps
+        )
 
     def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
         if self._stream.is_new(dataset):
-            datasets = {"eval_dataset": dataset}
-            if not self.toolbox.factories:
-                takes = input_modalities(self._run.prompts.model)
-                functions = () if self.rollout_func is not None else reward_funcs
-                warn_of_unread_media(self.args, datasets, takes, reward_funcs=functions)
-            self._run.check_held_out(datasets)
+            self._run.check_new({"eval_dataset": dataset}, () if self.rollout_func is not None else reward_funcs)
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
         if is_argument:
@@ -348,7 +297,7 @@ class MultimodalTrainer(BaseTrainer):
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Returns the rollout of a batch of rows after all stages: sampled, scored, rewarded, with advantages."""
-        self._check_policy()
+        self._run.check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
             self._sample(rollout)
@@ -359,54 +308,28 @@ class MultimodalTrainer(BaseTrainer):
         log_media_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
-    def _check_policy(self) -> None:
-        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
-        if self._checked_step != self.state.global_step:
-            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
-            self._checked_step = self.state.global_step
-
     def _roll_out_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._run.begin_rollout(inputs)
         self.environments = rollout.source.environments
-        prompts = rollout.prompts
-        if self.args.self_check and self.model.training and prompts:
-            arguments = self._run, self.sampler, self._transformers_sampler, self._load_processor
-            check_prompts(self._run, rollout, functools.partial(self_check_settings, *arguments))
+        if self.args.self_check and self.model.training and rollout.prompts:
+            check_prompts(self._run, self.sampler, rollout, self._transformers_sampler, self._load_processor)
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
-        branches: Any = Branches() if self.tools else None
-        run = self._run
-        tool_mask = None
-        if self.rollout_func is not None:
-            self.sampler.load_weights(run.step)
-            # As in TRL, the function gets prompts that hold their media
-            output = self.rollout_func(restore_media(rollout.source.messages), self)
-            placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
-            ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
-        elif self.in_flight is None or rollout.source.batch_index is None:  # no index: evaluation, or extra prompts
-            sample_completions = sample_with_views if run.samples_views else sample_prompts
-            ids, logps = sample_completions(run, self.sampler, rollout, branches)
-        else:
-            sample_asynchronously = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
-            ids, logps = sample_asynchronously(self.sampler, rollout, rollout.source.batch_index)
-        if self.tools:
-            outcome = continue_after_tools(run, self.sampler, rollout, (ids, logps), branches, self.tool_loop)
-            ids, logps, tool_mask = outcome.add_to(rollout)
-            self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
-        else:
-            rollout.source.completions = completions_without_tools(rollout, ids, self.processing_class)
-            for prompt in rollout.prompts:
-                prompt.decoded = ()  # the sampler has read the decoded media
-
-        run.look_for_media(rollout)
-        multiple = self.pad_to_multiple_of
-        mask_truncated = self.mask_truncated_completions
-        run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=mask_truncated)
-        run.metrics.add(self.sampler.metrics())
+        sample_rollout(
+            self._run,
+            self.sampler,
+            rollout,
+            rollout_func=self.rollout_func and (lambda prompts: self.rollout_func(prompts, self)),
+            flight=self.in_flight,
+            engine=getattr(self, "vllm_generation", None),
+            make_loop=self.tool_loop,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
+            mask_truncated=self.mask_truncated_completions,
+        )
 
     def tool_loop(self, **options) -> ToolLoop:
         """Returns a loop of tool calls with the limits of training, unless `options` sets other limits."""
@@ -468,22 +391,21 @@ class MultimodalTrainer(BaseTrainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
-        if state["batches"] == self._batch_settings():
-            self._step = state["step"]
-            if state["buffered_inputs"] is not None:
-                self._buffered_inputs = [part.to(self.accelerator.device) for part in state["buffered_inputs"]]
-            for batch in self._buffered_inputs or ():  # this run may have fallen back to padded rows
-                batch.packed = batch.packed and self._policy.fallbacks.packing
-            if self._groups is not None and state["groups"] is not None:
-                self._groups.load_state_dict(state["groups"])
-            if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
-                self._stream.restore_batches(state["in_flight"]["rows"])
-                self.in_flight.load_state_dict(state["in_flight"])
-        else:
+        settings = self._batch_settings()
+        if state["batches"] != settings:
             logger.warning(
-                f"The settings of batches have changed from {state['batches']} to {self._batch_settings()}, so the "
-                "run continues with new completions."
+                f"The settings of batches have changed from {state['batches']} to {settings}, so the run continues "
+                "with new completions."
             )
+            return
+        self._step = state["step"]
+        if state["buffered_inputs"] is not None:
+            self._buffered_inputs = self._run.restored(state["buffered_inputs"])
+        if self._groups is not None and state["groups"] is not None:
+            self._groups.load_state_dict(state["groups"])
+        if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
+            self._stream.restore_batches(state["in_flight"]["rows"])
+            self.in_flight.load_state_dict(state["in_flight"])
 
     # Update
 
@@ -522,7 +444,7 @@ class MultimodalTrainer(BaseTrainer):
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._run.score(self.model, part).logps
         if self._corrects_for_engine(micro_batches[0]) and self._n_on_policy_batches == 0:
-            self._log_engine_metrics(micro_batches)
+            self._metric_log.add(engine_metrics(micro_batches, self.args))
 
     @property
     def _n_on_policy_batches(self) -> int:
@@ -537,7 +459,7 @@ class MultimodalTrainer(BaseTrainer):
         """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
-        self._evaluation_means.n_rows = len(inputs)
+        self._rollout_log.means.n_rows = len(inputs)
         self._micro_batch = inputs
         self._scores = None
         try:
@@ -574,10 +496,10 @@ class MultimodalTrainer(BaseTrainer):
         if self._corrects_for_engine(rollout) and rollout.importance_sampling_ratio is None:
             rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
             if not self.model.training:
-                self._log_engine_metrics([rollout])
+                self._metric_log.add(engine_metrics([rollout], self.args))
             # The last on-policy micro-batch
             elif self._step % self._steps_per_rollout == self._n_on_policy_batches - 1:
-                self._log_engine_metrics(self._buffered_inputs or ())
+                self._metric_log.add(engine_metrics(self._buffered_inputs or (), self.args))
         return self._scores
 
     def _corrects_for_engine(self, rollout: Rollout) -> bool:
@@ -585,9 +507,6 @@ class MultimodalTrainer(BaseTrainer):
         uses_logps = self.rollout_func is None or not self.sampler.samples_policy
         has_logps = rollout.sampling_per_token_logps is not None
         return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
-
-    def _log_engine_metrics(self, parts: Sequence[Rollout]) -> None:
-        self._metric_log.add(engine_metrics(parts, self.args))
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""

@@ -1,12 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samplers that a trainer's config describes, checks of their samples, and turns after tool calls."""
+"""The samplers of a run, made once from its config: transformers, or vLLM within the process or on servers."""
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,32 +15,22 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from ...checks.self_check import RunSettings
-from ...encoding.processors import Processor
-from ...encoding.prompts import EncodedPrompt
-from ...engines.decoding import up_to_first_end
+from ...encoding.prompts import all_placeholder_ids
 from ...engines.in_flight import InFlight
-from ...engines.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
-from ...engines.transformers import Branches, sample_completions
+from ...engines.samplers import Sampler, TransformersSampler, VLLMSampler
 from ...engines.vllm import MultimodalVLLMGeneration, ends_of_text
 from ...engines.vllm_adapters import EngineAdapter
 from ...engines.vllm_in_process import InProcess
 from ...engines.vllm_servers import Servers
-from ...forward.scores import split_lengths
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
-from ...policy import Fallbacks
-from ...rollout.ranks import any_rank, sum_over_ranks
-from ...rollout.rollout import Rollout
-from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, run_turns
 from ..checkpoints.files import checkpoints, step_of
 from .arguments import mapping
-from .asynchronous import probe_engine
 from .configs import SamplingConfig
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
 from .run import Run
-from .setup import media_limits, sampling_changes
+from .setup import media_limits, warn_of_unused_recommendations
 
 
 logger = get_logger(__name__)
@@ -130,16 +118,21 @@ def make_engine(
     )
 
 
-def transformers_sampler(
-    run: Run,
-    config: GenerationConfig,
-    kwargs: dict[str, Any],
-    backend: DistributedBackend,
-    continuous_batching: ContinuousBatchingConfig | None,
-    placeholders: set[int],
-) -> TransformersSampler:
-    """Returns the transformers sampler, with the config, the arguments and the backend of TRL's constructor."""
+@dataclass(frozen=True)
+class GenerationParts:
+    """What TRL's constructor makes to sample with transformers."""
+
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    backend: DistributedBackend
+    continuous_batching: ContinuousBatchingConfig | None
+
+
+def transformers_sampler(run: Run, generation: GenerationParts, placeholders: set[int]) -> TransformersSampler:
+    """Returns the sampler with transformers, which never samples `placeholders` of media."""
     args = run.args
+    config = generation.config
+    kwargs = generation.kwargs
     if placeholders and not args.use_vllm:  # a sampled placeholder would stand for media that don't exist
         config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
         kwargs["suppress_tokens"] = config.suppress_tokens
@@ -158,7 +151,7 @@ def transformers_sampler(
                 gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
             ) as unwrapped_model,
             torch.no_grad(),
-            backend.summon_full_params(model, recurse=False),
+            generation.backend.summon_full_params(model, recurse=False),
             naming_broken_logits(run.step, run.policy.unwrapped(run.model).dtype),
         ):
             yield unwrapped_model
@@ -171,7 +164,7 @@ def transformers_sampler(
         run.tokenizer.pad_token_id,
         ready_to_generate,
         run.live.profile,
-        continuous_batching,
+        generation.continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,  # dtype for continuous batching
     )
 
@@ -189,9 +182,8 @@ class Sampling:
 
 def make_sampling(
     run: Run,
-    local: TransformersSampler,
+    generation: GenerationParts,
     sampler: Sampler | None,
-    placeholders: set[int],
     *,
     revision: str | None,
     datasets: Iterable[Any],
@@ -200,175 +192,15 @@ def make_sampling(
 ) -> Sampling:
     """Returns the user's `sampler`, or the sampler of the config with its engine. `revision` is the model's."""
     args = run.args
+    warn_of_unused_recommendations(run.prompts.model.generation_config, generation.config)
+    placeholders = all_placeholder_ids(run.prompts.model, run.prompts.processor)
+    local = transformers_sampler(run, generation, placeholders)
     if not args.use_vllm:
         return Sampling(local if sampler is None else sampler, local)
     bias = logit_bias(args, placeholders)
     engine_sampler = vllm_sampler(run, bias, revision, datasets, host_memory, is_in_train)
     engine: Any = engine_sampler.engine
     return Sampling(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
-
-
-def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
-    """Samples the completions of a rollout."""
-    return sampler(run.live.model_wrapped, rollout.prompts, step=run.step, branches=branches)
-
-
-def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
-    """Runs the self-check on the first prompts of a run, and on the first prompts with a new modality."""
-    messages = rollout.source.messages
-    if run.args.special_tokens_in_text == "strip":  # the check encodes the messages, and must get the stripped ones
-        rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked_prompt(prompt, row) for prompt, row in rows]
-    run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
-
-
-def self_check_settings(
-    run: Run, sampler: Sampler, local_sampler: TransformersSampler, load_processor: Callable[[], Processor]
-) -> RunSettings:
-    """Returns the run's settings for the self-check. `load_processor` loads the processor as transformers does."""
-
-    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
-        options: dict[str, Any] = {"fallbacks": fallbacks, "generating": local_sampler.generating}
-        return sample_completions(
-            run.policy, run.live.model_wrapped, prompts, config, local_sampler.pad_token_id, **options
-        )
-
-    return RunSettings(
-        load_processor=load_processor,
-        template_kwargs=run.prompts.template_kwargs,
-        generation_config=local_sampler.config,
-        eos_token_ids=run.completions.ends,
-        sample=sample if sampler.samples_policy and local_sampler.continuous_batching is None else None,
-        samples_rollouts=sampler.samples_policy,
-        generating=local_sampler.generating,
-        changes=sampling_changes(run.args),
-        audio_overlong=run.args.audio_overlong,
-        has_engine_positions=sampler.is_engine,
-    )
-
-
-def check_sampler(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    *,
-    corrects_for_engine: bool,
-    logit_bias: dict[int, float],
-    flight: InFlight | None,
-) -> None:
-    """
-    Compares the log-probabilities of an engine with the policy's, if a check is due. `logit_bias` are the engine's
-    biases, and `flight` holds requests for later batches.
-
-    Raises `RuntimeError` if completions continue after an end of text. With `corrects_for_engine`, also raises it if
-    completions lack log-probabilities.
-    """
-    if sampler.samples_policy or not run.is_training:
-        return
-    _check_logps(run, rollout, corrects_for_engine)
-    check = run.checks.self_check
-    has_tools = bool(run.toolbox.tools)
-    if check is not None and run.completions.encodes_text and not has_tools:
-        after_end = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
-        if any_rank(run.accelerator, bool(after_end.any())):
-            ends = run.tokenizer.convert_ids_to_tokens([*run.completions.ends])
-            raise RuntimeError(
-                f"self-check: completions go on after an end of text, {ends}. Let the sampler stop there (with vLLM, "
-                "remove `ignore_eos` from `generation_kwargs`), or set `self_check=False` to train anyway."
-            )
-    if sampling_changes(run.args):  # the sampler's distribution isn't the policy's
-        return
-    if check is not None and rollout.sampling_per_token_logps is not None:
-        policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
-        dtype = sampler.dtype or policy_dtype
-        is_asynchronous = rollout.source.flight is not None
-        # Older weights sampled the rollout, so newly sampled probes are compared in its place
-        if flight is not None and is_asynchronous and flight.probes:
-            probe = probe_engine(run, flight, len(rollout))
-            run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        # Turns after results of tools are always sampled by the newest weights
-        if not is_asynchronous or has_tools:
-            run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
-
-
-def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
-    """
-    Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
-    raises `RuntimeError` if no token of the first batch has a log-probability.
-    """
-    checks = run.checks
-    sampling_logps = rollout.sampling_per_token_logps
-    mask = rollout.loss_mask.bool()
-    if sampling_logps is None:
-        return
-    if rollout.source.from_view is not None:  # completions sampled from a view have no log-probabilities on purpose
-        mask = mask & ~rollout.source.from_view[:, None]
-    n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
-    run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
-    text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
-    is_first = not checks.has_checked_logps
-    checks.has_checked_logps = True
-    if is_first and n_missing == n > 0 and corrects_for_engine:
-        raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
-    if n_missing and not checks.has_warned_of_logps:
-        checks.has_warned_of_logps = True
-        logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
-
-
-def continue_after_tools(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    samples: Samples,
-    branches: Branches,
-    make_loop: Callable[..., ToolLoop],
-) -> ToolOutcome:
-    """Calls tools and samples further turns, until no completion ends with a call. All ranks must call this."""
-
-    def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
-        return sampler(run.live.model_wrapped, prompts, step=run.step, room=max_lengths, branches=branches)
-
-    loop = make_loop(complete=sample, branches=branches)
-    trajectories = run_turns(rollout, *samples, loop)
-    for trajectory in trajectories:
-        for prompt in (trajectory.prompt, *trajectory.closed_contexts):
-            for part in prompt.parts:
-                part.decoded = ()  # no later turn needs decoded media
-    outcome = ToolOutcome.of(loop.encoder.model, trajectories)
-    if sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
-        obstacle = branches.obstacle
-        mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
-        if mode != run.notices.mode_after_tools:
-            logger.info(f"After results of tools, generation {mode}.")
-            run.notices.mode_after_tools = mode
-    if run.is_training:
-        # Each context with the tokens that were sampled after it
-        contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
-        tokens = chain.from_iterable(outcome.ids)
-        run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    _log_calls(run, trajectories)
-    return outcome
-
-
-def _log_calls(run: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Logs how often tools were called over all ranks. Raises `RuntimeError` if all calls of the first batch fail."""
-    counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
-    *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
-    if run.is_training and calls and not run.notices.checked_calls:
-        run.notices.checked_calls = True
-        faults = list(chain.from_iterable(trajectory.faults for trajectory in trajectories))
-        [n_faults] = sum_over_ranks(run.accelerator, [len(faults)])
-        if n_faults == calls:
-            first_fault = faults[0] if faults else "it is on another rank"
-            raise RuntimeError(
-                f"All {calls:.0f} calls of tools in the first batch failed. The first failure: {first_fault}; correct "
-                "the tool, or let it raise a `ValueError` if the model's arguments are the cause."
-            )
-    run.metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
-    failure_rate = failures / calls if calls else 0.0
-    run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
-    run.metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
 
 
 def vllm_sampler(

@@ -40,6 +40,7 @@ from ...models.wrapped import replaced, unwrapped
 from ...policy import training_obstacle
 from ...rewards.model import RewardModel
 from ...rollout.environments import Environments
+from ...rollout.reward_functions import RewardFunctions
 from .arguments import mapping
 from .configs import SamplingConfig, TrainerConfig
 from .inputs import Inputs
@@ -252,6 +253,20 @@ def reward_sources(
         elif isinstance(reward_func, str):  # TRL loads the model
             check_scores(reward_func, revision, trust_remote_code)
     return RewardSources(reward_funcs, processors, [isinstance(func, str) for func in reward_funcs], environment_funcs)
+
+
+def wrap_reward_models(
+    functions: RewardFunctions,
+    sources: RewardSources,
+    accelerator: Accelerator,
+    args: SamplingConfig,
+    template_kwargs: dict[str, Any],
+) -> None:
+    """Replaces reward models by [`with_media_reader`], and sets the template's arguments of those without one."""
+    functions.template_kwargs = template_kwargs
+    for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+        reward_func = functions.functions[i]
+        functions.functions[i] = with_media_reader(reward_func, processor, by_name, accelerator, args, template_kwargs)
 
 
 def with_media_reader(

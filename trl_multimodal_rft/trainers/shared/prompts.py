@@ -3,10 +3,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
+from ...data.rows.batches import BatchShape, repeat_order
 from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.prompt_encoder import PromptEncoder
 from ...engines.vllm_prompts import EnginePrompts
@@ -14,6 +18,7 @@ from ...policy import Live
 from ...rollout.environments import Environments
 from ...rollout.stream import RowStream
 from .asynchronous import row_encoder
+from .configs import SamplingConfig
 from .inputs import Inputs
 
 
@@ -69,3 +74,21 @@ def make_prompts(
         state=lambda: live.state,
     )
     return Prompts(encoder, stream)
+
+
+def prompt_loader(
+    stream: RowStream,
+    dataset: Dataset | IterableDataset,
+    args: SamplingConfig,
+    accelerator: Accelerator,
+    shuffles: bool | None,
+    steps_per_rollout: int,
+) -> DataLoader:
+    """Returns the loader of training prompts, one batch per rollout, in TRL's order."""
+    if isinstance(dataset, IterableDataset) and shuffles:
+        dataset = dataset.shuffle(seed=args.seed)
+    n_ranks = accelerator.num_processes
+    size = args.generation_batch_size // n_ranks  # of this rank
+    shape = BatchShape(size, args.num_generations or 1, steps_per_rollout, n_ranks, accelerator.process_index)
+    order = partial(repeat_order, seed=args.seed) if shuffles else None
+    return stream.train_loader(dataset, shape, args.media_prefetch, order)

@@ -71,13 +71,14 @@ class RolloutLog:
 
     run: Run
     tables: Mapping[str, Any]  # TRL's table of completions, by column
+    evaluation: dict[str, list[float]]  # TRL's metrics of an evaluation, by name
     extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
     pending_metrics: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
-    means: EvaluationMeans
 
     def __post_init__(self):
         args = self.run.args
+        self.means = EvaluationMeans(self.evaluation, self.run.accelerator)
         self.media = None
         self.hint = None
         if args.log_completions:
@@ -86,7 +87,12 @@ class RolloutLog:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
-        """Yields callbacks for hints about equal rewards, and for logs of media, which TRL's scheduler publishes."""
+        """
+        Yields callbacks for metrics, for hints about equal rewards, and for logs of media, which TRL's scheduler
+        publishes.
+        """
+        yield ReadMetrics(self.run.metrics)
+        yield self.means
         if self.hint is not None:
             yield self.hint
         if self.media is not None:

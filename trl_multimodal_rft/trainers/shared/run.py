@@ -40,6 +40,8 @@ from ...rollout.score import score_in_batches
 from ...rollout.skipped_forwards import packing_metrics
 from ...rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ...rollout.turns import ToolLoop
+from .configs import SamplingConfig, stops_of
+from .finite import check_weights
 from .setup import check_held_out, unchecked_datasets, warn_of_unread_media
 
 
@@ -63,6 +65,18 @@ class CompletionSettings:
     group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
     encodes_text: bool  # `False` if `rollout_func` tokenizes prompts without media
 
+    @classmethod
+    def of(
+        cls, args: SamplingConfig, eos_token_ids: Sequence[int], n_eval: int, encodes_text: bool
+    ) -> "CompletionSettings":
+        """
+        Returns the settings of a config. `eos_token_ids` are the model's ends of text, and `n_eval` is the number of
+        completions per prompt in evaluation.
+        """
+        stop_ids, stop_texts = stops_of(args)
+        ends = [*dict.fromkeys([*eos_token_ids, *stop_ids])]
+        return cls(ends, stop_texts, (args.num_generations or 1, n_eval), encodes_text)
+
     def has_ended(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
         """Returns whether a completion ends with a token or a text that ends completions."""
         ends_with_token = bool(ids) and ids[-1] in (*self.ends, tokenizer.pad_token_id)
@@ -77,6 +91,7 @@ class Notices:
     checked_calls: bool = False  # whether the first batch with calls of tools was checked
     looked_for_media: bool = False  # whether the media of environments were looked for in a batch
     warned_of_positions: bool = False  # whether a warning of positions beyond the model's range was logged
+    checked_step: int | None = None  # step at which the weights were last checked before sampling
     mode_after_tools: str | None = None  # last logged message about generation after tools
 
 
@@ -96,6 +111,12 @@ class Run:
     live: Live
     completions: CompletionSettings
     notices: Notices
+
+    def check_policy(self) -> None:
+        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
+        if self.notices.checked_step != self.step:
+            check_weights(self.model, self.accelerator, self.step, "no completions can be sampled")
+            self.notices.checked_step = self.step
 
     def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
         """Returns the rollout of rows, one per completion, with their environments and encoded prompts."""
@@ -137,6 +158,13 @@ class Run:
             self.notices.unchecked_datasets.remove(name)
             modalities = input_modalities(self.prompts.model)
             warn_of_unread_media(self.args, {name: [dict(row) for row in rows]}, modalities, dataset_part="first")
+
+    def check_new(self, datasets: dict[str, Any], reward_funcs: Sequence[Any]) -> None:
+        """Checks datasets for evaluation that the constructor didn't get, as it checks its own."""
+        if not self.toolbox.factories:  # environments may read any column
+            takes = input_modalities(self.prompts.model)
+            warn_of_unread_media(self.args, datasets, takes, reward_funcs=reward_funcs)
+        self.check_held_out(datasets)
 
     def check_held_out(self, datasets: Mapping[str, Any]) -> None:
         """Checks the first rows of datasets for evaluation before training begins, see [`~setup.check_held_out`]."""
@@ -281,6 +309,13 @@ class Run:
         self.metrics.add(rank_metrics(micro_batches, self.accelerator))
         self.metrics.add(packing_metrics(self.policy, self.prompts.model, micro_batches))
         return micro_batches
+
+    def restored(self, micro_batches: list[Rollout]) -> list[Rollout]:
+        """Returns the micro-batches of a checkpoint on this rank's device."""
+        parts = [part.to(self.accelerator.device) for part in micro_batches]
+        for part in parts:  # this run may have fallen back to padded rows
+            part.packed = part.packed and self.policy.fallbacks.packing
+        return parts
 
     @property
     def accelerator(self) -> Accelerator:
