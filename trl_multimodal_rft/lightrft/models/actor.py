@@ -33,7 +33,7 @@ from ...models.quantization import keep_differentiable
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward, modalities_of
 from ...versions import CACHE_NAMES
-from .bare_inputs import audio_inputs, packed_completions, padded_completions, token_fields
+from .bare_inputs import audio_inputs, padded_completions, token_fields, unpadded_completions
 from .completions import mask_completions
 
 
@@ -261,7 +261,7 @@ class Actor(nn.Module):
         if packed_seq_lens is not None:
             if not self.packing_samples:
                 raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-            batch = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted_media)
+            batch = unpadded_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted_media)
         elif isinstance(num_actions, (list, tuple)):
             raise ValueError(
                 "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."

@@ -86,15 +86,15 @@ def padded_completions(
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     # Without their padding, the rows are packed samples
-    packed_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
+    unpadded_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions = is_action.sum(1).tolist()
     lengths = mask.sum(1).tolist()
-    completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed_media)
+    completions = unpadded_completions(model, sequences[mask][None], n_actions, lengths, unpadded_media)
     completions.is_action = is_action
     return completions
 
 
-def packed_completions(
+def unpadded_completions(
     model: PreTrainedModel,
     sequences: torch.Tensor,
     num_actions: int | Sequence[int] | None,

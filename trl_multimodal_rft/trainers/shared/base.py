@@ -40,7 +40,7 @@ from .loading import (
     Models,
     around_trl_constructor,
     load_for_sampling,
-    reward_sources,
+    reward_setup,
     start_loop,
     wrap_reward_models,
 )
@@ -109,7 +109,7 @@ class MultimodalTrainer(BaseTrainer):
         set_seed(args.seed)  # as TRL does before it loads a model
         models = load_for_sampling(inputs)
         self.toolbox = Environments(inputs.tools or (), inputs.environment_factory, args.rules)
-        rewards = reward_sources(inputs.reward_funcs, inputs.reward_processing_classes, self.toolbox, args)
+        rewards = reward_setup(inputs.reward_funcs, inputs.reward_processing_classes, self.toolbox, args)
         with around_trl_constructor(args, models):
             super().__init__(
                 model=models.model,

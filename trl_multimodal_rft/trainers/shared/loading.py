@@ -211,7 +211,7 @@ def start_loop(name: str) -> AbstractEventLoop:
 
 
 @dataclass
-class RewardSources:
+class RewardSetup:
     """Reward functions for TRL's constructor, and reward functions of environments that are added afterwards."""
 
     reward_funcs: list[Any]
@@ -227,10 +227,13 @@ class RewardSources:
         return arguments if self.reward_funcs else {}
 
 
-def reward_sources(
+def reward_setup(
     reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
-) -> RewardSources:
-    """Returns the sources of rewards. Raises `ValueError` if there is none and the config needs rewards."""
+) -> RewardSetup:
+    """
+    Returns the reward functions, with reward models that are adapters loaded. Raises `ValueError` if there is none and
+    the config needs rewards.
+    """
     environment_funcs = toolbox.reward_funcs()
     if not reward_funcs:  # environments' functions go to TRL's constructor, and none is left to add afterwards
         reward_funcs = [*environment_funcs.values()]
@@ -252,19 +255,19 @@ def reward_sources(
             processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
         elif isinstance(reward_func, str):  # TRL loads the model
             check_scores(reward_func, revision, trust_remote_code)
-    return RewardSources(reward_funcs, processors, [isinstance(func, str) for func in reward_funcs], environment_funcs)
+    return RewardSetup(reward_funcs, processors, [isinstance(func, str) for func in reward_funcs], environment_funcs)
 
 
 def wrap_reward_models(
     functions: RewardFunctions,
-    sources: RewardSources,
+    rewards: RewardSetup,
     accelerator: Accelerator,
     args: SamplingConfig,
     template_kwargs: dict[str, Any],
 ) -> None:
     """Replaces reward models by [`with_media_reader`], and sets the template's arguments of those without one."""
     functions.template_kwargs = template_kwargs
-    for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+    for i, (processor, by_name) in enumerate(zip(rewards.processors, rewards.by_name, strict=True)):
         reward_func = functions.functions[i]
         functions.functions[i] = with_media_reader(reward_func, processor, by_name, accelerator, args, template_kwargs)
 

@@ -108,9 +108,9 @@ class CompletionTrainer(BaseTrainer):
             metrics=self._metric_log,
             state=lambda: self.state,
         )
-        self.train_dataset = self._packed(self._without_overlong(self.train_dataset, "train"), "train")
+        self.train_dataset = self._concatenated(self._without_overlong(self.train_dataset, "train"), "train")
         self.eval_dataset = map_splits(self.eval_dataset, partial(self._without_overlong, split="eval"))
-        self.eval_dataset = map_splits(self.eval_dataset, partial(self._packed, split="eval"))
+        self.eval_dataset = map_splits(self.eval_dataset, partial(self._concatenated, split="eval"))
         self._unchecked_datasets = unchecked_datasets(datasets)
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
@@ -147,11 +147,11 @@ class CompletionTrainer(BaseTrainer):
         with replaced(self, train_dataset=self._token_columns.source(self.train_dataset)):
             return super()._fingerprints()
 
-    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
-        """Returns whether a dataset is packed before its rows are read."""
+    def _concatenates(self, dataset: Rows, split: str) -> bool:
+        """Returns whether a dataset's rows are concatenated before they are read."""
         return False
 
-    def _packed(self, dataset: Rows, split: str) -> Rows:
+    def _concatenated(self, dataset: Rows, split: str) -> Rows:
         return dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
@@ -208,8 +208,8 @@ class CompletionTrainer(BaseTrainer):
                 takes = modalities(self.data_collator.model, self.args)
                 warn_of_unread_media(self.args, {"eval_dataset": dataset}, takes, supervised=True)
             dataset = self.data_collator.prepare(dataset, "eval")
-            if self._packs_dataset(dataset, "eval"):
-                dataset = self._packed(self._without_overlong(dataset, "eval"), "eval")
+            if self._concatenates(dataset, "eval"):
+                dataset = self._concatenated(self._without_overlong(dataset, "eval"), "eval")
             if is_new:
                 self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")

@@ -39,12 +39,11 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
             nothing to learn is left. Rows with media are never cut or dropped; the metrics `rows/cut` and
             `rows/longer_with_media` count both. `None` allows any length.
         packing (`bool`, *optional*, defaults to `False`):
-            Whether to forward rows one after the other, without padding, and without attention between rows. A
-            dataset of text is packed before the run, as by [`~trl.SFTTrainer`], so that a row holds several rows. Rows
-            of streams, of datasets with media or with a transform, and of any length (`max_length=None`) are packed
-            with those of their micro-batch. Loss and gradient are those of padded rows. If the model doesn't support
-            packing, rows are padded, with a message. To bound the tokens of a forward, set
-            `max_tokens_per_microbatch`.
+            Whether to forward rows one after the other, without padding, and without attention between rows. Rows of a
+            dataset of text are concatenated before the run, as by [`~trl.SFTTrainer`]. Rows of streams, of datasets
+            with media or with a transform, and of any length (`max_length=None`) are packed with those of their
+            micro-batch. Loss and gradient are those of padded rows. If the model doesn't support packing, rows are
+            padded, with a message. To bound the tokens of a forward, set `max_tokens_per_microbatch`.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             same log-probabilities as in the model's own forward of a single row, and that log-probabilities depend on

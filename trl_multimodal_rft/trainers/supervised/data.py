@@ -23,7 +23,7 @@ from ...data.rows.cells import Cell, cell_value
 from ...data.rows.columns import has_media
 from ...data.rows.names import MEDIA_COLUMNS, other_layout, prepare_remedy
 from ...data.rows.unread import lists_columns
-from ...encoding.packed import PACKED_LENGTHS, encode_packed
+from ...encoding.concatenated import PART_LENGTHS, encode_concatenated
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import check_ids, placeholder_tokens, plain_outputs
 from ...encoding.sequences import SupervisedSequence
@@ -115,11 +115,11 @@ class SupervisedCollator:
 
     def encode(self, row: Row) -> Any:
         """
-        Returns a row as a sequence, of text cut to `max_length` tokens, or a packed row as a list of sequences. Raises
-        `OverlongRow` if no learned token is left.
+        Returns a row as a sequence, of text cut to `max_length` tokens, or a concatenated row as a list of sequences.
+        Raises `OverlongRow` if no learned token is left.
         """
-        if row.get(PACKED_LENGTHS):
-            sequences = encode_packed(self.encoder, row)
+        if row.get(PART_LENGTHS):
+            sequences = encode_concatenated(self.encoder, row)
             for sequence in sequences:
                 check_ids(sequence.input_ids, self.model.config, row.row_index)
             return sequences
@@ -200,14 +200,14 @@ class SupervisedCollator:
         Returns whether `max_length` may leave nothing of a row, or `False` if its text is too short for that, or if it
         has media.
         """
-        if self.args.max_length is None or row.get(PACKED_LENGTHS) or self._has_media(row):
+        if self.args.max_length is None or row.get(PART_LENGTHS) or self._has_media(row):
             return False
         # A token of text has a byte or more. The other half is for what a chat template adds
         return self.formatting_func is not None or 2 * _n_bytes(dict(row)) > self.args.max_length
 
     def token_columns(self, row: Row) -> dict[str, list[int]]:
-        """Returns TRL's columns of tokens of a row, none for a packed row, which has them, or a row with media."""
-        return {} if row.get(PACKED_LENGTHS) or self._has_media(row) else self._token_columns(row)
+        """Returns TRL's columns of tokens of a row, none for a concatenated row, which has them, or with media."""
+        return {} if row.get(PART_LENGTHS) or self._has_media(row) else self._token_columns(row)
 
     def token_names(self, dataset: Dataset) -> list[str]:
         """Returns the names of the columns of tokens that a dataset lacks, none for a dataset with media columns."""
@@ -329,7 +329,7 @@ def packs(args: Any, split: str) -> bool:
 
 
 def splits_rows(args: Any, split: str) -> bool:
-    """Returns whether long rows of a split are split between packed rows. They are cut otherwise."""
+    """Returns whether long rows of a split are split between concatenated rows. They are cut otherwise."""
     return packs(args, split) and args.packing_strategy != "bfd"
 
 
@@ -342,7 +342,7 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
         )
     # Rows of streams and of datasets with a transform are dropped when they are read
     has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)
-    is_whole = PACKED_LENGTHS in columns or splits_rows(args, name)
+    is_whole = PART_LENGTHS in columns or splits_rows(args, name)
     if (
         not has_columns
         or is_whole

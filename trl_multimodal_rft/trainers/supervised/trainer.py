@@ -18,7 +18,7 @@ from ...algorithms.metrics import Latest
 from ...checks.sequences import check_sequences
 from ...data.rows.features import undecoded
 from ...data.rows.names import MEDIA_COLUMNS
-from ...encoding.packed import PACKED_LENGTHS
+from ...encoding.concatenated import PART_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
@@ -26,15 +26,15 @@ from ..shared.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
 from ..shared.reading import Batch, CompletionTrainer, NumItems, load_for_scoring, map_splits
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from .concatenated_rows import Concatenator
 from .config import MultimodalSFTConfig
 from .data import SupervisedCollator, splits_rows
 from .method import SFT
-from .packed_rows import DatasetPacker
 
 
 # Columns that `remove_unused_columns` keeps, in addition to `dataset_text_field`
 _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
-_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks", PACKED_LENGTHS)
+_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks", PART_LENGTHS)
 
 # TRL's constructor prepares datasets, allows no collator with `packing`, and needs a chat template with generation
 # markers for `assistant_only_loss`. The collator and the trainer do all of this themselves
@@ -161,7 +161,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
-        self._packer = DatasetPacker(collator)
+        self._concatenator = Concatenator(collator)
         keeps_all_columns = not args.remove_unused_columns or formatting_func is not None
         self._set_up_scoring(
             datasets,
@@ -179,14 +179,14 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
 
     # Datasets
 
-    def _packs_dataset(self, dataset: Rows, split: str) -> bool:
-        return self._packer.takes(dataset, split)
+    def _concatenates(self, dataset: Rows, split: str) -> bool:
+        return self._concatenator.takes(dataset, split)
 
-    def _packed(self, dataset: Rows, split: str) -> Rows:
-        return self._packer.packed(dataset, split) if self._packs_dataset(dataset, split) else dataset
+    def _concatenated(self, dataset: Rows, split: str) -> Rows:
+        return self._concatenator.concatenated(dataset, split) if self._concatenates(dataset, split) else dataset
 
     def _without_overlong(self, dataset: Rows, split: str) -> Rows:
-        is_whole = splits_rows(self.args, split) and self._packs_dataset(dataset, split)
+        is_whole = splits_rows(self.args, split) and self._concatenates(dataset, split)
         return dataset if is_whole else super()._without_overlong(dataset, split)
 
     # Update

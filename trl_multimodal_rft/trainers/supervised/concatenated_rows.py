@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets of text whose rows are packed before a run, as TRL packs them."""
+"""Datasets of text whose rows are concatenated before a run, which TRL calls packing."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +14,7 @@ from trl.trainer.utils import global_then_local_main_first
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
-from ...encoding.packed import PACKED_LENGTHS
+from ...encoding.concatenated import PART_LENGTHS
 from ...versions import PACKAGE, installed_versions
 from ..shared.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
@@ -24,10 +24,11 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class DatasetPacker:
+class Concatenator:
     """
-    Packer of datasets of text. A row of a packed dataset has the tokens of several rows, of at most `max_length`
-    tokens together, and their lengths. The collator takes it apart again, so that rows don't see each other.
+    Concatenator of the rows of datasets of text. A concatenated row has the tokens of several rows, of at most
+    `max_length` tokens together, and their lengths. The collator takes it apart again, so that rows don't see each
+    other.
 
     Args:
         collator ([`~trainers.supervised.data.SupervisedCollator`]):
@@ -38,8 +39,8 @@ class DatasetPacker:
 
     def takes(self, dataset: Rows, split: str) -> bool:
         """
-        Returns whether a split's dataset is packed: a dataset whose rows are all text, without a transform. Rows of
-        other datasets are packed with those of their micro-batch.
+        Returns whether a split's rows are concatenated: those of a dataset of text, without a transform. Rows of other
+        datasets are packed with those of their micro-batch.
         """
         args = self.collator.args
         if (
@@ -48,12 +49,12 @@ class DatasetPacker:
             or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
         ):
             return False
-        if not isinstance(dataset, Dataset) or not lists_columns(dataset) or PACKED_LENGTHS in dataset.column_names:
+        if not isinstance(dataset, Dataset) or not lists_columns(dataset) or PART_LENGTHS in dataset.column_names:
             return False
         return self.collator.holds_text_alone(dataset)
 
-    def packed(self, dataset: Dataset, split: str) -> Dataset:
-        """Returns TRL's packed rows: `input_ids`, `labels` and, unless they are wrapped, `seq_lengths`."""
+    def concatenated(self, dataset: Dataset, split: str) -> Dataset:
+        """Returns TRL's concatenated rows: `input_ids`, `labels` and, unless they are wrapped, `seq_lengths`."""
         args = self.collator.args
         cuts_rows = not splits_rows(args, split)
         n_rows = len(dataset)
@@ -74,13 +75,13 @@ class DatasetPacker:
                     f"{n_rows - len(tokens)} of the {n_rows} rows of the {split} dataset are left out, because "
                     f"`max_length` ({args.max_length}) leaves nothing of them to learn."
                 )
-            if args.shuffle_dataset:  # otherwise only neighbors share a packed row
+            if args.shuffle_dataset:  # otherwise only neighbors share a concatenated row
                 tokens = tokens.shuffle(seed=args.seed)
-            packed = pack_dataset(tokens, args.max_length, args.packing_strategy, {"desc": f"Packing {split} dataset"})
+            joined = pack_dataset(tokens, args.max_length, args.packing_strategy, {"desc": f"Packing {split} dataset"})
             if not cuts_rows:
-                packed = packed.filter(_is_learned, desc=f"Dropping fully masked rows of the {split} dataset")
-        logger.info(f"The {n_rows} rows of the {split} dataset are packed into {len(packed)}.")
-        return packed
+                joined = joined.filter(_is_learned, desc=f"Dropping fully masked rows of the {split} dataset")
+        logger.info(f"The {n_rows} rows of the {split} dataset are packed into {len(joined)}.")
+        return joined
 
     def _tokenized(self, batch: dict[str, list], indices: list[int], cuts_rows: bool) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
@@ -105,7 +106,7 @@ class DatasetPacker:
 
 
 def _is_learned(row: dict[str, Any]) -> bool:
-    """Returns whether a packed row has a token to learn that isn't the first of its row, which nothing predicts."""
-    lengths = row.get(PACKED_LENGTHS) or [len(row["labels"])]
+    """Returns whether a concatenated row has a token to learn after the first of a part, which nothing predicts."""
+    lengths = row.get(PART_LENGTHS) or [len(row["labels"])]
     firsts = {0, *accumulate(lengths)}
     return any(label != -100 and index not in firsts for index, label in enumerate(row["labels"]))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a packed dataset, which hold the tokens of several rows."""
+"""Concatenated rows, which hold the tokens of several rows of a dataset."""
 
 from itertools import accumulate
 
@@ -8,13 +8,13 @@ from .sequences import SupervisedSequence
 from .tokenized import TextEncoder, row_labels
 
 
-# Column of the lengths of the rows that a packed row holds, as `trl.pack_dataset` names it
-PACKED_LENGTHS = "seq_lengths"
+# Column of the lengths of the rows that a concatenated row holds, as `trl.pack_dataset` names it
+PART_LENGTHS = "seq_lengths"
 
 
-def encode_packed(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
+def encode_concatenated(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
     """
-    Encodes the rows that a packed row holds, each for itself. Leaves out rows in which nothing is learned.
+    Encodes the rows that a concatenated row holds, each for itself. Leaves out rows in which nothing is learned.
 
     Args:
         encoder ([`~encoding.tokenized.TextEncoder`]):
@@ -31,10 +31,10 @@ def encode_packed(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
     """
     label = f"row {row.row_index}"
     ids = row["input_ids"]
-    lengths = row[PACKED_LENGTHS]
+    lengths = row[PART_LENGTHS]
     if sum(lengths) != len(ids):
         raise ValueError(
-            f"{label}, column '{PACKED_LENGTHS}': its lengths are those of {sum(lengths)} tokens, but `input_ids` has "
+            f"{label}, column '{PART_LENGTHS}': its lengths are those of {sum(lengths)} tokens, but `input_ids` has "
             f"{len(ids)}; pack the rows again, with `trl.pack_dataset`."
         )
     labels = row_labels(row)
