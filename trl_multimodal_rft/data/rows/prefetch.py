@@ -169,9 +169,7 @@ class PrefetchPool(Generic[T]):
         self._pool = ProcessPoolExecutor(
             self._num_workers, multiprocessing.get_context("fork"), _start_worker, initial_arguments
         )
-        # Workers must not collect the parent's garbage: a fork can't free tensors on a GPU. So they start with a
-        # disabled collector, and freeze what they inherit.
-        gc.disable()
+        gc.disable()  # workers start with a disabled collector, until `_start_worker` has frozen what they inherit
         try:
             return self._pool.submit(_read_and_pickle, row_index)
         finally:
@@ -186,7 +184,7 @@ _read: Callable[[int], object]  # set in a worker by `_start_worker`
 def _start_worker(read: Callable[[int], object], gc_enabled: bool) -> None:
     global _read
     _read = read
-    gc.freeze()
+    gc.freeze()  # a fork can't free the parent's tensors on a GPU, so no collection may reach what it inherits
     if gc_enabled:
         gc.enable()
     torch.set_num_threads(1)  # a fork has one thread, so torch's thread pool doesn't exist here
