@@ -160,7 +160,9 @@ def _function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _check_advantages(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _check_advantages(
+    advantages: torch.Tensor, function: Callable, rewards: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """
     Returns a user's advantages, set to 0 for unscorable completions and outside the mask. Raises a `ValueError` for
     another shape, or a value that isn't finite.

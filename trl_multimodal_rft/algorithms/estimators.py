@@ -63,7 +63,7 @@ ALIASES: dict[str, str] = {}  # names by alias
 def estimator(name: str, **properties) -> Callable:
     """Returns a decorator that registers a function as estimator `name` with `properties`, fields of [`Estimator`]."""
 
-    def register(function):
+    def register(function: Callable) -> Callable:
         # No other estimator may have the name or the alias, as its name or its alias
         check_unused(
             [name, *([properties["alias"]] if "alias" in properties else [])], {*ESTIMATORS, *ALIASES}, "estimator"
@@ -139,10 +139,10 @@ def group_statistics(
     scorable = ~rewards.isnan()
     values = torch.where(scorable, rewards, 0).double()
 
-    def group_sums(x):
+    def group_sums(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(n_groups).index_add(0, index, x * weights)
 
-    def group_extremes(fill, reduce):
+    def group_extremes(fill: float, reduce: str) -> torch.Tensor:
         x = torch.where(scorable, values, fill)  # `fill` keeps unscorable rewards from being the extreme
         return x.new_full((n_groups,), fill).scatter_reduce(0, index, x, reduce)
 

@@ -154,7 +154,7 @@ def policy_loss(name: str, **properties) -> Callable:
     arguments of the function are its settings.
     """
 
-    def register(function):
+    def register(function: Callable) -> Callable:
         check_unused([name], LOSSES, "policy_loss")
         LOSSES[name] = LossType(name, properties.pop("paper", paper_of(function)), function, **properties)
         return function

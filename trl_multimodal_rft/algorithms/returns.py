@@ -9,7 +9,7 @@ outside the mask.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,12 @@ def terminal_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(
-    rewards: torch.Tensor, mask: torch.Tensor, old_logps: Any = None, ref_logps: Any = None, *, kl_coef: float = 0.0
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
 ) -> torch.Tensor:
     """
     Returns token rewards: the completion's reward on its last token, minus the KL penalty (k1) of each token.
@@ -48,7 +53,11 @@ def token_rewards(
         `torch.Tensor`: Reward of each token, shape `(N, T)`, 0 outside the mask.
     """
     terminal = terminal_rewards(rewards.nan_to_num(), mask)
-    return terminal - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else terminal
+    if kl_coef == 0:
+        return terminal
+    assert old_logps is not None
+    assert ref_logps is not None
+    return terminal - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1")
 
 
 def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
@@ -164,7 +173,7 @@ def whiten(
     values = torch.where(mask, values, 0)
     weights = mask if weights is None else weights
 
-    def mean(x):
+    def mean(x: torch.Tensor) -> torch.Tensor:
         total, count = reduce(torch.stack([(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]))
         return total / count.clamp(min=1)
 

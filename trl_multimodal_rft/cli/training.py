@@ -19,6 +19,7 @@ from trl import ModelConfig
 from ..data.rows.load import only_split
 from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
+from ..reporting.events import EventPart
 from ..reporting.hub import repository_name, upload_command
 from ..trainers.checkpoints.files import checkpoints
 from ..trainers.preference.dpo_config import MultimodalDPOConfig
@@ -66,7 +67,9 @@ class ScriptCallback(TrainerCallback):
     def __init__(self, script_args: RunArguments):
         self.script_args = script_args
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
+    ):
         script_args = self.script_args
         script_args.state = state
         folder = str(args.output_dir)
@@ -79,14 +82,14 @@ class ScriptCallback(TrainerCallback):
         if state.is_world_process_zero and script_args.user_options is not None and not script_args.dry_run:
             write_run_file(folder, script_args.command, script_args.user_options, resumed)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         if self.script_args.dry_run:
             control.should_log = control.should_training_stop = True
             control.should_evaluate = control.should_save = False
 
     on_epoch_end = on_step_end
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         if self.script_args.dry_run and state.is_world_process_zero:
             print_above_bars(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
@@ -14,7 +15,7 @@ from ..data.rows.columns import rows_to_messages
 from ..data.rows.names import TEACHER, TEACHER_COLUMNS, check_has_prompt
 from ..views.views import View
 from .media import check_hears_videos
-from .processors import checked_prompt, checked_texts
+from .processors import Processor, checked_prompt, checked_texts
 from .prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 
 
@@ -22,8 +23,8 @@ from .prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_to
 class PromptEncoder:
     """Encodes the prompts of rows for a model."""
 
-    model: Any  # unwrapped
-    processor: Any
+    model: PreTrainedModel  # unwrapped
+    processor: Processor
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of `apply_chat_template`
     audio_overlong: Literal["raise", "truncate"] = "raise"
     keep_decoded: bool = field(default=False, kw_only=True)  # whether prompts keep their decoded media

@@ -70,14 +70,14 @@ def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
 class _StoredAudio(Audio):
     """Audio feature that stores files without torchcodec."""
 
-    def encode_example(self, value):
+    def encode_example(self, value: str | bytes | dict[str, Any]) -> dict[str, Any]:
         return _file_entry(value) or super().encode_example(value)
 
 
 class _StoredVideo(Video):
     """Video feature that stores files without torchcodec."""
 
-    def encode_example(self, value):
+    def encode_example(self, value: str | bytes | dict[str, Any]) -> dict[str, Any]:
         return _file_entry(value) or super().encode_example(value)
 
 

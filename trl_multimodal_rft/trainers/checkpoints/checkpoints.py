@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import TrainerState
+from transformers.utils import PushInProgress
 
 from ...reporting.hub import is_running
 from ..shared.ema import MovingAverage
@@ -114,7 +115,9 @@ class Checkpoints:
                 shutil.rmtree(target.parent / PARTIAL)
         self.accelerator.wait_for_everyone()
 
-    def save(self, target: Path, write: Callable[[Path], None], state: TrainerState, push: Any) -> None:
+    def save(
+        self, target: Path, write: Callable[[Path], None], state: TrainerState, push: PushInProgress | None
+    ) -> None:
         """
         Lets `write` fill a temporary folder, and moves the whole checkpoint to its place. Then moves surplus
         checkpoints to the temporary folder, and deletes them there. `push` is the push of a checkpoint in progress.

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +20,10 @@ from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
 from ..shared.run import Run
 from .method import GRPO
+
+
+if TYPE_CHECKING:
+    from .config import MultimodalGRPOConfig
 
 
 def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
@@ -115,7 +119,7 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
 
 
 def with_view_term(
-    output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
+    output: LossOutput, scores: Scores, inputs: Rollout, args: "MultimodalGRPOConfig", normalizer: Normalizer
 ) -> LossOutput:
     """Adds the view's terms, averaged like the policy loss, and their metrics to the loss of a micro-batch."""
     mask = inputs.loss_mask

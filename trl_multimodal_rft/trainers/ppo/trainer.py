@@ -13,7 +13,15 @@ from accelerate.utils import extract_model_from_parallel, is_peft_model
 from datasets import Dataset
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -35,6 +43,7 @@ from ...models.critic import Critic, ValueHead, add_critic, other_family_error, 
 from ...models.modes import checkpoint_activations, fix_encoders
 from ...models.parts import freeze_as_built, freeze_backbone
 from ...models.wrapped import is_unsharded
+from ...reporting.events import EventPart
 from ...reporting.model_card import in_code
 from ...rollout.ranks import gather_rows, local_rows
 from ...rollout.rollout import Rollout, require
@@ -477,5 +486,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 class _SyncWithoutCritic(SyncRefModelCallback):
     """TRL's callback that moves the reference towards the policy, without the critic, a submodule of the policy."""
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: EventPart,
+    ):
         super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from types import MappingProxyType, NoneType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from accelerate import ParallelismConfig
@@ -23,6 +23,10 @@ from transformers import TrainingArguments
 from ...credentials import without_credentials
 from ...paths import check_not_overwritten
 from ...spelling import check_value, did_you_mean, read_json
+
+
+if TYPE_CHECKING:
+    from .signatures import Model
 
 
 logger = get_logger(__name__)
@@ -275,7 +279,7 @@ def check_instances(**arguments: Any) -> None:
             raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{call}`.")
 
 
-def check_parallelism(args: Any, model: Any) -> None:
+def check_parallelism(args: Any, model: "Model") -> None:
     """
     Raises a `ValueError` for tensor, context or sequence parallelism, in which several ranks must read the same rows.
     These trainers read different rows on each rank.

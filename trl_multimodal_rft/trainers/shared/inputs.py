@@ -3,30 +3,38 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
 
 from ...engines.samplers import Sampler
 from ...rewards.named import as_reward_funcs
 from ...rollout.environments import rows_for_environments
 from .arguments import check_arguments
+from .configs import SamplingConfig
 from .setup import check_kept_columns, check_launch, modalities, warn_of_excluded_tokens, warn_of_unread_media
+from .signatures import Model, Processor
+
+
+if TYPE_CHECKING:
+    from trl.trainer.grpo_trainer import RewardFunc
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Arguments of a trainer's constructor, checked."""
 
-    model: Any
-    args: Any
-    processing_class: Any
+    model: Model
+    args: SamplingConfig
+    processing_class: Processor | None
     reward_funcs: list[Any] | None
     datasets: dict[str, Any]  # `train_dataset` and `eval_dataset`, as they were passed
     for_trl: dict[str, Any]  # further arguments of TRL's constructor, with a dataset in any case
-    reward_processing_classes: Any = None
-    ref_model: Any = None
+    reward_processing_classes: Processor | list[Processor | None] | None = None
+    ref_model: PreTrainedModel | None = None
     tools: Sequence[Callable] | None = None
-    environment_factory: Any = None
-    rollout_func: Any = None
+    environment_factory: Callable | dict[str, Callable] | None = None
+    rollout_func: Callable[..., dict[str, Any]] | None = None
     sampler: Sampler | None = None
 
     @property
@@ -44,7 +52,13 @@ class Inputs:
 _OWN = ("reward_processing_classes", "ref_model", "tools", "environment_factory", "rollout_func", "sampler")
 
 
-def check_inputs(model: Any, reward_funcs: Any, args: Any, processing_class: Any, **kwargs: Any) -> Inputs:
+def check_inputs(
+    model: Model,
+    reward_funcs: "RewardFunc | list[RewardFunc] | None",
+    args: SamplingConfig,
+    processing_class: Processor | None,
+    **kwargs: Any,
+) -> Inputs:
     """Returns the arguments of a trainer's constructor. Raises an error if they don't fit each other or the launch."""
     check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
     check_launch(args, model)

@@ -53,6 +53,7 @@ from .setup import (
     needs_reference,
     prepare_for_tools,
 )
+from .signatures import Adapter, Processor
 
 
 logger = get_logger(__name__)
@@ -92,12 +93,12 @@ def loading_in_trl(by_name: bool):
 class Models:
     """Policy, reference and processor, checked and loaded before TRL's constructor."""
 
-    model: Any
-    processing_class: Any
+    model: PreTrainedModel
+    processing_class: Processor
     processor_source: dict[str, Any] | None  # arguments that load the processor again, if it was loaded here
     revision: str | None  # of the model, if it was loaded here
     by_name: bool  # whether the model was loaded here
-    ref_model: Any = None  # reference, if this package loads it, and not TRL
+    ref_model: PreTrainedModel | None = None  # reference, if this package loads it, and not TRL
 
     def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
         """Returns the processor as transformers loads it, or the processor that was passed."""
@@ -107,9 +108,9 @@ class Models:
 
 def load_parts(
     model: Any,
-    args: Any,
-    processing_class: Any,
-    quantization_config: Any,
+    args: TrainerConfig,
+    processing_class: Processor | None,
+    quantization_config: BitsAndBytesConfig | None,
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> Models:
@@ -127,7 +128,7 @@ def load_parts(
         raise ValueError(
             f"{type(model).__name__} has no LM head; pass the model's name or folder, or load it as {class_name}."
         )
-    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
+    revision = mapping(args.model_init_kwargs).get("revision") if by_name else None
     processor_source: Any = None
     if processing_class is None:
         name = get_config_model_id(model.config)
@@ -228,7 +229,10 @@ class RewardSetup:
 
 
 def reward_setup(
-    reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
+    reward_funcs: list | None,
+    processors: Processor | list[Processor | None] | None,
+    toolbox: Environments,
+    args: SamplingConfig,
 ) -> RewardSetup:
     """
     Returns the reward functions, with reward models that are adapters loaded. Raises `ValueError` if there is none and
@@ -277,7 +281,7 @@ def with_media_reader(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     by_name: bool,
     accelerator: Accelerator,
-    args: Any,
+    args: SamplingConfig,
     template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
     """
@@ -298,7 +302,7 @@ def with_media_reader(
     if processor is None and takes_media:
         processor = load_processor(
             get_config_model_id(model.config),
-            revision=(args.model_init_kwargs or {}).get("revision") if by_name else None,
+            revision=mapping(args.model_init_kwargs).get("revision") if by_name else None,
             trust_remote_code=args.trust_remote_code,
         )
     if not isinstance(processor, ProcessorMixin):
@@ -346,7 +350,12 @@ def load_by_name(
     return load(name, **load_kwargs)
 
 
-def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
+def load_reference(
+    model: PreTrainedModel,
+    args: TrainerConfig,
+    peft_config: Adapter = None,
+    quantization_config: BitsAndBytesConfig | None = None,
+) -> PreTrainedModel | None:
     """
     Loads the reference if the policy is only a part of the model in its folder, such as the thinker of Qwen2.5-Omni.
     TRL would load the whole model.
@@ -361,7 +370,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
             "The model has no path from which to load its reference; save the model and pass the folder, or pass a "
             "copy as `ref_model`, if the trainer takes it."
         )
-    if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
+    if not family_of(model).trained_part or trained_part(name, **mapping(args.model_init_kwargs)) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
@@ -369,4 +378,4 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
             "remove the option, or set `beta=0`."
         )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
-    return load_by_name(name, args, {**init_kwargs, **(args.model_init_kwargs or {})}, quantization_config)
+    return load_by_name(name, args, {**init_kwargs, **mapping(args.model_init_kwargs)}, quantization_config)

@@ -9,7 +9,9 @@ from typing import Any
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
+from ...algorithms.metrics import MetricLog
 from ...data.rows.batches import BatchShape, repeat_order
 from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.prompt_encoder import PromptEncoder
@@ -20,6 +22,7 @@ from ...rollout.stream import RowStream
 from .asynchronous import row_encoder
 from .configs import SamplingConfig
 from .inputs import Inputs
+from .signatures import Processor
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ def make_prompts(
     accelerator: Accelerator,
     live: Live,
     *,
-    model: Any,
-    processing_class: Any,
+    model: PreTrainedModel,
+    processing_class: Processor,
     template_kwargs: dict[str, Any],
-    metrics: Any,
+    metrics: MetricLog,
     engine_prompts: Callable[[], EnginePrompts],
 ) -> Prompts:
     """Returns the encoder of prompts for the unwrapped `model`. `engine_prompts` returns the encoder for servers."""

@@ -41,7 +41,7 @@ from ...rollout.stream import RowStream
 from ...views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_parallelism, mapping
 from .configs import SamplingConfig, TrainerConfig
-from .signatures import Rows
+from .signatures import Adapter, EvalRows, Model, Rows
 
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ def needs_reference(args: SamplingConfig) -> bool:
     return args.beta_is_kl and args.beta != 0
 
 
-def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config) -> None:
+def check_name(
+    model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config: Adapter
+) -> None:
     """Raises `ValueError` if a model has no name, and vLLM or a reference would be loaded by its name."""
     if get_config_model_id(model.config):
         return
@@ -144,7 +146,7 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 
 
 def check_takes_media(
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets: EvalRows
 ) -> None:
     """Raises an error if rows have media and the processing class is only a tokenizer."""
     if isinstance(processing_class, ProcessorMixin):
@@ -173,7 +175,7 @@ def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def warn_of_unread_media(
     args,
-    datasets: dict[str, Any],
+    datasets: Mapping[str, Any],
     model_modalities: Collection[str] = (),
     *,
     dataset_part: Literal["all", "first"] = "all",
@@ -251,14 +253,15 @@ def _check_not_dispatched(args: TrainerConfig, name: str) -> None:
         )
 
 
-def modalities(model: Any, args) -> Collection[str]:
+def modalities(model: Model, args: TrainerConfig) -> Collection[str]:
     """Returns the modalities that a model takes. `model` is its name if it isn't loaded yet."""
     if isinstance(model, str):
-        load_kwargs: Any = {"trust_remote_code": args.trust_remote_code}
+        revision = mapping(args.model_init_kwargs).get("revision")
         try:
-            model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **load_kwargs)[1]
+            model_class = read_config(model, revision=revision, trust_remote_code=args.trust_remote_code)[1]
         except ValueError:
             return ()  # loading the model raises a better error
+        return input_modalities(model_class)
     model = model.model if hasattr(model, "model_for") else model  # an actor of `lightrft` holds a model
     return input_modalities(model)
 
@@ -276,7 +279,7 @@ def unchecked_datasets(datasets: Mapping[str, Any]) -> set[str]:
     }
 
 
-def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
+def media_limits(args: SamplingConfig, *datasets: EvalRows) -> dict[str, int]:
     """
     Returns the largest number of media in a prompt by modality, for which an engine reserves memory. Empty without
     datasets, or if the rows of one can't be counted.
@@ -294,7 +297,7 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     return {name: max((limits[name] for limits in counts), default=0) for name in MODALITIES} if counts else {}
 
 
-def check_launch(args: TrainerConfig, model: Any) -> None:
+def check_launch(args: TrainerConfig, model: Model) -> None:
     """
     Raises an error if Accelerate or `Trainer` would silently misinterpret the launch.
 
