@@ -41,21 +41,18 @@ AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 
 
 def _qwen3_omni_tokens(model: "PreTrainedModel", frames: "torch.Tensor") -> "torch.Tensor":
-    """Returns the number of tokens of clips by their numbers of frames, see `Family.audio_tokens`."""
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
     return _get_feat_extract_output_lengths(frames, model.get_encoder(modality="audio").n_window)
 
 
 def _llama4_query_scale(attention: "Llama4TextAttention", positions: "torch.Tensor") -> "torch.Tensor | None":
-    """Returns the scale of queries at positions, or `None` if the layer has none, see `Family.query_scale`."""
     if not attention.attn_temperature_tuning or attention.use_rope:
         return None
     return ((positions + 1) // attention.floor_scale).float().log1p() * attention.attn_scale + 1
 
 
 def _whisper_window(processor: "ProcessorMixin") -> float:
-    """Returns the seconds of audio that fit into Whisper's window, see `Family.audio_limit`."""
     return processor.feature_extractor.n_samples / processor.feature_extractor.sampling_rate
 
 

@@ -243,7 +243,6 @@ class Processes:
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
-        """Returns the items of `_trained`, computed anew if the wrapped model is another one."""
         if self._trained is None or self._trained[0] is not model:
             module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
             trains_text = any(
@@ -501,7 +500,6 @@ class PolicyForward:
         return self._in_parts(score, model, [reward_model], request, lengths, keep_states=request.is_packed)
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
-        """Returns the scores of one part of a batch."""
         n = len(request)
         policy = self.unwrapped(model)
         critic = request.critic
@@ -561,12 +559,11 @@ class PolicyForward:
         return tensors
 
     def _with_isolation(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
-        """Returns the request with the fallback `isolate`, and with the number of forwards that all ranks must run."""
         n_forwards = self.processes.n_forwards(request.prompts, fallbacks.isolate)
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
     def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_other_batch: bool = False) -> ScoreRequest:
-        """Adds the dummy prompts that collectives need, see [`Processes.dummies`]."""
+        """See [`Processes.dummies`]."""
         return request.with_dummies(self.processes.dummies(model, request.prompts, with_other_batch))
 
     def _as_one_forward(

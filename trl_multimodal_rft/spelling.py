@@ -393,7 +393,7 @@ def _defined_names(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:
 
 
 def _names_in_module(name: str, names: Mapping[str, object]) -> str:
-    """Returns a sentence about the names that a module defines, for the end of an error about a missing one."""
+    """A sentence for the end of an error about a missing name."""
     public = [key for key, value in names.items() if not key.startswith("_") and not isinstance(value, ModuleType)]
     listing = f" It has {', '.join(map(repr, public))}." if 0 < len(public) <= 5 else ""
     return did_you_mean(name, public) or listing

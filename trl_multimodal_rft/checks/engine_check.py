@@ -141,7 +141,7 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """Returns the limit of the mean difference. After updates, it depends on the difference before them."""
+        """After updates, the limit of the mean difference depends on the difference before them."""
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
@@ -170,10 +170,7 @@ class EngineCheck:
         return change[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
-        """
-        Returns the policy's log-probabilities `(N, C)` of `N` completions. Each completion has its own forward, since
-        `logit_bias` keeps all logits in memory.
-        """
+        """Returns `(N, C)`. Each completion has its own forward, since `logit_bias` keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
         singles = (_subset(completions, [i]) for i in range(len(completions[0])))
         with measurement_mode(model, completions[1].device):
@@ -189,7 +186,7 @@ class EngineCheck:
 
 
 def _subset(completions: Completions, rows: list[int]) -> Completions:
-    """Returns completions by their batch indices. Prompts are copies, so that the originals' caches stay empty."""
+    """Prompts are copies, so that the originals' caches stay empty."""
     prompts, ids, mask = completions
     return [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], mask[rows]
 

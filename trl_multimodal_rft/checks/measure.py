@@ -166,7 +166,6 @@ class Measure:
         return self.logps_of(self._logits(row_inputs, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], n_last: int) -> torch.Tensor:
-        """Returns the logits of at least the `n_last` final tokens."""
         options = {"logits_to_keep": n_last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
             return self.prepared(**inputs, **options, use_cache=False).logits

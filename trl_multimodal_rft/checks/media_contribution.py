@@ -96,7 +96,6 @@ def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[
 
 
 def _prompt_without(encode: Callable[[int, View], EncodedPrompt], index: int, modality: str) -> EncodedPrompt | None:
-    """Returns a completion's prompt without media of a modality, or `None` if its media have become unreadable."""
     try:
         return encode(index, as_view("blank").for_modality(modality))
     except MediaError as error:

@@ -66,7 +66,6 @@ class Checks:
     def _check_new_modalities(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
     ) -> None:
-        """Calls `measure` if there was no self-check yet, or if prompts of any rank have an unmeasured modality."""
         check = self.self_check
         if check is not None:
             # Modalities that the model takes, and whose effect isn't measured yet

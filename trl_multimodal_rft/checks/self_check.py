@@ -83,7 +83,6 @@ class SelfCheck:
         return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
 
     def _facts(self) -> list[tuple[str, str, str]]:
-        """Returns the name, the figure and the note of each line."""
         fallbacks = self.fallbacks
         padded_notes = ["with the model's logits"] * fallbacks.logits_from_model
         padded_notes += ["at the engine's positions"] * self.engine_positions
@@ -223,7 +222,6 @@ def check_conversation(
 def _score_after(
     measure: Measure, prompt: EncodedPrompt, ids: torch.Tensor, mask: torch.Tensor, n: int, packed: bool
 ) -> torch.Tensor:
-    """Returns the policy's log-probabilities of a completion after its first `n` tokens."""
     return measure.score([prompt], ids, mask, packed)[:, n:]
 
 
@@ -316,7 +314,6 @@ class _Check(Measure):
         return self.score([prompt], ids, mask, packed=False)
 
     def _keep_noise(self, completions: _Completions) -> None:
-        """Keeps the largest noise, and warns if it is so large that it could hide errors."""
         noise = completions.noise()
         if noise is None:
             return
@@ -342,7 +339,6 @@ class _Check(Measure):
                     buffer.copy_(value)
 
     def training_difference(self) -> float:
-        """Returns the largest difference of log-probabilities between training mode and evaluation mode."""
         prompt, (ids, mask, *_), scores = self.scored_case
         training_scores = self.attempt(
             "scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False)

@@ -233,7 +233,6 @@ def _compare(
 
 
 def _with_outputs(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
-    """Returns a row with the media of a processor's `outputs`, if any, for prompt and completion."""
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
 
@@ -246,7 +245,6 @@ def _replace_completion(rows: list[Any], pair: PreferencePair, column: str, othe
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], processor_outputs: ProcessorOutputs) -> Cases:
-    """Returns prompts to compare with the processor, donors of other media by modality, and all rows to measure."""
     # Rows of text have no media, or blank ones, which aren't worth another call of the processor
     targets, donors, partners = measure.cases(
         rows, lambda i: processor_outputs(i) if rows[i].modalities else rows[i].media

@@ -89,7 +89,6 @@ def _parser(name: str) -> Parser:
 
 
 def _exit_without_command(argv: list[str]) -> None:
-    """Prints the help, the version or an error, and ends the process. The first word of `argv` isn't a command."""
     width = max(map(len, COMMANDS))
     epilog = "commands:\n" + "\n".join(f"  {command:{width}}  {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)

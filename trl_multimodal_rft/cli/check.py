@@ -138,7 +138,6 @@ class RowChecker(torch.utils.data.Dataset):
         return checked
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
-        """Encodes a row and fills in `checked`. Raises the errors that training would raise."""
         check_has_prompt(row)
         ignored = self.encoder.ignored_media_columns
         rules = self.encoder.media_rules
@@ -379,7 +378,6 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def _answer_lines(self) -> list[str]:
-        """Returns findings on the answers of pairs and of labelled rows."""
         lines = []
         if any(self.tokens[name] for name in (*COMPLETIONS, "completion")):
             lines.append(f"Answers without anything to read: {self._summary(self.empty_answers)}")
@@ -402,7 +400,6 @@ class Report:
 
 
 def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
-    """Returns a table's rows: the name of the numbers, their count, and their percentiles, see `_POINTS`."""
     rows = []
     for name, values in numbers.items():
         if values:
@@ -412,7 +409,6 @@ def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
 
 
 def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
-    """Returns a title and a table, or an empty list if the table has no rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
     return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 
@@ -434,7 +430,6 @@ def _with_labels(rows: Dataset | IterableDataset, report: Report) -> tuple[Datas
 
 
 def _reward_names(args: argparse.Namespace, columns: Collection[str]) -> Sequence[str]:
-    """Returns the names of the reward functions to check: those of the options, or the default of a run's config."""
     if args.reward_funcs is not None or args.config is None:
         return args.reward_funcs or ()
     options = read_run_config(config_path("recipes", args.config))

@@ -110,7 +110,6 @@ def ppo_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
 def _with_chat_template(
     path: str, name: str, revision: str | None, trust_remote_code: bool
 ) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """Returns the processor of a model with the chat template of a file or of another model."""
     file = Path(path).expanduser()
     if file.is_file():
         template = file.read_text(encoding="utf-8")
@@ -126,7 +125,6 @@ def _with_chat_template(
 
 
 def _check_separate_rows(script_args: PromptArguments) -> None:
-    """Raises a `ValueError` if training and evaluation would use the same rows of one file."""
     name = script_args.dataset_name
     splits = (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)

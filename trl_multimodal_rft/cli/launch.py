@@ -56,7 +56,7 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _launch_and_wait(words: Sequence[str]) -> int:
-    """Launches a script, and returns its exit code. Hides messages of accelerate and torch."""
+    """Hides messages of accelerate and torch."""
     import psutil
 
     logging.disable(logging.ERROR)

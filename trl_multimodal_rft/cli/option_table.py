@@ -51,7 +51,7 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
 
 
 def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, Any]:
-    """Returns the table's row for an option. `optional` says whether its value can be `None`."""
+    """`optional` says whether the value can be `None`."""
     type_name = getattr(action.type, "__name__", "str")
     type_name = "bool" if type_name in ("string_to_bool", "str_to_bool") else type_name
     type_name = "str" if action.choices is not None or type_name == "DebugOption" else type_name
@@ -69,10 +69,7 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """
-    Returns the group of a field. For a trainer's config, the group is the package of the most derived class that
-    defines the field.
-    """
+    """For a trainer's config, the group is the package of the most derived class that defines the field."""
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
         package = definer.__module__.split(".")[0]
@@ -83,7 +80,6 @@ def _group(owner: type, name: str) -> str:
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Returns the options of `accelerate launch`. Their types are `int`, `float`, `bool` or `str`."""
     rows = []
     for action in launch_command_parser()._actions:
         if action.dest in _RESERVED or not action.option_strings:

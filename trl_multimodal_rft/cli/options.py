@@ -116,7 +116,6 @@ def _check_nodes(root: Any, path: str) -> None:
 
 
 def _option_name(key: str) -> str:
-    """Returns a key as the name of an option. Keys can have dashes, as on the command line."""
     return str(key).replace("-", "_")
 
 
@@ -232,10 +231,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _parse_entries(self, entries: dict[str, Value], namespace: argparse.Namespace) -> None:
-        """
-        Parses a config file's entries like a command line. The command line must set the required options that the
-        file doesn't set.
-        """
+        """The command line must set the required options that the file doesn't set."""
         words = []
         for name, value in entries.items():
             action = self._option_string_actions.get(f"--{name}")
@@ -283,7 +279,6 @@ class _Help(argparse.Action):
 
 
 def _summary(name: str, text: str, default: Value = None) -> str:
-    """Returns a line of `--help`: the name of an option, the first sentence about it, and its default."""
     width = shutil.get_terminal_size().columns - 37  # without an option's name in 35 columns, and a margin
     sentence = " ".join(text.split()).replace("`", "").partition(". ")[0].rstrip(".")
     words = " ".join(map(str, default)) if isinstance(default, list) else default
@@ -341,7 +336,6 @@ def _is_shown(action: argparse.Action) -> bool:
 
 
 def _first_options(parser: Parser) -> str:
-    """Returns the options of examples and recipes in groups, one line each."""
     lines = [f"usage: {parser.usage}", *(["", parser.description] if parser.description else [])]
     n_first = 0
     for group, title in GROUPS.items():
@@ -373,7 +367,7 @@ def _matching_options(parser: Parser, word: str) -> str:
 
 
 def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
-    """Adds the default to a help text, unless the default is trivial or the text states it."""
+    """Leaves out a default that is trivial, or that the text states."""
     if default in (None, False, argparse.SUPPRESS) or default in ([], (), {}) or "efault" in text:
         return text
     default_text = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
@@ -433,7 +427,6 @@ def launched_command_parser(prog: str, options: Iterable[dict[str, Any]], descri
 
 
 def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
-    """Adds an option of [`table`] to a parser or group."""
     name = option["name"]
     type_name = option["type"]
     choices = option["choices"]
@@ -464,7 +457,6 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
 
 
 def _parse_bool(text: str) -> bool:
-    """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
     values = dict.fromkeys(("yes", "true", "t", "y", "1", "on"), True)
     values |= dict.fromkeys(("no", "false", "f", "n", "0", "off"), False)
     if text.lower() not in values:

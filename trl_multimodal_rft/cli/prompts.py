@@ -80,10 +80,7 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
 def _with_columns(
     dataset: Dataset | IterableDataset, source_columns: list[str], new_features: dict[str, Any], make: Callable
 ) -> Dataset | IterableDataset:
-    """
-    Adds columns to a dataset. `new_features` holds their types (features of `datasets`) by name. `make` computes their
-    values from the columns `source_columns`.
-    """
+    """`new_features` holds types (features of `datasets`) by name. `make` computes values from `source_columns`."""
     if not new_features:
         return dataset
     if isinstance(dataset, IterableDataset):
@@ -120,7 +117,7 @@ def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option
 
 
 def _with_system(text: str, prompt: Prompt | None, row_index: int, column: str) -> Prompt | None:
-    """Adds a system message to a prompt. Only a teacher's prompt may be missing, or have a system message already."""
+    """Only a teacher's prompt may be missing, or have a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages is None and column != "prompt":
         return None

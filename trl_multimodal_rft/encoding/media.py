@@ -292,7 +292,7 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
 def _decode(
     ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized_here: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Returns a decoded medium, resized if its modality is in `resized_here`, and the metadata if it is a video."""
+    """Returns the metadata of a video, too. A medium is resized if its modality is in `resized_here`."""
     if ref.modality == "audio":
         return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
     if ref.modality == "image":
@@ -337,7 +337,6 @@ def check_has_frames(ref: MediaRef, processor: Processor) -> None:
 
 
 def _decode_video(ref: MediaRef, processor: Processor, is_resized: bool) -> tuple[Any, dict[str, Any]]:
-    """Returns a video, resized with `is_resized`, and its metadata."""
     if is_resized:
         return _qwen_video(ref, processor)
     sampler = _frame_sampler(ref, processor)
@@ -349,7 +348,7 @@ def _decode_video(ref: MediaRef, processor: Processor, is_resized: bool) -> tupl
 
 
 def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns a video and its metadata. Options of its block replace the processor's sampling and resizing."""
+    """Options of the block replace the processor's sampling and resizing."""
     video_processor = processor.video_processor
     options = ref.options
     _check_fits_a_token(ref, video_processor)
@@ -399,7 +398,6 @@ def _resized_frames(
 
 
 def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2VLVideoProcessor") -> None:
-    """Raises a [`MediaError`] if a limit on pixels or frames is smaller than one token of the model."""
     side = processor.patch_size * processor.merge_size
     max_pixels = ref.options.get("max_pixels")
     if max_pixels is not None and max_pixels < side**2:
@@ -421,7 +419,7 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
 
 
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
-    """Returns the processor's sampling rate in Hz, and the maximum duration of audio in seconds, if it is limited."""
+    """Returns the sampling rate in Hz, and the maximum duration in seconds."""
     rate = audio_rate(processor)
     if rate is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")

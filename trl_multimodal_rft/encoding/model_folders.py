@@ -117,7 +117,6 @@ def _is_path(name: str) -> bool:
 
 
 def _similar_paths(name: str) -> str:
-    """Returns a hint at existing names that resemble a missing path."""
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:

@@ -372,7 +372,6 @@ def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 @functools.cache
 def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
-    """Returns the names of the media arguments that the forward of a model requires."""
     parameters = inspect.signature(model_class.forward).parameters
     required_arguments = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     return [name for name in required_arguments if any(word in name for word in ("pixel", *MODALITIES, *AUDIO_NAMES))]
@@ -459,7 +458,6 @@ def _outputs_with_sounds(
     processor_kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> Mapping[str, torch.Tensor]:
-    """Calls a processor on one prompt with videos and their sounds."""
     kwargs = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
     sounds = iter(kwargs.pop(SOUNDS))
@@ -489,7 +487,7 @@ def _outputs_with_sounds(
 
 
 def _prepared_messages(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
-    """Returns messages in the form that the processor takes. Roles that only tokenizers support are an error."""
+    """Roles that only tokenizers support are an error."""
     if not isinstance(processor, ProcessorMixin):
         return messages
     try:

@@ -112,7 +112,6 @@ def with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
 
 
 def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
-    """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
     answer = pair.answers.get(column)
     if answer is None:
         return with_text(pair.prompt_before(column), getattr(pair, column), model)

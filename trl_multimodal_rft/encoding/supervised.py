@@ -307,14 +307,13 @@ class SupervisedEncoder(TextEncoder):
         return self._encode(self.conversation(row), row, view)
 
     def _with_answer_media(self, row: Row) -> Row:
-        """Returns a pair's row with a prompt. If a completion has media, all media of the row are in its messages."""
+        """If a completion has media, all media of the row are in its messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise no_prompt(f"row {row.row_index}")
         return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
-        """Returns a row with the column's completion, its messages with media, and the number of prompt messages."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
             raise no_prompt(f"row {row.row_index}")
@@ -324,10 +323,7 @@ class SupervisedEncoder(TextEncoder):
         return selected_row, messages, len(prompt_messages)
 
     def _messages(self, row: Row, prompt_messages: list, completion: list, column: str = "completion") -> list:
-        """
-        Returns the messages of a row with its media. First applies `special_tokens_in_text` to messages; plain text
-        may hold control tokens.
-        """
+        """First applies `special_tokens_in_text` to messages; plain text may hold control tokens."""
         n = len(prompt_messages)
         columns = Row(row.row_index, {**row, "prompt": [*prompt_messages, *completion]})
         [row_with_media] = rows_to_messages(
@@ -362,7 +358,6 @@ class SupervisedEncoder(TextEncoder):
         )
 
     def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
-        """Encodes a prompt and its completion, without media, as one sequence."""
         if isinstance(_text_or_messages(row, messages), str):
             return self.encode_text(row["prompt"] + row["completion"], row.row_index)
         return self._encode(messages, row, add_generation_prompt=False)
@@ -436,7 +431,6 @@ class SupervisedEncoder(TextEncoder):
         return ids
 
     def _render(self, messages: list, n: int, label: str) -> tuple[str, str]:
-        """Renders the chat template for the first `n` messages, and for all messages."""
         options = self.template_kwargs
         prompt_text = write_chat(messages[:n], self.processing_class, label, add_generation_prompt=True, **options)
         whole_text = write_chat(messages, self.processing_class, label, **options)
@@ -495,7 +489,7 @@ class SupervisedEncoder(TextEncoder):
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:
-    """Returns the columns of a row with preferences. The completions' common start replaces a missing prompt."""
+    """The completions' common start replaces a missing prompt."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
 
 
@@ -504,19 +498,16 @@ def _is_text(row: Mapping[str, Any]) -> bool:
 
 
 def _text_or_messages(row: Mapping[str, Any], messages: list) -> str | list:
-    """Returns the text prompt if prompt and completion are texts without media, or else the messages."""
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
 def _whole_or_split(row: Row, label: str) -> tuple[list, Any]:
-    """Returns the messages of a conversation and no completion, or those of a row's prompt and of its completion."""
     if row.get("messages"):
         return list(row["messages"]), []
     return _split_messages(row, label)
 
 
 def _split_messages(row: Row, label: str, column: str = "completion") -> tuple[list, Any]:
-    """Returns the messages of a row's prompt and of its completion, for which errors name the `column`."""
     prompt = row.get("prompt")
     completion = row.get("completion")
     if row.get("messages"):

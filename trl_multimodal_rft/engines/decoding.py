@@ -108,7 +108,6 @@ class GraphedStep(TokenStep):
 
 @functools.cache
 def _warn_of_obstacle(obstacle: str) -> None:
-    """Logs a reason why no step is captured, once per reason."""
     logger.warning(f"Tokens are sampled without a graph of the device: {obstacle}")
 
 
@@ -225,7 +224,6 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Returns the memory of a device that can be allocated, in bytes."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
@@ -534,14 +532,12 @@ def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> None:
-    """Keeps only the rows at `index` in the cache and in the layout's mask."""
     cache.reorder_cache(cast(torch.LongTensor, index))
     if layout is not None and layout.mask is not None:
         layout.mask = layout.mask[index]
 
 
 def _max_over_ranks(number: int, device: torch.device) -> int:
-    """Returns the maximum of a number over all ranks."""
     maximum = torch.tensor(number, device=device)
     dist.all_reduce(maximum, dist.ReduceOp.MAX)
     return int(maximum)

@@ -206,7 +206,7 @@ class InFlight:
         self.calls = EarlyCalls()
 
     def _wait_for_answer(self, key: Key | None, request: EngineRequest, salt: str, request_index: int) -> Answer:
-        """Returns the answer to a request, from the checkpoint if it has the `key`. `sample` passes no key."""
+        """An answer that the checkpoint has under `key` isn't requested again. `sample` passes no key."""
         if key is not None and key in self._checkpoint_answers:
             return self._checkpoint_answers[key]
 

@@ -135,12 +135,11 @@ class TransformersSampler(Sampler):
         return [self._strip_padding(completion, stop_strings) for completion in ids], None
 
     def _strip_padding(self, ids: list[int], stop_strings: Sequence[str]) -> list[int]:
-        """Removes the padding after a stop string, if a stop string has ended the completion."""
         padding = (n for n, token in enumerate(ids) if token == self.pad_token_id)
         return ids[: next((n for n in padding if ends_with(ids[:n], stop_strings, self.policy.processor)), len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
-        """Returns the ids of completions by continuous batching. Raises `ValueError` if a prompt has media."""
+        """Samples by continuous batching. Raises `ValueError` if a prompt has media."""
         for prompt in prompts:
             if prompt.media:
                 raise ValueError(

@@ -270,7 +270,6 @@ def _generate_from_repeated(
     config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> torch.Tensor | ModelOutput:
-    """Returns the output of `generate` without `decode`, on each prompt once per completion."""
     model = forwards.unwrapped_model
     rows = [*prompts, *dummies]
     batch, media = forwards.batch(rows)
@@ -313,7 +312,6 @@ def _decode_prefilled(
     options: dict[str, Any],
     branches: Branches | None = None,
 ) -> torch.Tensor | ModelOutput:
-    """Returns the output of `decode` with `options` after prefilled prompts. `branches` gets the cache."""
     model = forwards.unwrapped_model
     cache, mask, logits, rows = prefilled
     shares_cache = shares_prompts(model)
@@ -399,7 +397,7 @@ def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None
 
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns the reason why no cache of this model can be continued, or `None`; see also [`Branches.take`]."""
+    """See also [`Branches.take`]."""
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "layers keep windows or carry states, whose caches have no mask for padding"
     family = family_of(model)

@@ -98,7 +98,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         raise NotImplementedError
 
     def _load(self, adapter: EngineAdapter | None, sends_weights: bool) -> None:
-        """Loads the policy's weights, if `sends_weights`, and an `adapter`, and resets vLLM's caches."""
+        """Also resets vLLM's caches."""
         raise NotImplementedError
 
     def _counters(self) -> Mapping[str, float | None]:

@@ -289,7 +289,7 @@ def check_protocol(client: ServerClient) -> None:
 
 
 def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """Describes the `_SHAPE_FIELDS` that differ on a server. The text is empty if the config can't be read."""
+    """The text is empty if the config can't be read."""
     try:
         server_config = AutoConfig.from_pretrained(
             settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]

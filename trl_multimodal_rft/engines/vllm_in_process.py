@@ -69,7 +69,7 @@ class InProcess(MultimodalVLLMGeneration):
     def _sample(
         self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
-        """Returns completions. Ranks that share an engine run each other's requests, and return their part."""
+        """Ranks that share an engine run each other's requests, and return their part."""
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         start = 0  # index of this rank's first request
@@ -98,7 +98,7 @@ class InProcess(MultimodalVLLMGeneration):
         return completions
 
     def _run_requests(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
-        """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
+        """Returns the outputs of `vllm.LLM.generate`, without processing media again."""
         engine = self.llm.llm_engine
         outputs = {}
         for i, request in enumerate(requests):

@@ -85,7 +85,7 @@ class Servers(MultimodalVLLMGeneration):
         return server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
 
     def _connect(self) -> dict[str, Any]:
-        """Connects each rank with its server, and rank 0 with all. Returns the settings of this rank's server."""
+        """Connects each rank with its server, and rank 0 with all."""
         rank = self.accelerator.process_index
         n_ranks = self.accelerator.num_processes
         timeout = self.server_timeout
@@ -163,7 +163,7 @@ class Servers(MultimodalVLLMGeneration):
     def _request_completions(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
-        """Returns completions from a server. A retry checks that the server still has the trained weights."""
+        """A retry checks that the server still has the trained weights."""
         timeout = self.server_timeout * (1 + self._max_staleness)
         adapter = self._adapter_request
         if attempt > 0 and adapter is not None:  # a restarted server doesn't know the adapter
@@ -209,7 +209,7 @@ class Servers(MultimodalVLLMGeneration):
         self._on_main_process(check)
 
     def _counters(self) -> Mapping[str, float | None]:
-        """Returns the counters of this rank's server, summed over its engines."""
+        """Sums the counters over the engines of this rank's server."""
         counters: dict[str, float] = defaultdict(float)
         answer = self.vllm_client.answer("/metrics", method="GET", attempt_timeout=_METRICS_SECONDS, patience=0.0)
         for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):

@@ -105,7 +105,7 @@ class _ReadRecorder(TorchDispatchMode):
         self._is_loading = True
 
     def track(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields copies of weights. The copies share no memory."""
+        """The copies share no memory."""
         # Operations of `weights` that produce the next weight aren't recorded, as their tensors may have no address,
         # such as a DTensor's
         self._is_loading = False
@@ -134,7 +134,6 @@ def _memory_addresses(values: Tree) -> set[int]:
 
 
 def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
-    """Returns a weight's entry in `_targets_of`."""
     targets = _targets_of.get(model)
     if targets is None:
         names = [key for key, _ in model.named_parameters()]
@@ -147,7 +146,7 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
 
 
 def _find_targets(model: PreTrainedModel, names: list[str], covers_model: bool = True) -> dict[str, tuple[str, float]]:
-    """Returns the entries of weights in `_targets_of`. With `covers_model`, `names` are all of the model's names."""
+    """With `covers_model`, `names` are all of the model's names."""
     converters = _converters(model)
     groups = {}
     has_several_sources = {}
@@ -200,7 +199,6 @@ class _UnguardedRename(GroupWeightRename):
 
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns weights as the checkpoint holds them."""
     # Before transformers 5.21, conversions lack the prefix of a thinker, which is a part of the model that vLLM loads.
     # Later conversions have the prefix, and no `base_model_prefix` is 'thinker'.
     prefix = "thinker." if model.base_model_prefix == "thinker" else ""
@@ -208,7 +206,7 @@ def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[st
 
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns weights with their conversion reverted, even if other weights of a group are missing."""
+    """Reverts a weight's conversion even if other weights of a group are missing."""
     load_conversions = vars(model).get("_weight_conversions") or []
     if not any(isinstance(conversion, GroupWeightRename) for conversion in load_conversions):
         return revert_weight_conversion(model, weights)

@@ -140,7 +140,6 @@ class GenerationEvalCallback(TrainerCallback):
             self._evaluate(state, control)
 
     def _evaluate(self, state: TrainerState, control: TrainerControl) -> None:
-        """Evaluates, saves the result, and logs its metrics with the prefix `eval_`."""
         self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
         self._last_step = state.global_step
         if self.output_dir is not None:

@@ -197,7 +197,6 @@ class Evaluation:
             logger.warning_once(warning)  # once for all evaluations of a run
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the records of a batch. With `ablate`, they also have completions without the ablated media."""
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.read_row, indices))
@@ -262,7 +261,7 @@ class Evaluation:
         return self._collect(readable_rows, ablates) if readable_rows else None, errors
 
     def _collect(self, rows: Sequence[Row], ablates: bool) -> Rollout:
-        """Returns a rollout with `num_samples` entries per row, next to one another. Raises `MediaError`."""
+        """A row has `num_samples` entries, next to one another."""
         n = self.args.num_samples
         messages = self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
@@ -334,7 +333,6 @@ class Evaluation:
         }
 
     def _answer_rollout(self, rollout: Rollout | None) -> list[dict[str, Any]]:
-        """Samples and scores completions of a rollout. Returns a dictionary of record entries per row."""
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
@@ -418,7 +416,7 @@ class Evaluation:
         return run_turns(rollout, ids, None, loop)
 
     def _reward_completions(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
-        """Returns rewards by function, and the columns that functions passed to `log_extra`."""
+        """Also returns the columns that functions passed to `log_extra`."""
         extras: dict[str, list] = {}
         logs: dict[str, Callable[..., None] | None] = {
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
@@ -444,7 +442,7 @@ class Evaluation:
 def _generation_config(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
 ) -> GenerationConfig:
-    """Returns the config of sampling. Of the model's own config, only the EOS and suppressed tokens apply."""
+    """Of the model's own config, only the EOS and suppressed tokens apply."""
     default = encoder.model.generation_config
     eos_token_ids = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
     eos_token_ids = [

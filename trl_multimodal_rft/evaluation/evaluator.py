@@ -150,7 +150,6 @@ def _check_not_sharded(accelerator: Accelerator, model: PreTrainedModel) -> None
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:
-    """Adds the toolbox's tools to the prompts, and the loop that calls tools to the policy."""
     encoder = policy.encoder
     prepare_for_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
@@ -167,7 +166,7 @@ def _complete(
     max_lengths: list[int] | None,
     branches: Branches | None,
 ) -> list[list[int]]:
-    """Samples completions on this rank, independently of the others. Tokens beyond `max_lengths` are cut off later."""
+    """Ranks sample independently of each other. Tokens beyond `max_lengths` are cut off later."""
     generating = functools.partial(unwrap_model_for_generation, model, accelerator)
     output = sample_completions(
         forward, model, prompts, config, config.pad_token_id, generating=generating, branches=branches

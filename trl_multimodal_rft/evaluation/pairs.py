@@ -94,7 +94,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
 
 
 def _join_orders(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of a pair. Its lists have the items of the first order before those of the second."""
+    """Lists have the items of the first order before those of the second."""
     lists = [name for name in first if name in _LIST_NAMES or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
     return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
@@ -103,7 +103,6 @@ def _join_orders(index: int, first: dict[str, Any], second: dict[str, Any]) -> d
 def _pair_metrics(
     pairs: list[dict[str, Any]], is_tie: list[bool], names: Sequence[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
-    """Computes the metrics of evaluations that apply to pairs, and the accuracy without equally good pairs."""
     records = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
     metrics = aggregate(records, names, replace(args, pass_at=[], majority_at=[]))
     if any(is_tie):
@@ -241,7 +240,6 @@ def _per_completion(items: Sequence[_Item]) -> list[_Item]:
 def _outcome(
     chosen_score: float | None, rejected_score: float | None, is_tie: bool, tie_margin: float
 ) -> dict[str, Any]:
-    """Returns a pair's scores, whether they predict a tie, and whether they are correct, as entries of its record."""
     correct = predicts_tie = None
     if chosen_score is not None and rejected_score is not None:
         predicts_tie = abs(chosen_score - rejected_score) <= tie_margin

@@ -259,7 +259,7 @@ def _per_cent(value: float | None) -> str:
 
 
 def _answer_lines(row: dict[str, Any]) -> str:
-    """Returns the lines of a row for a summary. Of long texts only the last characters are kept."""
+    """Of long texts only the last characters are kept."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     user_text = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]

@@ -77,7 +77,7 @@ def answerer(
 
 
 def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
-    """Returns a message's content. Media take the places of tags such as `<image>`, or precede a text without tags."""
+    """Media take the places of tags such as `<image>`, or precede a text without tags."""
     if not files:
         return text
     columns = defaultdict(list)  # files by column of media, such as "images"
@@ -189,7 +189,7 @@ def page(
 
 
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
-    """Returns a message's text and file paths. They come in different formats from Gradio's API and from its page."""
+    """They come in different formats from Gradio's API and from its page."""
     text = ""
     files = []
     blocks = [content] if isinstance(content, str) else content
@@ -271,7 +271,6 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]
 
 
 def _shown_name(name: str) -> str:
-    """Returns the name of a model without its parent folders."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 

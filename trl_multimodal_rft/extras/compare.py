@@ -366,7 +366,7 @@ class Finding:
 
 
 def _log_probabilities(runs: Sequence[Run]) -> torch.Tensor:
-    """Returns log-probabilities `(R, N)` of the completions that all `R` runs scored."""
+    """Returns `(R, N)` for the completions that all `R` runs scored."""
     rows: list[list[torch.Tensor]] = [[] for _ in runs]
     for steps in zip(*(run.steps for run in runs), strict=True):
         for logps in zip(*(step.logps for step in steps), strict=True):
@@ -464,7 +464,6 @@ def _first_rows(
 
 
 def _reads_only_images(rows: Dataset) -> bool:
-    """Whether the rows have no media but images, which TRL's trainer reads, too."""
     for index in range(len(rows)):
         row = rows[index]
         if any(row.get(column) is not None for column in ("audio", "audios", "video", "videos")):
@@ -475,7 +474,6 @@ def _reads_only_images(rows: Dataset) -> bool:
 
 
 def _trl_obstacle(rows: Dataset, args: argparse.Namespace) -> str | None:
-    """Returns why TRL's trainer can't train on these rows as ours does, or `None` if it can."""
     options = [f"`--{name}`" for name in _CHANGES_INPUT if getattr(args, name)]
     if options:
         return f"TRL's trainer has no {', '.join(options)}"

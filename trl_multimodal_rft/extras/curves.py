@@ -137,7 +137,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
 
 
 def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
-    """Returns the values of each metric by step. `None`, which TRL logs as the mean of no values, becomes `NaN`."""
+    """`None`, which TRL logs as the mean of no values, becomes `NaN`."""
     values: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, value in entry.items():
@@ -147,7 +147,7 @@ def _metrics_of(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
 
 
 def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
-    """Returns names of a panel's metrics with values, by their curves' labels. A label's first metric counts."""
+    """A label's first metric counts."""
     names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():
@@ -160,7 +160,7 @@ def _curve_names(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, st
 
 
 def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
-    """Returns the edges of a curve's band, if any: mean ± std, confidence interval, or minimum and maximum."""
+    """A band is mean ± std, a confidence interval, or minimum and maximum."""
     if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
         return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
     low = f"{name}_low"
@@ -177,7 +177,6 @@ def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Se
 def _draw(
     axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number_format: str, first_colour: int
 ) -> None:
-    """Draws metrics, by the labels of their curves, with bands and last values."""
     for i, (label, name) in enumerate(curves.items(), start=first_colour):
         values = metrics[name]
         band = _band(name, metrics)

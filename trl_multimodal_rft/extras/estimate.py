@@ -81,7 +81,7 @@ def target_modules(args: argparse.Namespace) -> str | list[str]:
 
 
 def _is_sharded(args: argparse.Namespace) -> bool:
-    """Returns whether the run uses DeepSpeed or FSDP. With `bf16`, both compute in bfloat16 without autocast."""
+    """With `bf16`, DeepSpeed and FSDP compute in bfloat16 without autocast."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -100,7 +100,6 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hides torch's warnings about fake tensors within the context."""
     with warnings.catch_warnings():
         # Copies of whole layers (`modules_to_save`) access data pointers, but need no data
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
@@ -285,12 +284,11 @@ def _cache_of_layers(
 
 
 def _cache_bytes(usage: Usage, n_tokens: int) -> float:
-    """Returns the bytes of one sequence's KV cache. Layers with a sliding window keep only the window's tokens."""
+    """Layers with a sliding window keep only the window's tokens."""
     return sum(size * min(n_tokens, window or n_tokens) for size, window in usage.cache)
 
 
 def _n_completions(args: argparse.Namespace) -> int:
-    """Returns the number of completions that a GPU samples at once."""
     return args.per_device_train_batch_size * args.steps_per_generation
 
 
@@ -498,7 +496,7 @@ def measure_with_note(args: argparse.Namespace) -> tuple[Usage, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error, or its type if it has no text, such as a bare `NotImplementedError`."""
+    """An error such as a bare `NotImplementedError` has no text, and its type stands for it."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

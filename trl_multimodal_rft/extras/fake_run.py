@@ -67,7 +67,6 @@ class FakeFloats(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self._as_fake, func(*args, **kwargs))
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor in place of a large float tensor, and other tensors unchanged."""
         return self.fake.from_tensor(tensor) if _can_be_fake(tensor) and tensor.numel() > self.LARGEST_REAL else tensor
 
     @staticmethod

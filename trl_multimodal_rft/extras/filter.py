@@ -96,12 +96,11 @@ def drop_reason_by_contribution(
 
 
 def _share_correct(correct: Sequence[bool | None] | None) -> float | None:
-    """Returns the share of correct completions of a row, `None` if any of them isn't scored."""
+    """Returns `None` if any completion isn't scored."""
     return None if correct is None or None in correct else sum(map(bool, correct)) / len(correct)
 
 
 def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArguments) -> dict[str, Any]:
-    """Returns the content of `filter.json`. `dropped` has the reason for each dropped row, by row index."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
     # Names of the options with thresholds, and by the name of a share in the report, its key in the records
@@ -146,7 +145,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _check_config(config: EvaluationConfig, by: str) -> EvaluationConfig:
-    """Checks the config and returns it. For `--by accuracy`, one greedy completion per row becomes several samples."""
+    """For `--by accuracy`, one greedy completion per row becomes several samples."""
     if by == "contribution":
         check_ablated_modality(config.ablate)
         return config

@@ -110,7 +110,6 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
 
 
 def _start_program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
-    """Starts a program with its output in a file. If the program isn't installed, the error ends with `remedy`."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")
@@ -122,7 +121,6 @@ def _start_program(command: list[str], log: Path, remedy: str) -> subprocess.Pop
 
 
 def _last_error(log: Path) -> str:
-    """Returns the last Python error in a log, or else the log's last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
     matches = [re.search(r"[\w.]*(?:Error|Exception): .*", line) for line in lines]
     errors = [match[0] for match in matches if match]

@@ -98,7 +98,6 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def _check_complete(harness: str, task: str, indices: Sequence[int], expected: int | None) -> None:
-    """Raises `ValueError` if a harness's files repeat rows of a task, or don't have the `expected` number of rows."""
     repeated = sorted(index for index, count in Counter(indices).items() if count > 1)
     if repeated:
         raise ValueError(f"{harness} wrote row {repeated[0]} of {task!r} more than once; run it again.")

@@ -214,7 +214,6 @@ class JudgeReward(Server):
         return payloads
 
     def _request_reply(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:
-        """Sends a request, a pair of its key and its body, and keeps the reply in memory and in `cache_dir`."""
         key, payload = request
         with self._lock:
             if self.n_requests >= self._n_allowed:
@@ -281,7 +280,6 @@ class JudgeReward(Server):
 
 
 def _question(prompt: str | list[dict[str, Any]]) -> str:
-    """Returns the last message of the user as text."""
     if isinstance(prompt, str):
         return prompt
     messages = [message for message in prompt if message["role"] == "user"] or prompt
@@ -291,7 +289,7 @@ def _question(prompt: str | list[dict[str, Any]]) -> str:
 def _media_blocks(
     prompt: str | list[dict[str, Any]], encode: Callable[[MediaRef], str | list[str]]
 ) -> list[dict[str, Any]]:
-    """Returns a prompt's media as content blocks of OpenAI's format. Each frame of a video is an image."""
+    """Each frame of a video is an image."""
     blocks: list[dict[str, Any]] = []
     for ref in iter_refs(prompt):
         data = encode(ref)

@@ -138,7 +138,6 @@ class OpenEnvironment(ServedEnvironment):
         return self._observation(response)
 
     def _observation(self, response: Json) -> Observation:
-        """Returns the observation in a response. Raises `ValueError` for the error of an MCP tool."""
         try:
             content = response["observation"]
             self._is_done = bool(response["done"])
@@ -257,7 +256,6 @@ def observation_of(value: Value, media: Mapping[str, str], note: str = "") -> Ob
 
 
 def _pixels(value: Value) -> np.ndarray:
-    """Returns an image from nested lists of pixel values. Raises `EnvironmentFailure` for values beyond 0 to 255."""
     with suppress(ValueError, TypeError, OverflowError):  # lists may differ in length, or hold texts
         pixels = np.asarray(value)
         has_shape = pixels.ndim in (2, 3) and pixels.size and (pixels.ndim == 2 or pixels.shape[2] in (1, 3, 4))

@@ -70,7 +70,6 @@ class Server:
     def _ask_all(
         self, ask: Callable[[requests.Session, P], T], items: Iterable[P], api_key: str | None = None
     ) -> list[T]:
-        """Calls `ask` on all items, in threads that share an HTTP session, and returns the results."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
                 session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
@@ -191,7 +190,6 @@ class RemoteReward(Server):
         return [*chain.from_iterable(self._ask_all(self._request_rewards, batches))]
 
     def _request_rewards(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
-        """Sends a batch of the payload, and returns the checked rewards in the response."""
         n = len(next(iter(batch.values())))
         response = self._post(
             batch,

@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields options of methods and strategies, from full training to QLoRA. `args` can require LoRA or QLoRA."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     # For PPO, full training is tried with a separate critic first. All other variants have a critic on the policy.
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
@@ -96,7 +95,6 @@ def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
 
 
 def _config_text(args: argparse.Namespace, options: dict[str, Any], peak: float, usage: Usage) -> str:
-    """Returns the config of a run with `options`, as YAML after a comment on its memory and its command."""
     has_sampling = args.trainer != "sft"
     values = {
         **vars(args),

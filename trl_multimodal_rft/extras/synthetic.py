@@ -80,7 +80,7 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
 def _encode_media(
     model: PreTrainedModel, processor: Processor, n_images: int, side: int, seconds: float, rules: MediaRules
 ) -> EncodedPrompt:
-    """Returns the prompt of a message with `n_images` square images of `side` pixels and a silent sound."""
+    """The images are square with `side` pixels, and the sound is silent."""
     blocks = []
     for i in range(n_images):
         # Random pixels, because some models need fewer tokens for uniform images
@@ -95,7 +95,6 @@ def _encode_media(
 
 
 def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
-    """Appends tokens to a prompt until it has a minimum length."""
     n_added = max(length - len(prompt), 0)
     # New tokens are text, whose positions continue the largest position
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)

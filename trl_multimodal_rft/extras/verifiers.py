@@ -149,13 +149,11 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
 
 async def _call_server(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
-    """Returns the result of a method of an MCP client, such as `call_tool`."""
     async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 
 
 def _prompt_of(data: "TaskData") -> list[Json]:
-    """Returns the messages of a task's prompt in OpenAI's format, with the system message."""
     prompt = data.model_dump(exclude_none=True)["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages

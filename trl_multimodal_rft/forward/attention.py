@@ -153,7 +153,6 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _eager_attention(module: nn.Module) -> Attention:
-    """Returns the eager attention of the module's modeling file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
@@ -287,7 +286,6 @@ def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _uses_varlen_kernel(
     implementation: str, query: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> bool:
-    """Returns whether a variable-length kernel computes the attention of a causal layer."""
     if implementation == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
     return kernels.has_varlen_kernel(query) and (
@@ -296,14 +294,13 @@ def _uses_varlen_kernel(
 
 
 def _torch_kernel_supports(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
-    """Returns whether torch's variable-length kernel supports these states and options, on devices that have it."""
     return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
 
 
 def _with_prefix(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a cached prefix and of the row. Without a cache, both arguments are one object."""
+    """Without a cache, both arguments are one object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)

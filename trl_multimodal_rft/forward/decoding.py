@@ -32,7 +32,6 @@ _MASKED = -3e4
 
 
 def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of an initialized layer."""
     return cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
 
 
@@ -157,7 +156,6 @@ class Decoding:
             self._masks = {window: self._window_masks(window) for window in self.slots}
 
     def _window_masks(self, window: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns additive masks of prompts, and of the tokens that the cache returns, in layers with this window."""
         token = self.slots[None]
         padding = self.padding
         index = torch.arange(self.room, device=token.device)
@@ -250,7 +248,6 @@ def set_lengths(cache: Cache, n: int) -> None:
 
 
 def _window(layer: DynamicLayer) -> int | None:
-    """Returns the attention window of a cache layer, or `None`."""
     return getattr(layer, "sliding_window", None)
 
 

@@ -126,7 +126,6 @@ def divergences(
     index = mask.flatten().nonzero()[:, 0]  # `(N,)`: only tokens of the mask are computed
 
     def select(values: torch.Tensor) -> torch.Tensor:
-        """Returns values `(N, ...)` of the selected tokens."""
         return values.to(head.weight.device).flatten(0, 1).index_select(0, index)
 
     if target.ids is not None and target.logps is not None:
@@ -278,7 +277,6 @@ class _TopKDivergence(torch.autograd.Function):
 
 
 def _chunks(n: int) -> list[slice]:
-    """Returns the slices of `n` tokens that are computed at once."""
     return [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, n, _TOKENS_AT_ONCE)]
 
 
@@ -301,7 +299,7 @@ def _chunk_divergences(
 
 
 def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
-    """Computes log-probabilities of all tokens `(N, V)` in float32, from states `(N, H)`."""
+    """Returns `(N, V)` in float32, from states `(N, H)`."""
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
         logits = head.rule.scale * torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)

@@ -103,7 +103,6 @@ def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the host copy of a tensor that [`remember_on_host`] keeps, or else a new copy."""
     host_copy = _host_copies.get(tensor)
     return tensor.cpu() if host_copy is None else host_copy
 
@@ -288,7 +287,6 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     scope = _scope(model)
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        """Returns the joined cached outputs if there are some, else runs the module."""
         modality = scope.modality
         index = scope.n_calls[modality, module]
         scope.n_calls[modality, module] += 1
@@ -364,7 +362,7 @@ def _record_calls(
     decoder_inputs = []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        """Runs the module, and records the call unless its inputs are no media or depend on trained weights."""
+        """Records no call whose inputs are no media or depend on trained weights."""
         features = _first_input(args, kwargs)
         if not scope.modality or features is None or _depends_on_weights(args, kwargs):
             return forward(*args, **kwargs)
@@ -402,7 +400,7 @@ def _record_calls(
 
 
 def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
-    """Returns the modalities whose encoders have frozen modules. Videos pass the encoder of images."""
+    """Videos pass the encoder of images."""
     modalities = set()
     for modality, name in find_towers(model).items():
         tower = model.get_submodule(name)
@@ -439,8 +437,6 @@ def _calls_of(prompt_calls: list[list[_Call]], index: int, features: torch.Tenso
 
 
 def _join_outputs(calls: list[_Call], dim: int) -> Output:
-    """Returns the output for all prompts from the outputs of their calls."""
-
     def join(*tensors: torch.Tensor) -> torch.Tensor:
         # A copy of the cached tensor, as some models change outputs of encoders in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, dim)
@@ -449,7 +445,7 @@ def _join_outputs(calls: list[_Call], dim: int) -> Output:
 
 
 def _map_tensors(function: Forward, values: Sequence[Output]) -> Output:
-    """Applies `function` to corresponding tensors of several outputs. The result has the structure of one output."""
+    """The result has the structure of one output."""
     first_value = values[0]
     if isinstance(first_value, torch.Tensor):
         return function(*values)
@@ -476,8 +472,6 @@ def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Sco
     """Runs `call` in place of the forwards of modules, and sets the modality of `scope` while media are encoded."""
 
     def set_modality(modality: str, method: Forward) -> Forward:
-        """Returns a method that encodes media as before, with its modality in `scope`."""
-
         @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
             # The method for videos may call the method for images. The modality stays video.
@@ -504,7 +498,6 @@ def _without_graph(module: nn.Module) -> Iterator[None]:
 
 
 def _feature_methods(model: PreTrainedModel) -> dict[str, Callable]:
-    """Returns the methods by which a model's forward encodes media, by modality."""
     names = {modality: f"get_{modality}_features" for modality in MODALITIES}
     return {
         modality: getattr(model.base_model, name)
@@ -596,7 +589,7 @@ def media_inputs(
 
 
 def _upload(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns a prompt's media on a device, with features in a dtype. The copy is cached on the prompt."""
+    """The copy is cached on the prompt."""
     key = device, dtype
     if key not in prompt.on_device:
         moved = {name: to_device(value, device) for name, value in prompt.media.items()}

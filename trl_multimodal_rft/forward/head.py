@@ -188,7 +188,6 @@ def add_fused_head(
 
 
 def _without_fused_head(forward: Callable) -> Callable:
-    """Returns the forward from before TRL added a fused head, if it has added one."""
     function = getattr(forward, "__func__", None)
     if function is None or function.__globals__.get("__name__") != add_fused_lm_head.__module__:
         return forward
@@ -248,7 +247,7 @@ def fused_scores(
 
 
 def _gather_weight(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gathers a weight. FSDP2's shards are cast first, so that ranks exchange half as much."""
+    """FSDP2's shards are cast first, so that ranks exchange half as much."""
     return cast(DTensor, parameter.to(dtype)).full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -277,7 +276,7 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module before the head. In a model without a `base_model`, both are children of one module."""
+    """In a model without a `base_model`, backbone and head are children of one module."""
     if model.base_model is not model:
         return model.base_model
     head = model.get_output_embeddings()

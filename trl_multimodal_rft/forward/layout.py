@@ -207,7 +207,6 @@ class PrefixLayout:
         device = self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
-            """Returns cumulative lengths of sequences, and the largest length."""
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
         sequence_bounds, longest = bounds(lengths)
@@ -352,10 +351,9 @@ class PrefixLayout:
         return *positions, self._cache[key]
 
     def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, heads_per_key: int) -> torch.Tensor:
-        """Returns the mask of branches after equally long prompts: a view of one mask for all such blocks."""
+        """Returns a view of one mask for all blocks whose branches follow equally long prompts."""
 
         def count_keys_and_queries(block: PrefixBlock) -> tuple[int, int]:
-            """Returns the number of keys before the branch, and the number of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
         # Of all blocks with equally long prompts
@@ -431,7 +429,6 @@ class PrefixLayout:
         return is_seen if mask.window is None else is_seen.triu(start - mask.window + 1)
 
     def _repeat_rows(self, masks: torch.Tensor, heads_per_key: int) -> torch.Tensor:
-        """Returns masks `(n, rows * heads_per_key, columns)` in which each row is repeated `heads_per_key` times."""
         if heads_per_key == 1:
             return masks
         n, n_queries, n_keys = masks.shape
@@ -560,7 +557,7 @@ def pack(
 def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
-    """Returns the layout of segments. `masks` holds the masks of prompts and of trees' nodes, by start in the row."""
+    """`masks` holds the masks of prompts and of trees' nodes, by start in the row."""
     shared_positions = _shared_positions(segments)
     branches_of = {start: [] for start in masks}
     for start, length, parent, _ in segments:
@@ -672,7 +669,7 @@ def _should_share_call(units: Sequence[_Unit]) -> bool:
 
 
 def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
-    """Returns the block of units, either all roots of their trees or none."""
+    """The units are either all roots of their trees or none."""
     sizes = [len(unit.tokens) for unit in units]
     # Padding repeats the last position. Causal attention and masks hide padding from tokens, and outputs of padding
     # are dropped.

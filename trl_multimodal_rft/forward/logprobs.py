@@ -91,7 +91,6 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def score(part: ScoreRequest) -> Scores:
-        """Computes the scores of a part of the request in one forward."""
         batch = _batch(unwrapped_model, part)
         temperature = part.logits_temperature
         target = part.target
@@ -193,7 +192,6 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
 
 
 def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput, batch: "_Batch") -> torch.Tensor:
-    """Returns router statistics `(2, E)` of a forward, from the output of the decoder."""
     router_logits = decoder_output.get("router_logits")
     if not router_logits:
         raise ValueError(
@@ -204,7 +202,7 @@ def _batch_router_statistics(model: PreTrainedModel, decoder_output: ModelOutput
 
 
 def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
-    """Computes a request's scores in one forward, or with `isolate` in at least `min_forwards` forwards of parts."""
+    """With `isolate`, runs at least `min_forwards` forwards."""
     if request.isolate is None:
         return score(request)
     parts = split_samples(request.prompts, request.isolate)
@@ -393,7 +391,6 @@ def _padded_batch(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
 ) -> _Batch:
-    """Returns a batch of one padded row per completion, as in TRL. Each row repeats its prompt."""
     device = completion_ids.device
     n_new = completion_ids.size(1)  # `C`
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
@@ -434,10 +431,8 @@ def _padded_batch(
 
 
 def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns values `(B, C, ...)`, 0 where the mask `(B, C)` is 0."""
     return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
 def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the argument `token_positions` of families that scale queries by position, or nothing."""
     return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -95,7 +95,7 @@ def _marks_media(prompt: EncodedPrompt, n_new: int, fill: Mapping[str, int]) -> 
 def _model_masks(
     model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
 ) -> dict[str | None, LayerMask]:
-    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens after it."""
+    """The prompt has `size` tokens, and `n_new` tokens come after it."""
     total = size + n_new
     default_create: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default_create)
@@ -210,7 +210,6 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
-    """Returns whether a prompt and the text after it have causal attention in one window."""
     return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 

@@ -66,7 +66,6 @@ def _shapes(parts: Iterable[EncodedPrompt]) -> tuple[tuple[str, tuple[int, ...]]
 
 
 def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
-    """Splits a prompt's completions by the shapes of their media, if the shapes differ."""
     by_shapes: dict[tuple, list[int]] = {}
     for i in group:
         by_shapes.setdefault(_shapes(prompts[i].parts), []).append(i)
@@ -85,7 +84,6 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     names = sorted(set().union(*(prompt.token_fields for prompt in prompts)))
 
     def stack(tensors: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
-        """Pads tensors `(n, ...)` on the left of the first dimension, and stacks them."""
         padded = [
             F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
         ]

@@ -229,7 +229,6 @@ class ScoreRequest:
     def _map_rows(
         self, prompts: Sequence[EncodedPrompt], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> "ScoreRequest":
-        """Returns the request with other prompts, and with `change` applied to all tensors of completions."""
         target = None if self.target is None else self.target.map(change)
         return replace(self, prompts=prompts, ids=change(self.ids), mask=change(self.mask), target=target)
 

@@ -152,7 +152,7 @@ def _prefix_forward(
     layout = prefix_layout.state_layout
 
     def run_mixer(index: torch.Tensor, mask: torch.Tensor | None, states: _GraphCache) -> torch.Tensor:
-        """Runs the mixer on the row positions `index`, `(batch, length)`, from `states`, and updates `states`."""
+        """`index`, `(batch, length)`, are row positions. Updates `states`."""
         rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
         return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
 
@@ -169,12 +169,10 @@ def has_states(model: PreTrainedModel) -> bool:
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the modules whose code reads a state from a cache."""
     return [module for module in model.get_decoder().modules() if _STATE_METHODS & names_in_code(type(module))[0]]
 
 
 def _cache_name(mixer: nn.Module) -> str | None:
-    """Returns the name of the argument of a mixer's forward that takes the cache."""
     return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHE_ARGUMENTS), None)
 
 

@@ -51,7 +51,6 @@ def backward_by_parts(
 
 @contextmanager
 def _accumulate(accelerator: Accelerator, model: nn.Module, accumulates: bool):
-    """If `accumulates`, disables the reduction of gradients and the optimizer step within the context."""
     if not (accumulates and accelerator.sync_gradients):
         yield
         return

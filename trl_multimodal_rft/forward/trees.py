@@ -101,7 +101,6 @@ def _nodes_after(
 
 
 def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Returns the number of equal rows at the start of two tensors `(P, K)`."""
     n = min(len(a), len(b))
     differs = (a[:n] != b[:n]).any(1)
     return int(differs.int().argmax()) if differs.any() else n
@@ -147,7 +146,7 @@ def share_media(prompts: Iterable[EncodedPrompt]) -> None:
 
 
 def _digest(prompt: EncodedPrompt) -> bytes:
-    """Returns a hash of the content of a prompt's media, cached on the prompt."""
+    """The hash is cached on the prompt."""
     if "media" not in prompt.mask_cache:
         digest = hashlib.blake2b()
         for name, value in sorted(prompt.media.items()):

@@ -38,7 +38,6 @@ __getattr__, __dir__, __all__ = lazy_names(
 
 
 def _load_name(package: str, names: list[str], name: str) -> type:
-    """Returns the class or function `name` of a package, for an alias module that has only `names`."""
     if name not in names:
         raise AttributeError(name)
     return getattr(importlib.import_module(package, __name__), name)

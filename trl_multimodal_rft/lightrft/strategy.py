@@ -199,12 +199,10 @@ def _critic_rate(value: float, options: Options) -> dict[str, Any]:
 
 
 def _micro_batch(options: Options) -> int:
-    """Returns the number of samples of a micro-batch on all processes."""
     return options["micro_train_batch_size"] * int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _rollout(options: Options) -> int:
-    """Returns the number of completions of a rollout on all processes."""
     return options["rollout_batch_size"] * options["n_samples_per_prompt"]
 
 
@@ -297,7 +295,6 @@ def _field(name: str, option: str) -> Rule:
 
 
 def _fixed(name: str, field_value: Any) -> Rule:
-    """Returns a rule for a switch, which gives a field a value."""
     return Rule(f"`{name}={field_value!r}`", lambda value, options: {name: field_value})
 
 

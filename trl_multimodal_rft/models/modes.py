@@ -126,7 +126,6 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _dropout_rates(module: nn.Module) -> dict[str, float]:
-    """Returns the attributes of a module that are rates of dropout."""
     is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
     return {
         name: value

@@ -166,7 +166,6 @@ def match_keys(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Pa
 
 
 def _match_keys(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
-    """Returns the result of [`match_keys`], but raises no error."""
     patterns = [key for key in keys if key not in PARTS]
     keys_by_parameter = {}
     for name, part, parameter in named_parts(model):
@@ -331,7 +330,7 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of a parameter, which may be sharded or packed."""
+    """The parameter may be sharded or packed."""
     size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
     if type(parameter).__name__ == "Params4bit":  # packs two weights into a byte
         size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize

@@ -30,7 +30,7 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Returns whether a model is a `PeftModel`. Doesn't import PEFT, since no such model exists before an import."""
+    """Doesn't import PEFT, since no such model exists before an import."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 

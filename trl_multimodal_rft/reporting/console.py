@@ -125,7 +125,6 @@ class CompactLogCallback(TrainerCallback):
     def _show_model_once(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Shows the class of the trained model and its parts, once per run."""
         if self._needs_model and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
             model_name = type(unwrapped(None, model)).__name__
@@ -264,7 +263,6 @@ class CompactLogCallback(TrainerCallback):
     def _print(
         self, state: TrainerState, label: str, values: Mapping[str, str] | None = None, times: Sequence[str] = ()
     ) -> None:
-        """Prints a line, or adds a row to a notebook's table."""
         values = values or {}
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
@@ -379,7 +377,6 @@ def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tup
 
 
 def _shortened(text: str) -> str:
-    """Returns a text without its middle if it has more than `_LONGEST_TEXT` characters."""
     text = text.rstrip("\n")
     if len(text) <= _LONGEST_TEXT:
         return text
@@ -445,7 +442,6 @@ def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _matching(pattern: str, logs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the pattern's group in each name that it matches, with the value."""
     matches = [(re.fullmatch(pattern, name), value) for name, value in logs.items()]
     return [(match[1], value) for match, value in matches if match]
 

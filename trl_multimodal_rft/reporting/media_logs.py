@@ -127,7 +127,7 @@ class MediaLog:
                     self._warn_once("failed", f"The table of completions lacks the media of a prompt: {media}.")
 
     def _encode_media(self, row: int) -> PromptMedia | str:
-        """Returns the media of a prompt, or the reason why they can't be logged."""
+        """Returns a text with the reason if the media can't be logged."""
         media = PromptMedia()
         bytes_left = self.max_bytes
         try:
@@ -353,7 +353,6 @@ class MediaLogCallback(TrainerCallback):
         self._writer = None
 
     def _log_table(self, step: int) -> None:
-        """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
         log = self.log
         tables = self.tables
         is_repeated = self._last_table == (step, log.n_total)  # the final log of training repeats the last table
@@ -399,7 +398,6 @@ class MediaLogCallback(TrainerCallback):
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
     def _send_table(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
-        """Sends a table to those of wandb, trackio and TensorBoard that the run reports to."""
         trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:

@@ -188,9 +188,7 @@ _version = functools.cache(version)
 
 @functools.cache
 def _template(name: str, strips_blocks: bool = False) -> Template:
-    """
-    Returns a template of this package. With `strips_blocks`, a line that has only a Jinja tag leaves no empty line.
-    """
+    """With `strips_blocks`, a line that has only a Jinja tag leaves no empty line."""
     environment = Environment(trim_blocks=strips_blocks, lstrip_blocks=strips_blocks)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
@@ -286,7 +284,6 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
 
 
 def _dashboards() -> list[tuple[str, str]]:
-    """Returns names and addresses of the run's dashboards."""
     urls = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
     if is_wandb_available():
         import wandb
@@ -338,7 +335,6 @@ def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _divergence(options: dict[str, Any]) -> str:
-    """Returns the text of the line on the KL divergence: its coefficient, its estimator, and where it is applied."""
     beta = options["beta"]
     estimator = options.get("kl_estimator")
     if beta == 0:
@@ -354,13 +350,11 @@ def _divergence(options: dict[str, Any]) -> str:
 
 
 def _option_with_paper(value: str, name: str) -> str:
-    """Returns a value of an option, with the value's paper if there is one."""
     paper = PAPERS[name].get(split_settings(value)[0])
     return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 
 def _paper_suffix(name: str) -> str:
-    """Returns `", <link>"` for an option with one paper for all its values, or `""` for an option without a paper."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 

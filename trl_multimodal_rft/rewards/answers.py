@@ -257,7 +257,7 @@ def extract_answer(text: str) -> str:
 
 
 def _find_answer(text: str) -> tuple[str, bool]:
-    """Returns the answer in a text, and whether it is in LaTeX."""
+    """The second item says whether the answer is in LaTeX."""
     text = without_thoughts(text)
     # An answer in tags, in which there may be a box or a statement
     _, *after_tag = _OPENING_TAG.split(text, maxsplit=1)
@@ -307,7 +307,7 @@ def _stated_answer(text: str) -> str | None:
 
 
 def _unwrapped(answer: str) -> str:
-    """Returns an answer without its full stop, Markdown and LaTeX delimiters."""
+    """Removes the full stop, Markdown, and LaTeX delimiters."""
     for _ in range(_MOST_WRAPPINGS):
         answer = answer.strip().removesuffix(".").strip("*_ ") or answer.strip()
         wrapped = _WRAPPED.fullmatch(answer)
@@ -378,7 +378,6 @@ def _decomposed(character: str, superscripts: bool) -> str:
 
 
 def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
-    """Returns whether an answer, which was found in LaTeX or not, equals the answer in a reference."""
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
@@ -415,7 +414,6 @@ def _value_and_unit(text: str) -> tuple[str, str]:
 
 
 def _equal(answer: str, reference: str) -> bool:
-    """Returns whether two texts are equal as texts, as numbers, or as expressions."""
     texts = [_folded(answer), _folded(reference)]
     if texts[0] == texts[1]:
         return True

@@ -139,7 +139,6 @@ def _explain_errors(completions: Sequence[Completion], rows: Sequence[int] | Non
 
 
 def _hint_about_format(error: Exception, completions: Sequence[Completion]) -> list[str]:
-    """Returns a hint if a function seems to expect completions of another format, or else an empty list."""
     is_conversational = not all(isinstance(completion, str) for completion in completions)
     if not isinstance(error, (AttributeError, TypeError)):
         return []

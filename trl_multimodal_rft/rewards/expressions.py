@@ -101,7 +101,6 @@ def _differ(*parsed: list) -> bool:
 
 
 def _compare_lines() -> None:
-    """Compares the two expressions in each line of stdin, until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     if sys.platform != "win32":
         import resource

@@ -207,7 +207,6 @@ class RewardModel:
         return sequences, groups
 
     def _chat(self, prompt: str | list, completion: str | list) -> str | list:
-        """Returns a prompt with its completion, as text or as messages."""
         if isinstance(prompt, str):
             return cast(str, self._without_placeholders(prompt + cast(str, completion)))
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -230,7 +229,6 @@ class RewardModel:
         return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=modalities)
 
     def _group(self, rows: Sequence[int], first_sequence: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
-        """Returns the group of a prompt's completions, or `None` if they can't share the prompt's forward pass."""
         assert self._group_model is not None
         texts = [
             chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._template_options)
@@ -250,7 +248,7 @@ class RewardModel:
         return None if group.prompt.input_ids[-1] == self._pad_id else group
 
     def _load_media(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
-        """Returns decoded media and `processor_kwargs`, see [`decode_media`], if the model supports the media."""
+        """Returns the result of [`decode_media`]."""
         for ref in refs:
             if ref.modality not in self._modalities or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
@@ -272,7 +270,7 @@ class RewardModel:
         return value
 
     def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
-        """Returns batch indices per forward pass. If media must not be padded, a pass has media of equal shapes."""
+        """If media must not be padded, a pass has media of equal shapes."""
         shape_groups: dict[tuple | None, list[int]] = {}
         needs_equal_shapes = family_of(self.config).isolate is not None
         for i, row in rows.items():
@@ -285,7 +283,6 @@ class RewardModel:
         return batches
 
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
-        """Returns the scores of the groups' completions, one after another, from one forward per prompt."""
         assert self._group_model is not None
         device = next(self.model.parameters()).device
         completions = []

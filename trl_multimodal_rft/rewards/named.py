@@ -91,7 +91,6 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
 
 
 def _load_func(name: str) -> Callable:
-    """Returns the reward function of a name with or without settings, see [`load_reward_funcs`]."""
     name, settings = split_settings(name)
     if name in _FACTORIES:
         return _call_factory(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})
@@ -115,7 +114,6 @@ def _load_func(name: str) -> Callable:
 
 
 def _call_factory(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
-    """Returns the reward function that a factory makes. Raises `ValueError` if it needs further settings."""
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()
     missing = [param.name for param in parameters if param.default is param.empty and param.name not in settings]

@@ -199,7 +199,6 @@ class Environments:
             self._reset_arguments(environment.reset, f"{type(environment).__name__}.reset", row, None)
 
     def _factory_name(self, row: Mapping[str, Any]) -> str | None:
-        """Returns the key of a row's factory. Raises a `ValueError` if there is no such factory."""
         name = row.get("environment") if self.has_several_factories else None
         if name not in self.factories:
             raise ValueError(
@@ -211,7 +210,6 @@ class Environments:
     def _reset_arguments(
         self, reset: Callable, label: str, row: Mapping[str, Any], prompt: list[dict[str, Any]] | None
     ) -> dict[str, Any]:
-        """Returns the arguments of `reset` for a row. Raises a `TypeError` if `reset` can't be called with them."""
         # With several factories, the column `environment` names one and isn't passed to `reset`, as in TRL
         columns = {key: row[key] for key in row if key != "environment" or not self.has_several_factories}
         signature = inspect.signature(reset)
@@ -307,7 +305,6 @@ def _check_method(label: str, method: Callable, gets_messages: bool) -> None:
 
 
 def _make_environment(factory: Callable[[], Any]) -> Any:
-    """Returns an environment of a factory. Raises a `TypeError` if the factory can't be called."""
     if not callable(factory):
         raise TypeError(
             f"`environment_factory` is {shortened(factory)}, which can't be called; pass the class itself, or a "
@@ -327,7 +324,6 @@ def _make_environment(factory: Callable[[], Any]) -> Any:
 
 
 def _check_description(tool: Callable) -> None:
-    """Raises `ValueError` if a tool's name, docstring or annotations can't be described to the model."""
     name = getattr(tool, "__qualname__", type(tool).__name__)
     try:
         get_json_schema(tool)

@@ -141,12 +141,10 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    """Returns the groups with signal and a mean reward in the range."""
     return [group for group in groups if require(group.rewards.has_signal).all() and _range_side(group) == 0]
 
 
 def _range_side(group: Rollout) -> int:
-    """Returns -1 or 1 if the group's mean reward is too low or too high for the option's range, and 0 otherwise."""
     return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 

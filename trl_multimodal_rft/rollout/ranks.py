@@ -45,7 +45,7 @@ def arrange_rollout(
 
 
 def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
-    """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
+    """Keeps the number of groups. Also returns the megabytes that all ranks sent."""
     groups = rollout.groups(group_size)
     rank = accelerator.process_index
     # Forwarded tokens of groups, and whether a group may move: `(2, groups)`, gathered as two lists `(ranks, groups)`
@@ -130,7 +130,7 @@ def _movable(groups: Sequence[Rollout]) -> list[int]:
 def _move(
     local_groups: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
-    """Returns the groups that this rank receives from others, and the number of bytes that all ranks send."""
+    """Also returns the number of bytes that all ranks send."""
     rank = accelerator.process_index
     device = accelerator.device
     n_groups = len(local_groups)

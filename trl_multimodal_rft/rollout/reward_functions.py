@@ -123,7 +123,6 @@ class RewardFunctions:
         )
 
     def _checked(self, rollout: Rollout, media_rules: MediaRules) -> dict[str, Callable]:
-        """Returns the functions by name, with checks of their arguments and results."""
         text_models = [
             name for name, function in zip(self.names, self.functions, strict=True) if isinstance(function, nn.Module)
         ]
@@ -168,15 +167,12 @@ def _arguments(rollout: Rollout) -> dict[str, Any]:
 
 
 def _without_failed(rewards: list[float | None], rollout: Rollout) -> list[float | None]:
-    """Returns rewards with `None` for completions whose environment failed."""
     return [value if error is None else None for value, error in zip(rewards, rollout.source.failures, strict=True)]
 
 
 def _check_text_models(names: Collection[str], prompts: Any, completions: Any) -> None:
     """
-    Checks whether conversations hold media, which the named reward models of text don't read.
-
-    Raises [`MediaError`] if prompts hold media, and warns if tools returned media.
+    Raises [`MediaError`] if prompts hold media, which models of text don't read, and warns if tools returned media.
     """
     ref = next(iter_refs(prompts), None)
     if names and ref is not None:

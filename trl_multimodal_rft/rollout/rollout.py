@@ -17,7 +17,6 @@ from ..policy import Completions
 
 
 def _per_token(fill: float = 0.0) -> Any:
-    """Returns a dataclass field for a tensor with a value per token, and with `fill` on padding."""
     return field(default=None, metadata={"fill": fill})
 
 
@@ -26,7 +25,6 @@ class _Part:
     """Part of a rollout: a dataclass of tensors and lists with a row per completion, and of further parts."""
 
     def walk_fields(self) -> Iterator[tuple[Field, Any]]:
-        """Yields fields and their values, including the fields of nested parts."""
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, _Part):
@@ -34,7 +32,6 @@ class _Part:
             yield spec, value
 
     def map_values(self, change: Callable[[Field, Any], Any]) -> Self:
-        """Returns a copy with `change(field, value)` in place of each value, in nested parts, too."""
         values = {spec: getattr(self, spec.name) for spec in fields(self)}
         new_values = {
             spec.name: value.map_values(change) if isinstance(value, _Part) else change(spec, value)

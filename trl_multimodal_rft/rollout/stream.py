@@ -389,7 +389,7 @@ class RowStream:
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
 
     def _time_limit(self, row: Row) -> float:
-        """Returns a row's time limit in seconds: `media_timeout` to download, to unpack and to decode each medium."""
+        """The limit is in seconds: `media_timeout` to download, to unpack and to decode each medium."""
         chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have neither column
         with suppress(MediaError):
             prompt_row = Row(row.row_index, {**row, "prompt": chat})
@@ -398,7 +398,7 @@ class RowStream:
         return 3 * self._rules.media_timeout
 
     def _take_row(self, key: Any, rows: DatasetRows | None, training: bool) -> "_ReadRow":
-        """Returns a row and its encoded prompts. `key` is the row index or, without `rows`, the row itself."""
+        """`key` is the row index or, without `rows`, the row itself."""
         if training and self._pool is not None and self._has_media_prompts:
             read_row = self._pool.take(key)
         else:
@@ -559,7 +559,6 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _row_index(key: Any) -> int:
-    """Returns the row index of a key, which is a row index, or a row of a stream."""
     return getattr(key, "row_index", key)
 
 

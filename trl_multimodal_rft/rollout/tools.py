@@ -83,7 +83,6 @@ class Zoom:
         return left, top, right, bottom
 
     def _size_in_words(self, width: int, height: int) -> str:
-        """Returns a clause about the image's size in the model's coordinates, for an error message."""
         size = (width, height) if self.scale is None else (self.scale, self.scale)
         return f"its size is {size[0]:g} x {size[1]:g}"
 

@@ -244,7 +244,6 @@ class ToolLoop:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Number of characters of the longest token."""
         return max(map(len, tokenizer_of(self.encoder.processor).get_vocab()))
 
     def _new_context(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -304,7 +303,6 @@ class ToolLoop:
         return None, encoded_results
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
-        """Calls the tools of a completion, and returns their results as messages in the order of the calls."""
         results: list[Any] = []  # pairs of a tool's name, and its result, error or coroutine
         for call in trajectory.calls:
             trajectory.counts["calls"] += 1
@@ -378,7 +376,7 @@ class ToolLoop:
         return [{**message, "content": content} if message in failed else message for message in results]
 
     def _sample_turns(self, trajectories: list[Trajectory], idle_prompt: EncodedPrompt) -> None:
-        """Samples the turns after the results. A rank without results samples `idle_prompt`, to join collectives."""
+        """A rank without results samples `idle_prompt`, to join collectives."""
         prompts = [item.whole or item.prompt for item in trajectories] or [idle_prompt]
         # For each turn: the batch index of its completion, and the results before it (`None` after a new context)
         continuations = [
@@ -550,13 +548,11 @@ def _read_messages(
 
 
 def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """Returns messages without their first `n` media."""
     dropped = {id(ref) for ref in itertools.islice(iter_refs(messages), n)}
     return _with_blocks(messages, lambda block: [] if any(id(ref) in dropped for ref in iter_refs(block)) else [block])
 
 
 def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
-    """Returns messages with `change(block)`, a list of blocks, in place of every block."""
     new_messages = []
     for message in messages:
         if isinstance(message.get("content"), list):
@@ -578,7 +574,6 @@ async def _settle(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields the texts of results."""
     for message in messages:
         content = message["content"]
         blocks = [{"text": content}] if isinstance(content, str) else content
@@ -586,7 +581,6 @@ def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[dict[str, Any]]:
-    """Returns a tool's result as the content of a message."""
     if isinstance(result, Exception):
         return str({"error": str(result)})
     # The paths of a tool aren't relative to the folder of rows' media

@@ -24,7 +24,6 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
     new_prompts_by_id: dict[int, EncodedPrompt] = {}  # by `id` of the prompt without the view
 
     def under_view(index: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
-        """Returns a prompt, with the messages `batch_messages[index]`, under the view."""
         if isinstance(prompt, Contexts):  # the first context is the prompt, and later contexts replaced it
             contexts = zip(prompt.prompts, [batch_messages[index], *rollout.source.contexts[index]], strict=True)
             # Passes the messages of the whole batch, because a view may take media of another row

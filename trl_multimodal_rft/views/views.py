@@ -176,7 +176,6 @@ def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
 
 
 def _resized(frames: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Returns frames resized to a height and a width."""
     images = (PIL.Image.fromarray(frame.astype(np.uint8)).resize((width, height)) for frame in frames)
     return np.stack([np.asarray(image) for image in images])
 

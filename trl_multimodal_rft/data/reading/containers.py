@@ -169,7 +169,6 @@ def _missing_in_riff(stream: BinaryIO, size: int) -> str | None:
 
 
 def _missing_in_boxes(stream: BinaryIO, size: int) -> str | None:
-    """Looks for the end of each box of MP4 and related formats."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)

@@ -343,7 +343,7 @@ def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
 
 
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    """Returns the pixels of an image, uint8 of shape (H, W) or (H, W, C)."""
+    """The pixels are uint8 of shape (H, W) or (H, W, C)."""
     array = _as_numpy(image)
     channel_counts = (1, 3, 4)
     # If the shape is ambiguous, tensors are channels-first, and arrays are channels-last
@@ -445,7 +445,7 @@ def _decode_audio_chunks(
 
 
 def _decode_audio_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _AudioChunks:
-    """Yields the chunks of an audio file. Calls `check` with the number of samples that the header states, if any."""
+    """Calls `check` with the number of samples that the header states, if any."""
     av = require_module("av", "audio")
     check_container(ref, stream)
     check_complete(ref, stream)
@@ -524,7 +524,6 @@ def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
 
 
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
-    """Raises a [`MediaError`] for an invalid frame rate, and for a duration or a frame size beyond the limits."""
     fps = metadata.fps or 0.0
     if not 0 < fps <= _HIGHEST_FPS:
         raise ref.error(f"the video has an invalid rate of {fps:g} frames per second; encode it again, as MP4")
@@ -588,7 +587,6 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
 
 
 def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[TimedMetadata, _FrameReader]:
-    """Returns the metadata of a torchcodec decoder, and a function that reads its frames."""
     header = decoder.metadata
     height = header.height or 0
     width = header.width or 0
@@ -668,14 +666,13 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | N
 
 
 def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
-    """Yields all frames of a video in the order in which they are shown."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
         yield from container.decode(best_stream(container.streams.video))
 
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
-    """Yields the frames at `indices`, of shape (1, H, W, 3) and upright. Decodes all frames up to the last index."""
+    """Frames are of shape (1, H, W, 3) and upright. Decodes all frames up to the last index."""
     selected_indices = set(indices)
     last_index = max(indices, default=-1)
     with closing(_iter_frames(stream)) as frames:

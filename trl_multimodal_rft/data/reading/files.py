@@ -86,7 +86,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
-    """Returns the local path or the bytes of a medium that is a file, `None` for decoded values."""
+    """Returns `None` for decoded values."""
     source = ref.stored
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` made from a file
         source = source._hf_encoded

@@ -238,13 +238,13 @@ def _attempt(
 def _new_connection(
     connection_class: type[HTTPConnection], connections: list[HTTPConnection], **settings
 ) -> HTTPConnection:
-    """Makes a connection, and adds it to `connections`, so that [`ask`] can shut it down."""
+    """Adds the connection to `connections`, so that [`ask`] can shut it down."""
     connections.append(connection_class(**settings))
     return connections[-1]
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
-    """Returns the body of a response. Raises [`TooLarge`] or [`NoAnswer`] if the body is too large or incomplete."""
+    """Raises [`TooLarge`] or [`NoAnswer`] if the body is too large or incomplete."""
     length = response.headers.get("Content-Length", "")
     n_expected = float(length) if length.isdecimal() else None
     chunks = []

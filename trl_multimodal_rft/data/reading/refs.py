@@ -182,7 +182,6 @@ class MediaRef:
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file_in_parentheses(self) -> str:
-        """Returns the name of the file whose bytes the row holds, in parentheses, or an empty text."""
         value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""

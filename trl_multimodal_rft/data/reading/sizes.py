@@ -42,7 +42,6 @@ def media_size(ref: MediaRef) -> dict[str, float]:
 
 
 def _n_pixels(ref: MediaRef) -> int:
-    """Returns the number of pixels of an image."""
     source = encoded_source(ref)
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         shape = np.shape(source)

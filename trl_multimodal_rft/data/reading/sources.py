@@ -169,7 +169,6 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
 
 
 def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
-    """Opens a member of a zip archive. Raises a [`MediaError`] if it is too large, or can't be read in chunks."""
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
@@ -180,7 +179,6 @@ def _open_in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
 
 
 def _check_size(ref: MediaRef, data: bytes) -> bytes:
-    """Returns the bytes of a medium. Raises a [`MediaError`] if there are too many."""
     if len(data) > ref.rules.max_media_bytes:
         raise _too_large_error(ref)
     return data
@@ -220,7 +218,6 @@ def join_media_dir(ref: MediaRef, path: str | os.PathLike) -> str:
 
 
 def _local_path(ref: MediaRef, path: str) -> str:
-    """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
     original = path
     path = join_media_dir(ref, path)
@@ -240,7 +237,6 @@ def _local_path(ref: MediaRef, path: str) -> str:
 
 
 def _check_file(ref: MediaRef, path: str, size: int) -> None:
-    """Raises a [`MediaError`] for a path in no allowed folder, or for a size in bytes beyond the limit."""
     folders = ref.rules.allowed_media_folders
     if folders is not None and not any(Path(path).is_relative_to(os.path.realpath(f)) for f in folders):
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
@@ -266,7 +262,7 @@ def _check_domain(ref: MediaRef, url: str) -> None:
 
 
 def _download(ref: MediaRef, url: str) -> bytes:
-    """Returns the bytes at a URL. The rules apply to the URL, and to every redirect."""
+    """The rules apply to the URL, and to every redirect."""
     _check_protocol(ref, url.partition("://")[0])
 
     def check_url(url: str) -> None:

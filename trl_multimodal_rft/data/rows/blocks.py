@@ -147,7 +147,6 @@ def _without_text(actual: str, location: Location) -> MediaError:
 
 
 def _check_options(ref: MediaRef) -> None:
-    """Raises a [`MediaError`] for an unknown option of a block, and for an invalid or a contradictory value."""
     names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
         if name == "index" and ref.source is None and type(value) is int:
@@ -167,7 +166,7 @@ def _check_options(ref: MediaRef) -> None:
 
 
 def _source(key: str, value: Any) -> Any:
-    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell base64 from a path."""
+    """Base64 becomes a `data:` URI, as loaders can't tell base64 from a path."""
     if isinstance(value, dict):
         key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
     if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):

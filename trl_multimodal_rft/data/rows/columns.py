@@ -202,7 +202,7 @@ class _RowReader:
             raise self.error(name, f"is {actual}; give a text or a list of messages, or remove the row")
 
     def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
-        """Returns references to the media in columns, by modality. Columns with `prefix` replace those without."""
+        """Columns with `prefix` replace those without."""
         media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
         prefixed_modalities = {
             modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
@@ -236,10 +236,7 @@ class _RowReader:
     def put_media(
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tag_modalities: list[str]
     ) -> list[dict[str, Any]]:
-        """
-        Returns copies of the messages in column `name`, into which the media of other columns are put. For
-        `tag_modalities`, tags in texts, such as `<image>`, can be placeholders.
-        """
+        """For `tag_modalities`, tags in texts of the column `name`, such as `<image>`, can be placeholders."""
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
         placeholders = _placeholders(messages)
         tag_modalities = [modality for modality in tag_modalities if media[modality] and not placeholders[modality]]
@@ -313,7 +310,6 @@ class _RowReader:
             message["content"] = blocks
 
     def parse_message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
-        """Copies a message, with parsed blocks. Raises a [`MediaError`] for media outside of the blocks."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             actual = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
             is_sharegpt = isinstance(message, dict) and "from" in message
@@ -409,7 +405,6 @@ def _in_order_of_blocks(refs: list[MediaRef], blocks: list[dict[str, Any]], moda
 
 
 def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
-    """Copies a message and turns a string content into a text block."""
     if isinstance(message.get("content"), str):
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
     return {**message}

@@ -285,7 +285,6 @@ def _holds_media(feature: FeatureType | None) -> bool:
 
 
 def _without_decoding(feature: FeatureType) -> FeatureType:
-    """Returns a feature, which may be nested, with media features that don't decode."""
     if isinstance(feature, dict):
         return type(feature)({key: _without_decoding(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):
@@ -300,7 +299,6 @@ def _without_decoding(feature: FeatureType) -> FeatureType:
 
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
-    """Returns a row with [`Encoded`] in place of the dictionaries in which media are stored."""
     return {
         column: map_features(value, features[column], _wrap_encoded) if _holds_media(features.get(column)) else value
         for column, value in row.items()

@@ -199,7 +199,6 @@ def check_all_is_read(
 
 
 def _prompt_blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the blocks of a prompt, with the roles of its messages if there are several."""
     messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
     blocks = []
     for message in messages:

@@ -163,7 +163,6 @@ class PrefetchPool(Generic[T]):
         return empty_job
 
     def _fork_workers(self, row_index: int) -> Future:
-        """Starts the workers, and has them read a first row."""
         gc_enabled = gc.isenabled()
         initial_arguments = (self._read, gc_enabled)
         self._pool = ProcessPoolExecutor(

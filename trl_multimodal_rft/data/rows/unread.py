@@ -126,7 +126,6 @@ class _Columns:
 
     @property
     def gives_text_alone(self) -> bool:
-        """Whether the unread media seem to be the only ones."""
         # Rows after the first rows may still fill the media columns
         if self.has_media or (self.dataset_part == "first" and self.media_columns):
             return False
@@ -349,7 +348,7 @@ def _inspect_dataset(
 
 
 def _media_in_column(column: str, feature: FeatureType | None, values: list) -> _UnreadMedia | None:
-    """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
+    """Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _media_in_feature(feature, column):
         return _UnreadMedia(column, path, modality, isinstance(feature, (List, LargeList)), evidence, is_certain=True)
     findings = []
@@ -393,7 +392,6 @@ def _media_in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[
 
 
 def _holds_text(feature: FeatureType) -> bool:
-    """Returns whether a feature, which may be nested, holds text or JSON."""
     leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 

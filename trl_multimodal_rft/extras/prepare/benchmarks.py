@@ -228,7 +228,6 @@ def _assemble_dataset(
     question_columns: Sequence[str],
     choice_column: str = "choices",
 ) -> Dataset:
-    """Returns a dataset of the questions in rows, their audio and the columns in `names`."""
     columns: dict[str, list[Any]] = {"prompt": [], "solution": [], "choices": []}
     for index, row in enumerate(rows):
         row_choices = required(row, index, choice_column)

@@ -131,7 +131,6 @@ def _turns_of_columns(row: dict[str, Any], index: int, column: str) -> list[dict
 
 
 def _text(value: Cell, column: str, index: int) -> str:
-    """Returns a text. Raises a `ValueError` for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"row {index}, column '{column}': {shortened(repr(value))} is no text; write it as one.")
     return value

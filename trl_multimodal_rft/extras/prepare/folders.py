@@ -96,8 +96,6 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
 
 
 def _row_groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
-    """Yields row groups with the bytes of their media."""
-
     def embed(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
         # `index` is the row that the loop below reads
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:

@@ -335,7 +335,6 @@ def load_preferences(
 
 
 def _pair(index: int, question: str, chosen: str, rejected: str) -> dict[str, Any]:
-    """Returns the columns of a row's pair of answers, as messages."""
     for value in (question, chosen, rejected):
         if not isinstance(value, str):
             raise ValueError(f"row {index}: {shortened(repr(value))} stands in place of a text; write it as one.")
@@ -345,7 +344,6 @@ def _pair(index: int, question: str, chosen: str, rejected: str) -> dict[str, An
 
 
 def _convert_for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | None) -> Dataset:
-    """Returns the pairs of a dataset unchanged, or as rows for a judge."""
     if task == "judge":
         return judge_rows(dataset, template or JUDGE_TEMPLATE)
     if template is not None:
@@ -541,7 +539,6 @@ def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list
 
 
 def _ground_truth(row: dict[str, Any], index: int) -> Any:
-    """Returns the answer in the column `reward_model` of verl."""
     reward_model = required(row, index, "reward_model")
     return required(reward_model if isinstance(reward_model, dict) else {}, index, "ground_truth")
 
@@ -581,7 +578,6 @@ def _chats_with_placeholders(
 
 
 def _with_placeholders(chat: list[dict[str, Any]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-    """Returns messages of blocks, with a placeholder block for each medium."""
     texts = [message["content"] for message in chat if message["role"] != "assistant"]
     joined_text = " ".join(text for text in texts if isinstance(text, str))
     for modality in MODALITIES:

@@ -588,7 +588,7 @@ def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype
 def _add_lora(
     model: PreTrainedModel, lora_settings: dict[str, Any], target_modules: str | list[str] | None, frozen: list[str]
 ) -> nn.Module:
-    """Adds a LoRA adapter without changing the model's training mode. Modules in `frozen` get no adapter."""
+    """Keeps the model's training mode. Modules in `frozen` get no adapter."""
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
@@ -615,12 +615,10 @@ def _add_lora(
 
 
 def _has_router(model: PreTrainedModel) -> bool:
-    """Returns whether the model is a mixture of experts, with an auxiliary loss."""
     return hasattr(model.config.get_text_config(), "output_router_logits")
 
 
 def _media_names(model: PreTrainedModel) -> set[str]:
-    """Returns the arguments of the model's forward that may hold media."""
     return set(inspect.signature(type(model).forward).parameters) - _NOT_MEDIA
 
 

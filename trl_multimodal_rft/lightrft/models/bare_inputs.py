@@ -374,7 +374,7 @@ def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]
 
 
 def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """Raises a `ValueError` unless a token precedes the first action, because that token predicts the action."""
+    """A token must precede the first action, because it predicts the action."""
     if not 0 <= num_actions < length:
         raise ValueError(
             f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: the first token of a "

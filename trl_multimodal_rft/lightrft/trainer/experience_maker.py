@@ -302,7 +302,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
-        """Encodes prompts, which are all text or all messages."""
         if isinstance(prompts[0], str):
             ids = self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]
             for index, tokens in enumerate(ids):
@@ -420,7 +419,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns log-probabilities of actions, `(B, A)`, and entropies, if there are any. Both are 0 if masked."""
+        """Returns log-probabilities, `(B, A)`, and entropies, if there are any. Both are 0 if masked."""
         rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
             scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
@@ -430,7 +429,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
-        """Converts samples to a rollout, which the trainers' scoring functions take."""
         n_actions = samples.num_actions
         prompts = samples.encoded_prompts
         if prompts is None:
@@ -477,7 +475,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return (values, None) if truncated is None else (values[:, :-1], values[:, -1])
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
-        """Returns the media of all rows, by the argument names of the model's forward."""
         media = join_media(samples.encoded_prompts or [])
         return {name: value.to(self.device) for name, value in media.items()}
 
@@ -500,7 +497,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _is_main(self) -> bool:
-        """Whether this process warns and shows a progress bar."""
         accelerator = self.strategy.accelerator
         return accelerator is None or accelerator.is_main_process
 

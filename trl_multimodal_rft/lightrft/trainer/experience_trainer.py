@@ -246,7 +246,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._pop_mean_metrics()
 
     def _check_last_update_complete(self, name: str) -> None:
-        """Raises a `RuntimeError` if the last update lacks micro-batches before its optimizer step."""
         window = self.args.gradient_accumulation_steps
         n = self._n_micro_batches % window
         if n != 0:
@@ -299,7 +298,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
-        """Checks samples and joins them to one rollout on the policy's device. Completions are padded on the right."""
+        """Completions are padded on the right."""
         args = self.args
         device = self.actor.device
         pins = args.dataloader_pin_memory and device.type == "cuda"
@@ -487,7 +486,7 @@ def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) 
 
 
 def _no_rewards(**kwargs):
-    """Stands in for the reward function that the trainer's constructor requires. Training doesn't call it."""
+    """The trainer's constructor requires a reward function, which training doesn't call."""
     raise RuntimeError("Rewards come from the experience maker; call `PPOTrainerVL.fit`.")
 
 

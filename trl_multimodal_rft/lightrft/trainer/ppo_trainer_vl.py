@@ -462,7 +462,6 @@ class PPOTrainerVL:
         handler = trainer.callback_handler
 
         def is_due(setting: str, interval: int) -> bool:
-            """Returns whether an action is due, from its strategy `setting`, such as `save_strategy`, and interval."""
             return setting == unit and (last_step is None or state.global_step // interval > last_step // interval)
 
         if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and last_step == 0):
@@ -490,7 +489,6 @@ class PPOTrainerAL(PPOTrainerVL):
 
 
 def _options_of_config(arguments: dict[str, Any], value_loss_coef: float) -> dict[str, Any]:
-    """Returns options of the config from the arguments of [`PPOTrainerVL`], whose names are LightRFT's."""
     kl_target = None
     if arguments["kl_target"]:
         kl_target = join_settings(str(arguments["kl_target"]), {"horizon": arguments["kl_horizon"]})

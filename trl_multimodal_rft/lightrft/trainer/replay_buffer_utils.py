@@ -271,7 +271,6 @@ def _has_one_number(item: BufferItem, name: str) -> bool:
 
 
 def _check_lengths(item: BufferItem, index: int) -> None:
-    """Raises a `ValueError` if fields of a sample have different numbers of columns."""
     if item.sequences.dim() != 1:
         raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
     n_tokens = len(item.sequences)
@@ -301,7 +300,7 @@ def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | N
 
 
 def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
-    """Returns a field of all samples, or `None` if no sample has it."""
+    """Returns `None` if no sample has the field."""
     column = [getattr(item, name) for item in items]
     missing = [index for index, value in enumerate(column) if value is None]
     if len(missing) == len(items):
@@ -320,7 +319,6 @@ def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None
 
 
 def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image] | None]:
-    """Returns a list of images, or `None`, for each of `size` samples. A single image becomes a list."""
     if raw_images is None:
         return [None] * size
     if len(raw_images) != size:
@@ -342,7 +340,6 @@ def _split_info(value: Any, size: int) -> list:
 
 
 def _join_info(infos: list[dict | None]) -> dict | None:
-    """Joins `info`, or a dict in `info`, of all samples, key by key."""
     if all(info is None for info in infos):
         return None
     keys = dict.fromkeys(chain.from_iterable(info or {} for info in infos))

@@ -97,7 +97,6 @@ class RewardSources:
         return add_rewards(torch.stack(rewards)), {}
 
     def _arguments(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Returns arguments for reward functions by name: TRL's, the rows' columns, and LightRFT's."""
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[mask].tolist() for ids, mask in zip(actions, samples.action_mask, strict=True)]
         completions: list[Any] = completion_texts(completion_ids, tokenizer)
@@ -116,7 +115,6 @@ class RewardSources:
 
 
 def _load_reward_func(path: str) -> Callable:
-    """Runs the user's file and returns its function `reward_func`."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
     names = runpy.run_path(path, run_name="reward_func")

@@ -66,7 +66,6 @@ class RolloutAdvantages:
         return experiences, list(rewards.split(sizes))
 
     def _scaled(self, rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Divides the rewards of all experiences by their running deviation, if the option is set."""
         if not self.strategy.reward_running_scale:
             return rewards
         accelerator = self.strategy.accelerator

@@ -263,7 +263,6 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
 
 
 def _best_assignment(gains: np.ndarray) -> list[tuple[int, int]]:
-    """Returns the assignment of rows to columns with the largest sum of gains, as pairs of indices."""
     from scipy.optimize import linear_sum_assignment
 
     return list(zip(*(indices.tolist() for indices in linear_sum_assignment(gains, maximize=True)), strict=True))

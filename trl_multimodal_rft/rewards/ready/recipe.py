@@ -55,7 +55,6 @@ def combine_rewards(
 
 
 def _weights_by_name(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
-    """Returns the weight of each reward by name and label."""
     weights: dict[str, dict[str, float]] = {}
     for label, label_rewards in recipe.items():
         for _, name, weight in label_rewards:
@@ -126,7 +125,7 @@ def apply_recipe(
 def _on_labelled_rows(
     name: str, reward_func: Callable, weights: dict[str, float], labels: Iterable[str], label_column: str
 ) -> Callable:
-    """Wraps a function so that it gets only rows whose label has a weight. Other rows get no reward from it."""
+    """Only rows whose label has a weight get a reward from the function."""
     logged_columns: set[str] = set()
 
     def prepare(columns: dict[str, Any]) -> PreparedCall:

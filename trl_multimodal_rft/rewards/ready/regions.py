@@ -78,7 +78,6 @@ def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float,
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """Returns the length of the union of spans."""
     total = 0.0
     end = -math.inf
     for start, stop in sorted(spans):
@@ -145,7 +144,7 @@ def spans_of(solution: Json) -> list[tuple[float, float]]:
 
 
 def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
-    """Returns the items of a solution, or an empty list if the solution has an unreadable item."""
+    """Returns an empty list if the solution has an unreadable item."""
     if isinstance(solution, str):
         return read_text(extract_answer(solution))
     items, n_unreadable = _read_items(solution, as_item)

@@ -100,7 +100,6 @@ def cer_reward(
 
 
 def _spoken(text: str) -> str:
-    """Returns a text without case, punctuation and symbols."""
     text = normal_form(text, superscripts=True).casefold().replace("’", "'")
     characters = []
     for index, character in enumerate(text):

@@ -129,7 +129,6 @@ def _read_manifest(folder: Path) -> _Manifest | None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the files of a folder, except for its manifest, by their names below the folder."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files.pop(_MANIFEST, None)
     return files
@@ -158,7 +157,7 @@ def _size_and_checksum(file: Path) -> tuple[int, int]:
 
 
 def _change(file: Path, entry: tuple[int, int]) -> str | None:
-    """Returns how a file differs from its `entry` (size, checksum), or `None`. Reads only files of equal size."""
+    """Returns how a file differs from its `entry` (size, checksum). Reads only files of equal size."""
     try:
         size = file.stat().st_size
         if size != entry[0]:
@@ -169,7 +168,7 @@ def _change(file: Path, entry: tuple[int, int]) -> str | None:
 
 
 def _damage(file: Path) -> str | None:
-    """Returns the damage that the format of a file shows, or `None`. For checkpoints without a manifest."""
+    """Checks the format of a file, for checkpoints without a manifest."""
     if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
         return None
     try:

@@ -96,7 +96,6 @@ def prompts_with(
 
 
 def _with_answer(prompt: str | list[dict[str, Any]], answer: str) -> str | list[dict[str, Any]]:
-    """Returns a prompt whose last user message, or whose text, ends with a context that holds the answer."""
     context = _CONTEXT.format(answer=answer)
     if isinstance(prompt, str):
         return prompt + context

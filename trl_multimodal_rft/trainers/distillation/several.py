@@ -207,7 +207,6 @@ class Teachers:
         )
 
     def _completions_of(self, rollout: Rollout, teacher_index: int) -> list[int]:
-        """Returns the batch indices of a teacher's completions."""
         index = rollout.teacher.index
         assert index is not None
         return (index == teacher_index).nonzero()[:, 0].tolist()
@@ -227,7 +226,7 @@ class Teachers:
         return Targets(tuple(parts))
 
     def _part(self, rollout: Rollout, index: int, teacher: NamedTeacher, chosen: list[int]) -> Target | SpanTarget:
-        """Returns a teacher's target for a micro-batch, in which the tokens of other completions are masked."""
+        """The tokens of other teachers' completions are masked."""
         n = len(rollout)
         indices = chosen or [0]
         part = rollout.select(indices)

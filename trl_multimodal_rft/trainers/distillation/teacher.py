@@ -105,7 +105,6 @@ def same_tokens(
 
 
 def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
-    """Returns the difference in tokens or modalities between two models by their configs, or `None`."""
     vocab_sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
     if vocab_sizes[0] != vocab_sizes[1]:
         return f"it has vocab_size {vocab_sizes[1]}, the student {vocab_sizes[0]}"
@@ -126,7 +125,6 @@ def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_m
 
 
 def _processor_difference(student: Processor, teacher: Processor) -> str | None:
-    """Returns the difference in tokens or features between two processors, or `None`."""
     tokenizers = [tokenizer_of(side) for side in (student, teacher)]
     vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
     for token, index in vocabularies[0].items():

@@ -205,7 +205,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Samples completions of rows, and returns their rollout with the teacher's prompts or scores."""
         self._run.check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
@@ -259,7 +258,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         return choose_best(self._run, rollout, settings.min_reward)
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
-        """Raises a `ValueError` if the student is its own teacher and both read the same prompts."""
         if self._teachers is None and any(row.stored.get(TEACHER_ID) is not None for row in rows):
             raise ValueError(
                 f"row {rows[0].row_index} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
@@ -282,7 +280,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         """Does nothing, as distillation needs no log-probabilities of the student before its updates."""
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores and divergences from the teacher, with gradients."""
         target = (self._teachers or self._teacher).target(rollout)
         request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
         self._scores = self._policy.score(model, request)
@@ -352,7 +349,6 @@ def _check_separate(args: MultimodalDistillationConfig, has_teacher: bool, tools
 def _check_one_source(
     teacher_model: str | nn.Module | None, teacher_models: dict[str, Any] | None, args: MultimodalDistillationConfig
 ) -> None:
-    """Raises a `ValueError` if both one teacher and several are given."""
     if teacher_models is None and args.teacher_models is None:
         return
     names = ("teacher_model_name_or_path", "teacher_model_server_url")

@@ -251,7 +251,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
-        """Returns the advantages of all ranks' completions, and which groups have signal."""
         args = self.args
         size = self._run.group_size
         if args.multi_objective_aggregation == "normalize_then_sum":
@@ -262,7 +261,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
+        """Returns `(N,)` or `(N, C)`."""
         args = self.args
         needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
@@ -295,7 +294,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @contextmanager
     def _timing_extra_scoring(self):
-        """Adds the seconds within the context to `extra_scoring_time`, for scores that TRL doesn't compute."""
+        """Measures scores that TRL doesn't compute."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():
@@ -344,7 +343,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._token_filter.set_weights(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
-        """Returns the weights of the tokens in the policy loss, `(B, C)`, or 1."""
+        """Returns `(B, C)`, or 1."""
         if rollout.tokens.weights is not None or not self._token_filter.is_on:
             return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
         if self._token_filter.is_as_in_trl:  # TRL's method takes the share of tokens to leave out
@@ -393,7 +392,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @property
     def _uses_every_score(self) -> bool:
-        """Whether completions with an advantage of 0 must be forwarded, too."""
         args = self.args
         # Tokens of completions that aren't forwarded couldn't compete for the highest entropies
         tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
@@ -402,7 +400,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
-        """Returns the counts in the denominator of a micro-batch's loss."""
         n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
         # In training, `num_items_in_batch` counts a generation batch, which may hold several optimizer steps
         if self.model.training:
@@ -413,7 +410,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
     def _active_entropy_coef(self) -> float | None:
-        """Returns the coefficient of the entropy bonus in this optimizer step, or `None` without a bonus."""
         if not self._entropy_bonus_enabled:
             return None
         is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
@@ -459,7 +455,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether the KL controller counts this micro-batch: `True` in the first iteration on a rollout."""
+        """Only the first iteration on a rollout counts."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints

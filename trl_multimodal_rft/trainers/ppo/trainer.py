@@ -227,7 +227,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self.add_callback(self.ema)
 
     def _make_critic(self, value_model: str | PreTrainedModel | Critic | None) -> Any:
-        """Returns the critic: a head with `shared_trunk`, or `value_model`, or else a copy of the policy."""
         policy = self._unwrapped(self.model)
         if self.args.shared_trunk:
             return ValueHead(policy.config.get_text_config().hidden_size)
@@ -268,10 +267,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """
-        Returns the advantages of all ranks' completions, `(N, C)`, or without a critic as in GRPO. Also sets the
-        rollout's values and GAE's returns. `rewards` and `group_ids` are `(N,)`.
-        """
+        """Returns `(N, C)`, or without a critic as in GRPO. Also sets the rollout's values and GAE's returns."""
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
         values, bootstrap = self._score_values(rollout)
@@ -289,7 +285,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return whiten(advantages, mask)
 
     def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
-        """Returns rewards per token, `(B, C)`, with the KL penalty, from the rewards of completions, `(B,)`."""
+        """Returns `(B, C)` with the KL penalty, from `(B,)`."""
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         coef = self.kl_coef if self._kl_in_reward else 0.0
         return token_rewards(rewards, rollout.loss_mask, *logps, kl_coef=coef)
@@ -320,7 +316,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         super()._on_micro_batch(micro_batches, index)
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """Returns the loss of GRPO, and in training adds the losses of the critic and of supervised rows."""
         policy_output = super()._loss(scores, inputs)
         if not self.model.training:
             return policy_output
@@ -357,7 +352,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return True  # the value loss and metrics of ratios need all scores
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Returns scores of policy and critic, and of supervised completions, from one call of the wrapped model."""
+        """One call of the wrapped model scores policy, critic and supervised completions."""
         if self.model.training:
             self._ptx_batch = self._supervised_batch()
             options |= {"critic": self.critic, "supervised": self._ptx_batch}
@@ -426,7 +421,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return self.lr_scheduler
 
     def _is_updated(self, part: str) -> bool:
-        """Returns whether this update changes a part, `"policy"` or `"critic"`."""
         is_frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
         return part in self._trainable_parts and not is_frozen
 

@@ -107,14 +107,11 @@ class PreferenceTrainer(CompletionTrainer):
         self.ref_model = None
 
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
-        """Returns the reference's log-probabilities of a micro-batch, by the names of their columns."""
         logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
         return dict(zip(self._reference_columns, logps, strict=False))
 
     def _with_reference_columns(self, dataset: Rows) -> Dataset:
-        """
-        Returns a dataset with columns of the reference's log-probabilities. Skipped rows get NaN, and -1 as an index.
-        """
+        """Skipped rows get NaN, and -1 as an index."""
         _check_no_stream(dataset)
         assert isinstance(dataset, Dataset)
         batch_columns: list[dict[str, torch.Tensor]] = []
@@ -144,7 +141,6 @@ class PreferenceTrainer(CompletionTrainer):
         return dataset
 
     def _with_reference_logps(self, inputs: Batch) -> Batch:
-        """Adds the reference's log-probabilities to a micro-batch, unless its rows have columns with them."""
         if all(name in inputs for name in self._reference_columns):
             return inputs
         # Without its adapter, or before the first update, the policy can score as the reference
@@ -170,7 +166,7 @@ class PreferenceTrainer(CompletionTrainer):
             return super()._loss_of_trl(rows, *outputs)
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Returns scores of all completions of a micro-batch, in the order of `completion_ids`."""
+        """Scores are in the order of `completion_ids`."""
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
 

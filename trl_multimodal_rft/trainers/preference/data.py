@@ -130,7 +130,6 @@ class PreferenceCollator(SupervisedCollator):
         return {"prompt_ids": pair.input_ids.tolist(), "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
 
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
-        """Raises `OverlongRow` if `max_length` leaves no token to the completions of a prompt of text."""
         max_length = self.args.max_length
         if max_length is not None and not prompt.modalities and len(prompt) >= max_length:
             raise OverlongRow(

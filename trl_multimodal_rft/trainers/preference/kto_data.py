@@ -155,7 +155,6 @@ class LabelledCollator(PreferenceCollator):
         return {"prompt_ids": prompt.input_ids.tolist(), "completion_ids": tokens}
 
     def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
-        """Returns the tokens of a completion within `max_length`, or all after a prompt with media."""
         max_length = self.args.max_length
         return completion if max_length is None or prompt.modalities else completion[: max_length - len(prompt)]
 

@@ -146,7 +146,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self._finish_setup()
 
     def _check_adapter(self) -> None:
-        """Raises `ValueError` for prompt learning, and warns if no adapter trains `score`."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
         if any(config.is_prompt_learning for config in configs):
             raise ValueError(

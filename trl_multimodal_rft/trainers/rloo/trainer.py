@@ -115,13 +115,12 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _compare_rewards(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
-        """Returns leave-one-out advantages of all ranks, with the KL penalty in the reward."""
         penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
         advantages = RLOO.advantages(penalized, group_ids, self.normalize_advantages)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._run.group_size))
 
     def _divergence(self, rollout: Rollout) -> torch.Tensor:
-        """Returns the divergence of all ranks' completions from the reference, `(N,)`, and logs its mean per token."""
+        """Returns `(N,)` of all ranks, and logs the mean per token."""
         mask = rollout.loss_mask
         kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
         kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])

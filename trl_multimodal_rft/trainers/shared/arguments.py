@@ -217,7 +217,7 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 
 @functools.cache
 def _annotations(config_class: type) -> dict[str, Any]:
-    """Returns the annotations of a config's fields, with the intervals of TRL's and transformers' arguments."""
+    """Adds the intervals of TRL's and transformers' arguments."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     names_without_interval = {
         name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated
@@ -365,10 +365,6 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
-    """
-    Raises a `TypeError` with a remedy unless a dataset is `None`, a `Dataset` or an `IterableDataset`, and a
-    `ValueError` for a `Dataset` without rows.
-    """
     check_instances(**{name: dataset})
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows; add rows, or leave it out.")

@@ -167,7 +167,6 @@ class AsynchronousSampling:
             flight.processor = copy.deepcopy(run.prompts.processor)
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
-            """Rewards the completions of one request, `samples`. `part` is the request's part of the rollout."""
             source = part.source
             source.ids = [ids for ids, _ in samples]
             source.whole_groups = len(part) == run.completions.group_sizes[0]

@@ -296,7 +296,6 @@ class MultimodalTrainer(BaseTrainer):
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns the rollout of a batch of rows after all stages: sampled, scored, rewarded, with advantages."""
         self._run.check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -351,7 +350,7 @@ class MultimodalTrainer(BaseTrainer):
         self._rollout_log.add(rollout, rewards, estimates)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Returns the scaled and clipped rewards of all ranks' completions. `rewards` and the result are `(N,)`."""
+        """Scales and clips the rewards of all ranks' completions, `(N,)`."""
         raise NotImplementedError
 
     def _compare_rewards(

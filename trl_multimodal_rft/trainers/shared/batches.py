@@ -74,7 +74,6 @@ def check_batches(config, names: list[str]) -> None:
 
 
 def _product(config: BatchConfig, names: list[str], n_processes: int) -> str:
-    """Returns the options and the number of processes as a product in words, with their values."""
     factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{n_processes} processes"] * (
         n_processes > 1
     )

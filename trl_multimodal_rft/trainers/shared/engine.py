@@ -93,7 +93,6 @@ def make_engine(
             engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
     def without_weights() -> AbstractContextManager[None]:
-        """Returns a context that moves the policy's weights to the host, with `offload_during_generation`."""
         return nullcontext() if host_memory is None else host_memory.offloading(storages(weights(model)))
 
     arguments = {
@@ -221,7 +220,6 @@ def vllm_sampler(
     engine = make_engine(run, bias, revision, limits, host_memory)
 
     def explain() -> AbstractContextManager[None]:
-        """Returns a context that adds a note about resuming to errors of training, but not of evaluation."""
         return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
 
     return VLLMSampler(engine, run.live.profile, explain)

@@ -148,7 +148,6 @@ class CompletionTrainer(BaseTrainer):
             return super()._fingerprints()
 
     def _concatenates(self, dataset: Rows, split: str) -> bool:
-        """Returns whether a dataset's rows are concatenated before they are read."""
         return False
 
     def _concatenated(self, dataset: Rows, split: str) -> Rows:
@@ -216,7 +215,6 @@ class CompletionTrainer(BaseTrainer):
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
     def _check_held_out(self, dataset: EvalRows) -> None:
-        """Checks the first rows of each dataset for evaluation."""
         datasets = {"eval_dataset": dataset}
         takes = modalities(self.data_collator.model, self.args)
         self._unchecked_datasets |= unchecked_datasets(datasets)
@@ -243,7 +241,6 @@ class CompletionTrainer(BaseTrainer):
         return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        """Returns the predictions for `compute_metrics`, in trainers that keep outputs."""
         return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
@@ -256,7 +253,6 @@ class CompletionTrainer(BaseTrainer):
         raise ValueError("This trainer keeps no logits for `compute_metrics`; drop `compute_metrics`.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
-        """Returns a micro-batch, and notes its columns and media for the model card."""
         batch = self.data_collator(rows)
         name = f"{split}_dataset"
         model = self.data_collator.model
@@ -293,7 +289,6 @@ class CompletionTrainer(BaseTrainer):
         self._metric_log.add({name: Latest(number) for name, number in numbers.items() if number}, mode="train")
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
-        """Shows the first row of a run on the console, if the run has a console."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
             (prompt, target, rejected), collator = sequence.example(), self.data_collator

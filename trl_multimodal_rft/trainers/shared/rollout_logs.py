@@ -177,7 +177,7 @@ class RolloutLog:
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
 
     def _add_reward_logs(self, n: int) -> None:
-        """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
+        """Values are logged in the same order on all ranks."""
         for column in sorted(set(gather_object(list(self.extra_logs)))):
             self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * n)))
         self.extra_logs.clear()

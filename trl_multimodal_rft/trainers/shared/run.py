@@ -145,7 +145,6 @@ class Run:
         return rollout
 
     def _check_rows(self, rows: list[Row]) -> None:
-        """Raises for rows without a prompt, and checks columns of datasets that couldn't be read before training."""
         # Reward models get no columns, so no name of a column is wrong for them
         if not all(isinstance(function, nn.Module) for function in self.reward_functions.functions):
             check_reward_columns(rows[0], 0)

@@ -122,7 +122,7 @@ def continue_after_tools(
 
 
 def _log_calls(run: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Logs how often tools were called over all ranks. Raises `RuntimeError` if all calls of the first batch fail."""
+    """Raises `RuntimeError` if all calls of the first batch fail on all ranks."""
     counts = sum((trajectory.counts for trajectory in trajectories), Counter())
     local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
     *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)

@@ -289,7 +289,7 @@ class BaseTrainer(Trainer):
         """
 
     def _load_state(self, folder: Path) -> None:
-        """Loads the state that [`_save_state`] saved. All ranks must call this."""
+        """All ranks must call this."""
         state = self._checkpoints.load_state(folder, self.model, self.ref_model, self.ema)
         if state is not None:
             self._load_rollout_state(state)
@@ -297,7 +297,6 @@ class BaseTrainer(Trainer):
     # State of the rollouts
 
     def _rollout_state(self) -> dict[str, Any]:
-        """Returns the state from which this process resumes as if it hadn't stopped."""
         return {
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
@@ -314,7 +313,7 @@ class BaseTrainer(Trainer):
         self._stream.load_state_dict(state["rows"])
 
     def _checked_settings(self) -> dict[str, Any]:
-        """Returns the settings under which the measurements of the self-check are valid."""
+        """The self-check's measurements are valid under these settings."""
         model = self._policy.unwrapped(self.model)
         return {
             "packing": self.args.packing,
@@ -371,7 +370,6 @@ class BaseTrainer(Trainer):
             self._publish_checkpoint(target)
 
     def _write_checkpoint(self, folder: Path, target: Path) -> None:
-        """Writes the files of transformers and TRL for a checkpoint, the state that they omit, and a manifest."""
         args = self.args
         state = self.state
         self.save_model(str(folder), _internal_call=True)
@@ -394,7 +392,7 @@ class BaseTrainer(Trainer):
         self._checkpoints.seal(folder, self._fingerprints)
 
     def _save_state(self, folder: Path) -> None:
-        """Saves the state of a run that transformers doesn't save. All ranks must call this."""
+        """All ranks must call this."""
         self._checkpoints.save_state(folder, self._rollout_state(), self.ref_model, self.ema)
 
     # Publishing
@@ -465,12 +463,11 @@ class BaseTrainer(Trainer):
     def _backward_by_parts(
         self, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int
     ) -> torch.Tensor:
-        """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
         self._metric_log.add(deferred.metrics)
         return backward_by_parts(self.accelerator, model, loss, deferred, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Returns the gradient's norm. Skips the update if the gradient isn't finite."""
+        """Skips the update if the gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
         is_skipped, self._n_skipped = skip_broken_update(
             norm, self.optimizer, self.accelerator, self.state.global_step, self._n_skipped, limit=self._max_skipped

@@ -92,7 +92,7 @@ class SupervisedCollator:
         }
 
     def _encoded_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """Returns encoded rows. The stream has already encoded an `EncodedRow`; other rows are encoded here."""
+        """The stream has already encoded an `EncodedRow`; other rows are encoded here."""
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
     def _stored_rows(self, rows: Sequence[Any]) -> list[Row]:
@@ -103,7 +103,6 @@ class SupervisedCollator:
         return self._encoder_of(row).conversation(row, answer)
 
     def _plain_outputs(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
-        """Returns the outputs of a processor for the conversation of a row, with the run's chat template."""
         defaults, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
             self._encoder_of(row),
@@ -152,7 +151,6 @@ class SupervisedCollator:
         return sequence
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
-        """Returns the encoder with the chat template of the run, and with the tools and variables of a row."""
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
         return replace(self.encoder, template_kwargs=template_kwargs)
 
@@ -290,7 +288,7 @@ class SupervisedCollator:
         return dataset
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
-        """Returns a dataset's columns and media columns. Raises an error if a tokenizer gets media."""
+        """Returns columns, and those of media. Raises an error if a tokenizer gets media."""
         columns = set(get_dataset_column_names(dataset))
         media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
         if media:

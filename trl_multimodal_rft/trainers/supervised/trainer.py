@@ -240,7 +240,6 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         return self.compute_loss_func is not None or any(config.is_prompt_learning for config in configs)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns a micro-batch of text as TRL's collator makes it."""
         sequences, labels = inputs["sequences"], inputs["labels"]
         for sequence in sequences:
             if sequence.modalities:
