@@ -144,6 +144,13 @@ def test_glossary_has_one_word_per_concept():
     assert not words & {word for term in terms for word in term.split()}
 
 
+def test_the_shared_room_lists_its_modules():
+    """The folder's docstring says for each module when it runs."""
+    folder = PACKAGE / "trainers" / "shared"
+    plan = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert sorted(re.findall(r"`(\w+)`", plan)) == sorted({path.stem for path in folder.glob("*.py")} - {"__init__"})
+
+
 def test_names_are_those_of_the_glossary():
     assert not house.names_outside_the_glossary(house.trees())
     code = (

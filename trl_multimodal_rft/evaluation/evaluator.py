@@ -230,7 +230,7 @@ def evaluate_trainer(
         toolbox = trainer.toolbox.with_new_environments()
     policy = Policy(
         trainer.model,
-        trainer.prompts,  # the encoder of prompts
+        trainer.prompts,
         complete,
         toolbox,
         trainer.tool_loop if trainer.toolbox.tools else None,

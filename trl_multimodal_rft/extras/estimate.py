@@ -68,7 +68,7 @@ class Usage:
     sharing: int  # number of completions that share the keys and values of a prompt when sampled
     decoder: int  # number of weights of the decoder and of the LM head
     vocabulary: int  # vocabulary size of the LM head
-    prompt_tokens: int  # tokens of a prompt
+    prompt_tokens: int
     tokens: int  # tokens of the largest forward
     n_forwards: int  # number of forwards of a micro-batch, which `max_tokens_per_microbatch` may split
     operations: float  # floating-point operations of a micro-batch, the reference's forward included

@@ -42,7 +42,7 @@ class Answer:
     """Response of a server to [`ask`]."""
 
     status: int
-    body: bytes  # the whole body
+    body: bytes
     is_html: bool  # by the content type or the start of the body
     date: str = ""  # header `Date`, by the server's clock
 

@@ -23,7 +23,6 @@ CHOICE_TEMPLATE = (
 )
 PROBLEM_TEMPLATE = "{problem} Output the final answer in <answer> </answer>."
 
-# Keys of audio paths in the layouts
 _AUDIO_PATH_KEYS = ("audio_path", "audio", "audio_id")
 
 

@@ -46,7 +46,6 @@ WHOLE_WEIGHTS = (
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
-# Values of `info` that are logged
 _LOGGED_INFO = ("reward", "shaped_reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 

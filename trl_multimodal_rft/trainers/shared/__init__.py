@@ -1,2 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What trainers share: their bases, options, checks, samplers, optimizer and logs."""
+"""
+What trainers share, by the moment at which it runs.
+
+- The bases: `trainer` of all trainers, `base` of those that sample completions, and `reading` of those that read them.
+  `method` says what a method consists of, and `signatures` and `configs` have the types of arguments and configs.
+- Before anything is loaded: `multimodal_config` has the options of configs, `arguments` and `batches` check them, and
+  `inputs` the arguments of a constructor.
+- In a constructor, before TRL's: `setup` compares config, launch, datasets and model. `loading` loads models and
+  rewards.
+- In a constructor, after TRL's: `scoring` makes what scores completions, `prompts` what reads rows, `run` what the
+  stages of a rollout share, and `engine`, which needs the run, what samples. `optimizer` sets the rates of parts.
+- In each rollout: `sampling` gets the completions, with `asynchronous`, `rollout_views` and `offload` as options, and
+  `rollout_logs` logs them.
+- In each update: `finite` checks weights and gradients, `ema` averages weights, and `signals` ends a run after it.
+- When a user looks at a dataset: `token_columns` shows the tokens of rows.
+"""

@@ -321,14 +321,12 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
             f"`data_collator` is of type {type(collator).__name__}, but the trainer encodes and joins the rows "
             "itself; pass None, or leave it out."
         )
-    # Datasets
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
     eval_dataset = arguments.get("eval_dataset")
     datasets_by_key = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
     for key, dataset in datasets_by_key.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
-    # Reward functions
     reward_list = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for index, reward_func in enumerate(reward_list if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The samplers of a run, made once from its config: transformers, or vLLM within the process or on servers."""
+"""The samplers of a run, made at the end of a constructor: transformers, or vLLM in the process or on servers."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator

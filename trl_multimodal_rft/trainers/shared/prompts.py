@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The encoder of prompts, and the rows whose prompts it encodes."""
+"""The encoder of prompts and the rows that it encodes, made in a constructor after TRL's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

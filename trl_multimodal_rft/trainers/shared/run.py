@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Settings, parts and state that the stages of a rollout share."""
+"""Settings, parts and state that the stages of all rollouts of a run share."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The completions of each rollout: sampled, continued after tool calls, and compared with the policy."""
+"""Sampling in each rollout: completions are sampled, continued after tool calls, and compared with the policy."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

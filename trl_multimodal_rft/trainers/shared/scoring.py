@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The forwards of policy and reference: their heads, packed rows, compiled layers, and the checks of their scores."""
+"""
+What scores completions, made in a constructor after TRL's: the forwards of policy and reference, with their heads,
+packed rows, compiled layers and checks.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks of a trainer's config, launch, datasets and model, and warnings about them."""
+"""Checks in a constructor, of config, launch, datasets and model against each other, and warnings about them."""
 
 import inspect
 import os
