@@ -51,10 +51,11 @@ from ...rollout.score import score_values
 from ..checkpoints.files import whole_state_dict
 from ..grpo.trainer import MultimodalGRPOTrainer
 from ..shared.arguments import check_arguments
+from ..shared.dataset_checks import warn_of_unread_media
 from ..shared.ema import MovingAverage
 from ..shared.optimizer import freeze_parts, mark_group_parts, two_schedules
 from ..shared.scoring import compile_models
-from ..shared.setup import resolve_config, warn_of_unread_media
+from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalPPOConfig
 from .method import PPO

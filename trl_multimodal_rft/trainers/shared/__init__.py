@@ -6,8 +6,8 @@ What trainers share, by the moment at which it runs.
   `method` says what a method consists of, and `signatures` and `configs` have the types of arguments and configs.
 - Before anything is loaded: `multimodal_config` has the options of configs, `arguments` and `batches` check them, and
   `inputs` the arguments of a constructor.
-- In a constructor, before TRL's: `setup` compares config, launch, datasets and model. `loading` loads models and
-  rewards.
+- In a constructor, before TRL's: `setup` compares config, launch and model, and `loading` loads models and rewards.
+- Whenever a dataset comes, from a constructor or for an evaluation: `dataset_checks` reads its columns and first rows.
 - In a constructor, after TRL's: `scoring` makes what scores completions, `prompts` what reads rows, `run` what the
   stages of a rollout share, and `engine`, which needs the run, what samples. `optimizer` sets the rates of parts.
 - In each rollout: `sampling` gets the completions, with `asynchronous`, `rollout_views` and `offload` as options, and

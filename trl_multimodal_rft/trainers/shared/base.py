@@ -34,6 +34,7 @@ from ...rollout.rollout import Rollout, TRLInputs, require
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
 from ...rollout.turns import ToolLoop
+from .dataset_checks import unchecked_datasets
 from .engine import GenerationParts, make_sampling
 from .inputs import Inputs, check_inputs
 from .loading import (
@@ -52,7 +53,6 @@ from .rollout_views import bonus_of_contrast
 from .run import CompletionSettings, Notices, Run, attribute_of
 from .sampling import check_prompts, check_sampler, sample_rollout
 from .scoring import compile_models, enable_packing, make_scoring
-from .setup import unchecked_datasets
 from .signatures import Model, Processor
 from .trainer import BaseTrainer
 

@@ -27,10 +27,11 @@ from ...models.wrapped import computing_dtype, unwrapped
 from ..checkpoints.files import checkpoints, step_of
 from .arguments import mapping
 from .configs import SamplingConfig
+from .dataset_checks import media_limits
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
 from .run import Run
-from .setup import media_limits, warn_of_unused_recommendations
+from .setup import warn_of_unused_recommendations
 
 
 logger = get_logger(__name__)

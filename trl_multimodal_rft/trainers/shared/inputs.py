@@ -12,7 +12,8 @@ from ...rewards.named import as_reward_funcs
 from ...rollout.environments import rows_for_environments
 from .arguments import check_arguments
 from .configs import SamplingConfig
-from .setup import check_kept_columns, check_launch, modalities, warn_of_excluded_tokens, warn_of_unread_media
+from .dataset_checks import check_kept_columns, modalities, warn_of_unread_media
+from .setup import check_launch, warn_of_excluded_tokens
 from .signatures import Model, Processor
 
 

@@ -42,17 +42,10 @@ from ...rewards.model import RewardModel
 from ...rollout.environments import Environments
 from ...rollout.reward_functions import RewardFunctions
 from .arguments import mapping
-from .configs import SamplingConfig, TrainerConfig
+from .configs import SamplingConfig, TrainerConfig, needs_reference
+from .dataset_checks import check_takes_media
 from .inputs import Inputs
-from .setup import (
-    NO_NAME,
-    check_engine_format,
-    check_head_cast,
-    check_name,
-    check_takes_media,
-    needs_reference,
-    prepare_for_tools,
-)
+from .setup import NO_NAME, check_engine_format, check_head_cast, check_name, prepare_for_tools
 from .signatures import Adapter, Processor
 
 

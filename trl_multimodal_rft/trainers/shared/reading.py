@@ -39,11 +39,12 @@ from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
+from .dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans, ReadMetrics
 from .scoring import compile_models
-from .setup import check_held_out, check_launch, modalities, unchecked_datasets, warn_of_unread_media
+from .setup import check_launch
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
 from .trainer import BaseTrainer

@@ -41,8 +41,8 @@ from ...rollout.skipped_forwards import packing_metrics
 from ...rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ...rollout.turns import ToolLoop
 from .configs import SamplingConfig, stops_of
+from .dataset_checks import check_held_out, unchecked_datasets, warn_of_unread_media
 from .finite import check_weights
-from .setup import check_held_out, unchecked_datasets, warn_of_unread_media
 
 
 logger = get_logger(__name__)
@@ -166,7 +166,10 @@ class Run:
         self.check_held_out(datasets)
 
     def check_held_out(self, datasets: Mapping[str, Any]) -> None:
-        """Checks the first rows of datasets for evaluation before training begins, see [`~setup.check_held_out`]."""
+        """
+        Checks the first rows of datasets for evaluation before training begins, see
+        [`~trainers.shared.dataset_checks.check_held_out`].
+        """
         self.notices.unchecked_datasets |= unchecked_datasets(datasets)
         for row in check_held_out(self.args, datasets, self.stream, input_modalities(self.prompts.model)):
             if not all(isinstance(function, nn.Module) for function in self.reward_functions.functions):

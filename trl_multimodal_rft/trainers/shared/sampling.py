@@ -28,9 +28,9 @@ from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, completions_without_tools, run_turns
 from .asynchronous import AsynchronousSampling, probe_engine
+from .configs import sampling_changes
 from .rollout_views import sample_with_views
 from .run import Run
-from .setup import sampling_changes
 
 
 logger = get_logger(__name__)

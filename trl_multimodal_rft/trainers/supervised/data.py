@@ -30,7 +30,7 @@ from ...encoding.sequences import SupervisedSequence
 from ...encoding.supervised import SupervisedEncoder
 from ...encoding.tokenized import row_labels
 from ...rollout.stream import EncodedRow
-from ..shared.setup import check_takes_media
+from ..shared.dataset_checks import check_takes_media
 
 
 logger = get_logger(__name__)
