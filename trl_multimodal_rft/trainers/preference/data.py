@@ -73,7 +73,9 @@ class PreferenceCollator(SupervisedCollator):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
         # Triples: the pair, the name of its completion's column, and the prompt before the completion
-        clean_completions = [(pair, name, pair.prompt_before(name)) for name in COMPLETIONS for pair in pairs]
+        clean_completions = []
+        for name in COMPLETIONS:
+            clean_completions += [(pair, name, pair.prompt_before(name)) for pair in pairs]
         n_prompt_tokens = sum(len(prompt) for _, _, prompt in clean_completions)
         completions = [*clean_completions, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
         ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in completions])

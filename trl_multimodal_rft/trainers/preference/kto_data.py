@@ -201,7 +201,8 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
             [dataset.remove_columns(["chosen", "rejected"]), prompts_and_completions], axis=1
         )
     dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of pairs
-    n, completion_columns = len(dataset), ("chosen", "rejected")
+    n = len(dataset)
+    completion_columns = ("chosen", "rejected")
     labelled_datasets = [
         dataset.remove_columns(other).rename_column(column, "completion").add_column("label", [column == "chosen"] * n)
         for column, other in (completion_columns, completion_columns[::-1])
@@ -209,7 +210,7 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
     starts = range(0, n, _PAIRS_PER_BLOCK)
     blocks = [np.arange(start, min(start + _PAIRS_PER_BLOCK, n)) for start in starts]
     # Once concatenated, the chosen completion of pair `i` has the index `i`, and the rejected one `n + i`
-    order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
+    order = np.concatenate([np.concatenate([block, block + n]) for block in blocks])
     return concatenate_datasets(labelled_datasets).select(order)
 
 

@@ -50,7 +50,9 @@ _NAMES_BY_INTERVAL = {
     "[0, 1)": "adam_beta1 adam_beta2",
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
-_INTERVALS = {name: interval for interval, names in _NAMES_BY_INTERVAL.items() for name in names.split()}
+_INTERVALS: dict[str, str] = {}
+for _interval, _names in _NAMES_BY_INTERVAL.items():
+    _INTERVALS |= dict.fromkeys(_names.split(), _interval)
 _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
 
 # Options with a dictionary in JSON whose other texts are the path of a file, or have an error of their own
@@ -123,7 +125,7 @@ class CheckedKeywords:
 def as_names(value: str | list[str] | None) -> list[str] | None:
     """Returns the distinct names in comma-separated text, or in a list of such texts, or `None` if there are none."""
     texts = [value] if isinstance(value, str) else value or []
-    names = [name.strip() for text in texts for name in text.split(",")]
+    names = [name.strip() for name in ",".join(texts).split(",")]
     return list(dict.fromkeys(filter(None, names))) or None
 
 

@@ -77,9 +77,12 @@ class AsynchronousSampling:
         with sampler.explain(), sampler.profile("vLLM.generate"):
             pending, answers, wait_seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_restarts()
-        completions = [completion for answer in answers for completion in answer.completions]  # (ids, logps)
+        completions = []  # pairs of ids and log-probabilities
+        versions = []
+        for answer in answers:
+            completions += answer.completions
+            versions += [[answer.first_version, answer.last_version]] * len(answer.completions)
         ids, logps = ([*column] for column in zip(*completions, strict=True))
-        versions = [[answer.first_version, answer.last_version] for answer in answers for _ in answer.completions]
         # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:

@@ -520,4 +520,4 @@ def _overrides_loss(trainer_class: type) -> bool:
     package = __name__.partition(".")[0]
     # Classes of the MRO before this package's trainer
     subclasses = itertools.takewhile(lambda cls: cls.__module__.partition(".")[0] != package, trainer_class.__mro__)
-    return any(name in vars(cls) for cls in subclasses for name in ("_loss", "_compute_loss"))
+    return any({"_loss", "_compute_loss"} & vars(cls).keys() for cls in subclasses)

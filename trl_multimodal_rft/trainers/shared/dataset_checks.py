@@ -176,12 +176,12 @@ def unchecked_datasets(datasets: Mapping[str, Any]) -> set[str]:
     Returns the names of the arguments whose rows can't be checked before training or evaluation reads them: streams,
     and a training dataset with a transform. Of other datasets for evaluation, [`check_held_out`] reads a row.
     """
-    return {
-        argument
-        for argument, entry in datasets.items()
-        for _, dataset in named_splits({argument: entry})
-        if isinstance(dataset, IterableDataset) or (argument == "train_dataset" and not lists_columns(dataset))
-    }
+    unchecked = set()
+    for argument, entry in datasets.items():
+        for _, dataset in named_splits({argument: entry}):
+            if isinstance(dataset, IterableDataset) or (argument == "train_dataset" and not lists_columns(dataset)):
+                unchecked.add(argument)
+    return unchecked
 
 
 def media_limits(args: SamplingConfig, *datasets: EvalRows) -> dict[str, int]:
@@ -189,12 +189,10 @@ def media_limits(args: SamplingConfig, *datasets: EvalRows) -> dict[str, int]:
     Returns the largest number of media in a prompt by modality, for which an engine reserves memory. Empty without
     datasets, or if the rows of one can't be counted.
     """
-    all_datasets = [
-        dataset for entry in datasets for dataset in (entry.values() if isinstance(entry, dict) else [entry])
-    ]
     # For each dataset: the largest count by modality, or `None` if its rows can't be counted
     results = [
-        max_media_per_row(dataset, args.ignored_media_columns or ()) for dataset in all_datasets if dataset is not None
+        max_media_per_row(dataset, args.ignored_media_columns or ())
+        for _, dataset in named_splits(dict(enumerate(datasets)))
     ]
     counts = [limits for limits in results if limits is not None]
     if len(counts) < len(results):

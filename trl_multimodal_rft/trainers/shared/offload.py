@@ -88,7 +88,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies the second tensor of each pair to the first, and waits once for all copies."""
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
-    for device in {tensor.device for pair in pairs for tensor in pair if tensor.device.type != "cpu"}:
+    for device in {tensor.device for tensor in chain.from_iterable(pairs) if tensor.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
 
 

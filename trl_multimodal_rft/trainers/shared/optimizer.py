@@ -90,7 +90,9 @@ def split_groups_by_rate(
         for key, parameters in parameters_by_key.items():
             rate_option = {} if all_rates[key] is None else {"lr": all_rates[key]}
             groups += [{**group, **rate_option, "params": parameters}] if parameters else []
-    grouped_ids = {id(parameter) for group in groups for parameter in group["params"]}
+    grouped_ids: set[int] = set()
+    for group in groups:
+        grouped_ids |= set(map(id, group["params"]))
     if any(parameter.requires_grad and id(parameter) not in grouped_ids for parameter in keys_by_parameter):
         raise ValueError(
             f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no parameter groups; drop one of "

@@ -188,7 +188,8 @@ class CompletionTrainer(BaseTrainer):
         return dataset.select([index for index in range(len(dataset)) if index not in errors])
 
     def _train_loader(self) -> DataLoader:
-        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
+        args = self.args
+        ranks = (self.accelerator.num_processes, self.accelerator.process_index)
         order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
             self._token_columns.source(self.train_dataset),
@@ -292,7 +293,8 @@ class CompletionTrainer(BaseTrainer):
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (prompt, target, rejected), collator = sequence.example(), self.data_collator
+            prompt, target, rejected = sequence.example()
+            collator = self.data_collator
             messages = collator.conversation(row) if sequence.modalities else None
             display.show_example(
                 collator.model, self.processing_class, prompt, messages, target, rejected_ids=rejected

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -241,8 +242,8 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
     steps and the reward. Leaves out functions whose rewards differed at any step, such as one for a learned format.
     """
     constant = {}
-    mean_keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
-    for key in dict.fromkeys(mean_keys):
+    keys = dict.fromkeys(chain.from_iterable(history))
+    for key in [key for key in keys if key.startswith("rewards/") and key.endswith("/mean")]:
         name = key.removeprefix("rewards/").removesuffix("/mean")
         reward_logs = [logs for logs in history if key in logs]
         reward = reward_logs[0][key]

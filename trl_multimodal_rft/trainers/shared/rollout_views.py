@@ -69,7 +69,8 @@ def record_views(
     With 4 completions, `share` at index 3 and `contrast` at index 2, the samples have 5 entries. The first 4 are
     returned, of which index 3 loses its log-probabilities. The last one goes into `contrast`, with the index 2.
     """
-    n, (share, contrast, strength) = len(rollout), views
+    n = len(rollout)
+    share, contrast, strength = views
     if strength is not None:
         rollout.source.from_view = torch.tensor([i in share for i in range(n)], device=run.accelerator.device)
         run.metrics.add({"view/strength": strength})

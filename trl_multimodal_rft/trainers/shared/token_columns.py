@@ -3,6 +3,7 @@
 
 import uuid
 from collections.abc import Callable
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 from datasets import Dataset, IterableDataset
@@ -63,5 +64,5 @@ class TokenColumns:
     def _add_to_batch(self, batch: dict[str, list]) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         rows = [self._with_columns(row, index) for index, row in enumerate(rows)]
-        names = dict.fromkeys(name for row in rows for name in row)
+        names = dict.fromkeys(chain.from_iterable(rows))
         return {name: [row.get(name) for row in rows] for name in names}

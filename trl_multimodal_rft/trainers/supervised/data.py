@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -103,10 +104,8 @@ class SupervisedCollator:
         return self._encoder_of(row).conversation(row, answer)
 
     def _plain_outputs(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
-        defaults, encoder = (
-            {"chat_template": getattr(self.processing_class, "chat_template", None)},
-            self._encoder_of(row),
-        )
+        defaults = {"chat_template": getattr(self.processing_class, "chat_template", None)}
+        encoder = self._encoder_of(row)
         template_kwargs = defaults | {
             name: value for name, value in encoder.template_kwargs.items() if value is not None
         }
@@ -156,10 +155,12 @@ class SupervisedCollator:
 
     def _template_variables(self, row: Row) -> dict[str, Any]:
         """Returns the tools of a row, and the entries of its `chat_template_kwargs` that the chat template reads."""
-        tools, variables = row.get("tools"), row.get("chat_template_kwargs") or {}
+        tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
+        variables = row.get("chat_template_kwargs") or {}
         variables = {name: value for name, value in variables.items() if value is not None}
-        if reserved := sorted(_RESERVED_NAMES & variables.keys()):
+        reserved = sorted(_RESERVED_NAMES & variables.keys())
+        if reserved:
             raise ValueError(
                 f"row {row.row_index}, column 'chat_template_kwargs': {reserved} can't be set per row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
@@ -179,9 +180,8 @@ class SupervisedCollator:
     def _template_names(self) -> set[str]:
         template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
         sources = template.values() if isinstance(template, dict) else [template]
-        return {
-            name for source in sources for _, token_type, name in Environment().lex(source) if token_type == "name"
-        }
+        tokens = chain.from_iterable(map(Environment().lex, sources))
+        return {name for _, token_type, name in tokens if token_type == "name"}
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -255,7 +255,8 @@ class SupervisedCollator:
         return None if dataset is None else self._prepare(dataset, name)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
-        args, formatting_func = self.args, self.formatting_func
+        args = self.args
+        formatting_func = self.formatting_func
         columns, media = self._columns_of(dataset, name)
         if formatting_func is not None and args.completion_only_loss:
             raise ValueError(
@@ -351,6 +352,7 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     window = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     completion_only = args.completion_only_loss
     remaining = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, completion_only)[window]))
-    if n_dropped := len(dataset) - len(remaining):
+    n_dropped = len(dataset) - len(remaining)
+    if n_dropped:
         logger.warning(f"{n_dropped} rows of the {name} dataset are dropped: `max_length` leaves nothing to learn.")
     return remaining

@@ -134,7 +134,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         arguments = arguments_of(locals(), "formatting_func", "options")
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_scoring(arguments, datasets)
-        model, processing_class = loaded.model, loaded.processing_class
+        model = loaded.model
+        processing_class = loaded.processing_class
 
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
         train_dataset = collator.prepare(train_dataset, "train")
@@ -192,8 +193,11 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     # Update
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
-        args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
-        training, mask = self.model.training, targets != -100
+        args = self.args
+        sequences = inputs["sequences"]
+        targets = inputs["labels"][:, 1:]
+        mask = targets != -100
+        training = self.model.training
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
         # Sequences hold their completions, so the lengths of further completions are 0
         packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
@@ -240,7 +244,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         return self.compute_loss_func is not None or any(config.is_prompt_learning for config in configs)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        sequences, labels = inputs["sequences"], inputs["labels"]
+        sequences = inputs["sequences"]
+        labels = inputs["labels"]
         for sequence in sequences:
             if sequence.modalities:
                 raise ValueError(
