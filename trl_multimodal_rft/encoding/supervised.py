@@ -21,7 +21,7 @@ from ..views.views import View
 from .conversations import check_joins, encode_continuation
 from .join import padded
 from .messages import check_written, write_chat
-from .processors import checked_prompt
+from .processors import Processor, checked_prompt
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
 from .tokenized import TextEncoder, with_end
@@ -370,7 +370,8 @@ class SupervisedEncoder(TextEncoder):
         a token is learned only if the template also writes it for the completion without its media.
         """
         label = f"row {prompt.row}"
-        prompt_text, whole_text = self._render(messages, n, label)
+        template = label, self.processing_class, self.template_kwargs
+        prompt_text, whole_text = _render(messages, n, *template)
         options: dict[str, Any] = {"template_kwargs": self.template_kwargs, "audio_overlong": self.audio_overlong}
         answer = encode_continuation(
             whole_text.removeprefix(prompt_text),
@@ -398,7 +399,7 @@ class SupervisedEncoder(TextEncoder):
             text_messages = [
                 {**message, "content": blocks} for message, blocks in zip(messages[n:], text_blocks, strict=True)
             ]
-            answer_text = self._render([*messages[:n], *text_messages], n, label)[1].removeprefix(prompt_text)
+            answer_text = _render([*messages[:n], *text_messages], n, *template)[1].removeprefix(prompt_text)
             text_ids = self._tokenizer(answer_text, add_special_tokens=False)["input_ids"]
             learned = torch.zeros_like(learned)
             # Text is what both renderings have, in the same order. Only `ids` have placeholders.
@@ -415,7 +416,7 @@ class SupervisedEncoder(TextEncoder):
         if isinstance(prompt_text, str):
             whole_text = prompt_text + with_end(row["completion"], end)
         else:
-            prompt_text, whole_text = self._render(messages, n, label)
+            prompt_text, whole_text = _render(messages, n, label, self.processing_class, self.template_kwargs)
         prompt_ids, ids = (
             self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt_text, whole_text)
         )
@@ -429,17 +430,6 @@ class SupervisedEncoder(TextEncoder):
             token = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
             raise ValueError(f"{label}: the completion contains {token!r}, a placeholder of media; remove it.")
         return ids
-
-    def _render(self, messages: list, n: int, label: str) -> tuple[str, str]:
-        options = self.template_kwargs
-        prompt_text = write_chat(messages[:n], self.processing_class, label, add_generation_prompt=True, **options)
-        whole_text = write_chat(messages, self.processing_class, label, **options)
-        if not whole_text.startswith(prompt_text):
-            raise ValueError(
-                f"{label}: the chat template renders the prompt differently when an answer follows, so the answer "
-                "can't be found; set a chat template that renders it the same (`processing_class.chat_template`)."
-            )
-        return prompt_text, whole_text
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
@@ -495,6 +485,20 @@ def _with_prompt(row: Row) -> dict[str, Any]:
 
 def _is_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
+
+
+def _render(
+    messages: list, n: int, label: str, processing_class: Processor, template_kwargs: dict[str, Any]
+) -> tuple[str, str]:
+    """Returns the first `n` messages, which are the prompt, and all messages, as the chat template writes them."""
+    prompt_text = write_chat(messages[:n], processing_class, label, add_generation_prompt=True, **template_kwargs)
+    whole_text = write_chat(messages, processing_class, label, **template_kwargs)
+    if not whole_text.startswith(prompt_text):
+        raise ValueError(
+            f"{label}: the chat template renders the prompt differently when an answer follows, so the answer can't "
+            "be found; set a chat template that renders it the same (`processing_class.chat_template`)."
+        )
+    return prompt_text, whole_text
 
 
 def _text_or_messages(row: Mapping[str, Any], messages: list) -> str | list:

@@ -311,7 +311,7 @@ class Comparison:
             num_generations=args.num_generations,
             max_completion_length=args.max_completion_length,
             # TRL's trainer may sample the placeholder of a medium, which would then lack its medium
-            generation_kwargs={"suppress_tokens": sorted({token for ids in placeholders for token in ids})},
+            generation_kwargs={"suppress_tokens": sorted(set().union(*placeholders))},
             gradient_checkpointing=args.gradient_checkpointing,
             learning_rate=args.learning_rate,
             # Without momentum, and without a division by the size of gradients, which would magnify rounding
@@ -394,8 +394,10 @@ def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.
     results = []
 
     def n_unequal(run: Run) -> int:
-        pairs = zip(baseline.steps, run.steps, strict=True)
-        return sum(a != b for one, other in pairs for a, b in zip(one.sampled, other.sampled, strict=True))
+        n = 0
+        for one, other in zip(baseline.steps, run.steps, strict=True):
+            n += sum(a != b for a, b in zip(one.sampled, other.sampled, strict=True))
+        return n
 
     # A token midway between two others may fall to either, and a completion after it is another
     n_rounded = n_unequal(rounded)
@@ -513,7 +515,9 @@ def run(args: argparse.Namespace) -> None:
     if [step.completions for step in ours.steps] != [step.completions for step in baseline.steps]:
         raise RuntimeError("The trainers trained on other completions than those that the baseline sampled.")
     results = findings(before, (baseline, rounded, ours), comparison.dtype)
-    tokens = [len(ids) for step in baseline.steps for ids in step.completions]
+    tokens = []
+    for step in baseline.steps:
+        tokens += map(len, step.completions)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     version = importlib.metadata.version("trl") if name == "TRL" else ""
     size = f"{args.steps} steps of {args.per_device_train_batch_size} completions"

@@ -126,12 +126,7 @@ def load_conversations(
         if task == "sft":
             return {"messages": chat}
         if task == "kto":
-            required(row, index, *LABELS)
-            names = [name for name in LABELS if row.get(name) is not None]
-            labels = [truth_value(row[name], name, index, is_required=True) for name in names]
-            if len({*labels}) > 1:
-                raise ValueError(f"row {index}: {' and '.join(map(repr, names))} differ; remove one of them.")
-            return {"prompt": chat[:-1], "completion": chat[-1:], "label": labels[0]}
+            return {"prompt": chat[:-1], "completion": chat[-1:], "label": _label_of(row, index)}
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if has_answer else None
@@ -150,6 +145,15 @@ def load_conversations(
     if task == "rl" and dataset.features["solution"] == Value("null"):  # no row has an answer
         return dataset.remove_columns("solution")
     return dataset
+
+
+def _label_of(row: dict[str, Any], index: int) -> bool:
+    required(row, index, *LABELS)
+    names = [name for name in LABELS if row.get(name) is not None]
+    labels = [truth_value(row[name], name, index, is_required=True) for name in names]
+    if len({*labels}) > 1:
+        raise ValueError(f"row {index}: {' and '.join(map(repr, names))} differ; remove one of them.")
+    return labels[0]
 
 
 def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
