@@ -114,7 +114,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         # Its list of indices is empty, which drops the reward
         extra_rollout, indices = rollout.source.contrast or (rollout.select([0]), [])
         extra_rollout.source.whole_groups = False
-        rewards = rewards_per_func(run.reward(extra_rollout, only_first=True))[: len(indices), 0]
+        rewards = rewards_per_func(run.call_reward_functions(extra_rollout, only_first=True))[: len(indices), 0]
         contrast_rewards[indices] = rewards.to(device)
     contrast_rewards = run.accelerator.gather(contrast_rewards)
     group_size = run.group_size

@@ -233,7 +233,7 @@ class Run:
         with kept_requires_grad(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             return self.score(self.model, rollout)
 
-    def reward(self, rollout: Rollout, *, only_first: bool = False) -> list[list[float | None]]:
+    def call_reward_functions(self, rollout: Rollout, *, only_first: bool = False) -> list[list[float | None]]:
         """
         Returns this rank's rewards by completion and function. With `only_first`, only the first function is called,
         and what it logs is discarded.
@@ -257,7 +257,7 @@ class Run:
 
     def gather_rewards(self, rollout: Rollout) -> None:
         """Sets and logs the rewards of the completions of all ranks. All ranks must call this."""
-        rewards = self.reward(rollout)
+        rewards = self.call_reward_functions(rollout)
         rollout.rewards.by_function = rewards
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
         # `(B, F, 1 + turns)` for `F` functions: rewards of completions, then of turns, so that one call gathers both
