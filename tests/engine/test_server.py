@@ -87,7 +87,7 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
 
 @pytest.mark.slow
 def test_a_teacher_on_the_server_among_several(server, omni, tmp_path):
-    """Rows choose the served model or one in this process. The served one says what it says here, of its rows alone."""
+    """Rows choose the served model or one in this process. The served one says what it says here, of its rows only."""
     make(server, omni, tmp_path).vllm_generation.sync_weights()
     rows = omni_rows()
     transform = rows.format["format_kwargs"]["transform"]
