@@ -3,9 +3,10 @@
 
 import numpy as np
 import PIL.Image
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from ..data.rows.columns import rows_to_messages
+from .processors import Processor
 from .prompts import EncodedPrompt, encode_prompt
 
 
@@ -23,7 +24,7 @@ class DummyPrompt(EncodedPrompt):
     """A dummy prompt that keeps every rank's encoders in the collectives and has no tokens in the loss."""
 
 
-def dummy_prompt(modality: str | None, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
+def dummy_prompt(modality: str | None, processor: Processor, model: PreTrainedModel) -> DummyPrompt:
     """
     Returns a prompt with one small image, video or sound, or without media. As it has no completion, it doesn't affect
     the other prompts of a batch, and the encoder of its modality gets a gradient of exactly 0.
