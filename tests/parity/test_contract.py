@@ -471,7 +471,7 @@ def test_a_newer_version_whose_imports_fail_lacks_nothing(tmp_path, monkeypatch)
     assert f"don't fit together: {cause}. It has torch" in unfit_packages(raised.value)
 
 
-@pytest.mark.parametrize(("package", "number"), [("torch", "2.10.0+cu128"), ("peft", "0.20.1"), ("datasets", "4.8")])
+@pytest.mark.parametrize(("package", "number"), [("torch", "2.10.0+cu128"), ("peft", "0.18.1"), ("datasets", "4.8")])
 def test_an_older_version_is_an_error_with_the_remedy(package, number, tmp_path, monkeypatch, capsys):
     state(tmp_path, monkeypatch, **{package: number}, trl="1.99.0")
     with pytest.raises(ImportError) as raised:

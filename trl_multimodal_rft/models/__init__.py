@@ -13,6 +13,7 @@ from .critic import Critic, ValueHead
 if not hasattr(_MoeOutput, "image_outputs"):
     _MoeOutput.image_outputs = None
 
-# To switch Granite Speech's adapter, transformers 5.24 requires an unreleased version of PEFT, although 0.21 works
+# To switch Granite Speech's adapter, transformers 5.24 requires an unreleased version of PEFT, although 0.19.1 works,
+# which transformers 5.16 requires
 if hasattr(_peft, "MIN_PEFT_VERSION"):
-    _peft.MIN_PEFT_VERSION = min(_peft.MIN_PEFT_VERSION, "0.21.0", key=_Version)  # pyrefly: ignore[bad-assignment]
+    _peft.MIN_PEFT_VERSION = min(_peft.MIN_PEFT_VERSION, "0.19.1", key=_Version)  # pyrefly: ignore[bad-assignment]

@@ -287,7 +287,8 @@ def check_parallelism(args: Any, model: "Model") -> None:
     These trainers read different rows on each rank.
     """
     parallelism = args.parallelism_config or ParallelismConfig()  # defaults to `accelerate launch`'s settings
-    sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
+    # accelerate has `sp_size` since 1.12
+    sizes = {name: getattr(parallelism, name, None) for name in ("tp_size", "cp_size", "sp_size")}
     deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     sizes["autotp_size"] = deepspeed.get("tensor_parallel", {}).get("autotp_size")
     sizes["sequence_parallel_size"] = deepspeed.get("sequence_parallel_size")
