@@ -13,7 +13,7 @@ from helpers.trainer_utils import load, make_trainer, relative_difference
 from trainers.distillation.test_distillation import KINDS, completions_of, content
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.trainers.distillation.best import _CONTEXT
+from trl_multimodal_rft.trainers.distillation.best import _CONTEXT, _with_answer
 
 
 BEST = {"self_teacher": "current(shows_best=True)"}
@@ -105,6 +105,25 @@ def test_a_group_without_a_success_is_not_trained_on():
     run = one_step("image", {"reward_funcs": lambda completion_ids, **kwargs: [0.5] * len(completion_ids)})
     assert run.history[0]["teacher/taught_frac"] == 0 and run.history[0]["loss"] == 0
     assert not any(update.any() for update in run.update.values())
+
+
+def test_a_completion_without_a_reward_is_never_shown():
+    """Also where a reward of 0 would be the best of the group."""
+
+    def mostly_none(completion_ids, **kwargs):
+        return [None if i % 4 < 3 else -0.5 for i in range(len(completion_ids))]
+
+    run = one_step("image", {"reward_funcs": mostly_none}, self_teacher="current(shows_best=True, min_reward=-1.0)")
+    assert run.history[0]["teacher/taught_frac"] == pytest.approx(3 / 4)
+
+
+def test_the_context_is_behind_the_last_question():
+    """Of a conversation, whose messages stay as they are."""
+    turns = [("user", "A"), ("assistant", "B"), ("user", "C")]
+    prompt = [{"role": role, "content": text} for role, text in turns]
+    told = _with_answer(prompt, "D")
+    assert [message["content"] for message in told] == ["A", "B", "C" + _CONTEXT.format(answer="D")]
+    assert [message["content"] for message in prompt] == ["A", "B", "C"]
 
 
 def test_resumed_run_is_the_run(tmp_path):
