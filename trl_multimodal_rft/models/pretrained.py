@@ -1,11 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loading of models by name."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from logging import Logger
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -25,6 +26,10 @@ from ..encoding.model_folders import check_model_folder, check_weights, holds_mo
 from ..encoding.processors import load_processor
 from ..families import family_of
 from .wrapped import replaced
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 
 if Version(transformers.__version__) < Version("5.23"):
@@ -156,32 +161,35 @@ def load_trained(
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
     if not is_adapter(name, revision):
-        model = load(name, **source, **kwargs)
-        processor_name = name
-    else:
-        peft = require_module("peft", "peft")
-        config = peft.PeftConfig.from_pretrained(name, **source)
-        base = config.base_model_name_or_path
-        base_source = {"revision": config.revision or "main"}
-        if base is None:
-            raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
-        check_weights(name)
-        model = load(base, **base_source, **kwargs)
-        try:
-            with loading_errors(name, "adapter"), warnings.catch_warnings():
-                warnings.filterwarnings("error", ".*Found missing adapter keys")
-                model = peft.PeftModel.from_pretrained(model, name, **source)
-        except UserWarning as error:
-            raise ValueError(
-                f"{name!r} lacks weights of an adapter, which would be random: {str(error)[:200]}"
-            ) from None
-        # An adapter may have been saved with or without the processor
-        has_processor = cached_file(
-            name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source
-        )
-        processor_name = name if has_processor else base
-        source = source if has_processor else base_source
+        return load(name, **source, **kwargs), load_processor(name, trust_remote_code=trust_remote_code, **source)
+    model, config = load_adapted(name, revision, functools.partial(load, **kwargs))
+    # An adapter may have been saved with or without the processor
+    has_processor = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
+    processor_name = name
+    if not has_processor:
+        processor_name = str(config.base_model_name_or_path)
+        source = {"revision": config.revision or "main"}
     return model, load_processor(processor_name, trust_remote_code=trust_remote_code, **source)
+
+
+def load_adapted(
+    name: str, revision: str | None, load: Callable[..., PreTrainedModel]
+) -> "tuple[PeftModel, PeftConfig]":
+    """Loads the base model of an adapter by `load`, and the adapter. Returns the `PeftModel` and its `PeftConfig`."""
+    peft = require_module("peft", "peft")
+    source = {"revision": revision or "main"}
+    config = peft.PeftConfig.from_pretrained(name, **source)
+    base = config.base_model_name_or_path
+    if base is None:
+        raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
+    check_weights(name)
+    model = load(base, revision=config.revision or "main")
+    try:
+        with loading_errors(name, "adapter"), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*Found missing adapter keys")
+            return peft.PeftModel.from_pretrained(model, name, **source), config
+    except UserWarning as error:
+        raise ValueError(f"{name!r} lacks weights of an adapter, which would be random: {str(error)[:200]}") from None
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:

@@ -9,7 +9,9 @@ from helpers.distillation_runs import InjectedOurs, distill, divergence, teacher
 from helpers.encoding import extended
 from helpers.families import encode
 from helpers.trainer_utils import load, make_trainer, relative_difference, saved
+from peft import LoraConfig, get_peft_model
 from trainers.distillation.test_distillation import KINDS, completions_of, content
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
 from trl_multimodal_rft.trainers.distillation import several
@@ -144,6 +146,21 @@ def test_teachers_by_name(tmp_path):
     assert run.history[0]["teacher/itself/divergence"] == pytest.approx(0, abs=1e-6)
     assert run.history[0]["teacher/near/divergence"] > 1e-4
     run.trainer.create_model_card()
+
+
+def test_a_teacher_is_the_folder_of_an_adapter(tmp_path):
+    """It teaches what its merged weights teach."""
+    base = str(saved("qwen2_5_vl"))
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(Qwen2_5_VLForConditionalGeneration.from_pretrained(base), lora)
+    adapted.save_pretrained(tmp_path / "adapter")
+    losses = []
+    by_name = {"teacher_models": {"tuned": str(tmp_path / "adapter")}}
+    for options, passed in ((by_name, {}), ({}, {"tuned": adapted.merge_and_unload()})):
+        objects = {"teacher_models": {"near": teacher("qwen2_5_vl"), **passed}}
+        run = one_step("image", ["near", "tuned"], objects, beta=0.5, **options)
+        losses.append([run.history[0][name] for name in ("loss", "teacher/tuned/divergence")])
+    assert min(losses[0]) > 1e-4 and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 REFUSED = {

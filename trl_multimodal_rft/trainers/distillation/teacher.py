@@ -26,6 +26,7 @@ from ...forward.scores import ScoreRequest
 from ...forward.trees import share_media
 from ...models.modes import evaluation_mode
 from ...models.parts import kept_requires_grad
+from ...models.pretrained import is_adapter, load_adapted
 from ...policy import PolicyForward
 from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
@@ -51,7 +52,10 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 def load_teacher(
     teacher: str | PreTrainedModel | None, args: "MultimodalDistillationConfig"
 ) -> PreTrainedModel | None:
-    """Loads a teacher by its name as TRL does, or returns the model that was passed."""
+    """
+    Loads a teacher by its name as TRL does, with the weights of an adapter merged into those of its base model, or
+    returns the model that was passed.
+    """
     teacher = args.teacher_model_name_or_path if teacher is None else teacher
     init_kwargs = dict(mapping(args.teacher_model_init_kwargs))
     if not isinstance(teacher, str):
@@ -64,7 +68,14 @@ def load_teacher(
         return teacher
     if args.teacher_model_revision is not None:
         init_kwargs.setdefault("revision", args.teacher_model_revision)
-    return load_by_name(teacher, args, init_kwargs)
+    revision = init_kwargs.get("revision")
+    if not is_adapter(teacher, revision):
+        return load_by_name(teacher, args, init_kwargs)
+
+    def load_base(name: str, **source: str) -> PreTrainedModel:
+        return load_by_name(name, args, {**init_kwargs, **source})
+
+    return load_adapted(teacher, revision, load_base)[0].merge_and_unload()
 
 
 def check_teacher(
