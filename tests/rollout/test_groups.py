@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
+from trl_multimodal_rft.rollout import rollout
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.ranks import balanced_assignment, forwarded_length, pickled_group
 from trl_multimodal_rft.rollout.rollout import PARTS, RewardValues, Rollout, join_rollouts
@@ -115,6 +116,18 @@ def test_groups_survive_a_checkpoint():
         loaded.load_state_dict(torch.load(file, weights_only=True))
     assert prompts_in(loaded.state_dict()["groups"]) == [0, 1, 2]
     assert prompts_in(loaded.sample(2, 0)) == prompts_in(buffer.sample(2, 0))
+
+
+def test_groups_of_a_class_by_its_earlier_name_are_loaded(monkeypatch):
+    with monkeypatch.context() as renamed:
+        renamed.setattr(RewardValues, "__qualname__", "Rewards")
+        renamed.setattr(rollout, "Rewards", RewardValues, raising=False)
+        file = io.BytesIO()
+        torch.save(group(1), file)
+    file.seek(0)
+    with torch.serialization.safe_globals([*SAVED_CLASSES]):
+        loaded = torch.load(file, weights_only=True)
+    assert isinstance(loaded.rewards, RewardValues) and loaded.rewards.has_signal.all()
 
 
 # Exchanges. `test_grpo_sampling.py` checks that each completion keeps its prompt, media and scores

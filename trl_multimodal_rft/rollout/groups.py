@@ -12,11 +12,12 @@ from datasets import IterableDataset
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
-from .rollout import PARTS, Rollout, join_rollouts, require
+from .rollout import PARTS, RewardValues, Rollout, join_rollouts, require
 
 
-# Classes in the result of [`GroupBuffer.state_dict`], for `torch.serialization.safe_globals`
-SAVED_CLASSES = (EncodedPrompt, Contexts, Conversation, frozenset, Rollout, *PARTS)
+# Classes in the result of [`GroupBuffer.state_dict`], for `torch.serialization.safe_globals`, also by earlier names
+_RENAMED = (RewardValues, f"{RewardValues.__module__}.Rewards")
+SAVED_CLASSES = (EncodedPrompt, Contexts, Conversation, frozenset, Rollout, *PARTS, _RENAMED)
 
 
 # Optimizer steps after which a replayed group isn't used any more
