@@ -17,7 +17,15 @@ from .rollout import PARTS, RewardValues, Rollout, join_rollouts, require
 
 # Classes in the result of [`GroupBuffer.state_dict`], for `torch.serialization.safe_globals`, also by earlier names
 _RENAMED = (RewardValues, f"{RewardValues.__module__}.Rewards")
-SAVED_CLASSES = (EncodedPrompt, Contexts, Conversation, frozenset, Rollout, *PARTS, _RENAMED)
+SAVED_CLASSES: tuple[Callable | tuple[Callable, str], ...] = (
+    EncodedPrompt,
+    Contexts,
+    Conversation,
+    frozenset,
+    Rollout,
+    *PARTS,
+    _RENAMED,
+)
 
 
 # Optimizer steps after which a replayed group isn't used any more
