@@ -645,7 +645,7 @@ def test_site_is_built(tmp_path):
     signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")
-    assert "images/training_curves.svg" in first and pages[tmp_path].tags["img"] == 1
+    assert "images/before_after.svg" in first and pages[tmp_path].tags["img"] == 1
     architecture = {*pages[tmp_path / "architecture"].links}
     assert any(re.search(r"source/.*/rollout\.py.*#__codelineno-0-\d+$", link) for link in architecture)
     doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}

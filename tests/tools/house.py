@@ -155,13 +155,13 @@ def changed_since(commit: str) -> list[str]:
 
 
 def modules_and_tests() -> dict[str, Path]:
-    """Returns the modules of the package, examples, benchmarks and tests; those of test files by their paths."""
+    """Returns the modules of the package, examples, benchmarks and tests, by the names that import them."""
     known = modules()
     for folder in ("examples", "benchmarks"):
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path.name.startswith("test_"):
-            known[str(path)] = path
+            known[".".join(path.relative_to(ROOT / "tests").with_suffix("").parts)] = path
         elif (path.parent / "__init__.py").exists():
             known[f"{path.parent.name}.{path.stem}"] = path
         else:
