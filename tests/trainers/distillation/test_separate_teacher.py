@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.distillation_runs import InjectedOurs, distill, divergence
 from helpers.distillation_runs import teacher as same_teacher
 from helpers.encoding import extended
@@ -18,9 +19,10 @@ from helpers.trainer_utils import image_rows, load, make_trainer, relative_diffe
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from trainers.distillation.test_distillation import completions_of, content
 from trainers.distillation.test_several_teachers import rows_with
-from transformers import AutoProcessor, PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
+from trl_multimodal_rft.trainers.distillation import several
 
 
 _FOLDERS = tempfile.TemporaryDirectory()
@@ -321,6 +323,34 @@ def test_same_tokens_in_another_family_are_compared_whole():
     loss = total / sum(map(len, completions))
     assert run.history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert_update(run, loss, student[0])
+
+
+def test_a_rank_without_rows_of_a_teacher_forwards_a_prompt_that_it_reads(tmp_path, monkeypatch):
+    """A teacher of text has the student's tokens. Other ranks may have its rows while this one has images."""
+    model, processor = load("qwen2_5_vl")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    vocab_size = model.config.get_text_config().vocab_size
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **sizes, **heads)).save_pretrained(tmp_path)
+    shared = processor.tokenizer
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=shared.backend_tokenizer, eos_token=shared.eos_token, pad_token=shared.pad_token
+    )
+    tokenizer.chat_template = processor.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    of_images = [{**row, "teacher_id": "near"} for row in image_rows(2)]
+    of_text = [{**row, "image": None, "teacher_id": "text"} for row in [*text_rows()][:2]]
+    objects = {
+        "teacher_models": {"near": same_teacher("qwen2_5_vl"), "text": str(tmp_path)},
+        "teacher_model": None,
+    }
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
+    losses = []
+    for has_other_ranks in (False, True):
+        if has_other_ranks:
+            monkeypatch.setattr(several, "any_rank", lambda *_: True)
+        losses.append(one_step(Dataset.from_list([*of_images, *of_text]), objects, **sizes).history[0]["loss"])
+    assert losses[0] > 0.01 and losses[1] == losses[0]
 
 
 def test_a_teacher_of_the_same_processor_gives_the_same_bits():

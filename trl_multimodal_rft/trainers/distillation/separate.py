@@ -165,11 +165,14 @@ class SeparateTeacher:
             prompt.on_device.clear()
         return logps
 
+    def dummy_prompt(self) -> EncodedPrompt:
+        """Returns a prompt of the teacher for forwards without completions of this rank."""
+        return dummy_prompt(None, self.encoder.processor, self.encoder.model)
+
     def _run_dummy(self) -> None:
         """Runs a forward of the teacher without completions of this rank."""
-        dummy = dummy_prompt(None, self.encoder.processor, self.encoder.model)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.run.accelerator.device)
-        self.policy.score(self.model, ScoreRequest([dummy], ids, torch.ones_like(ids), packed=False))
+        self.policy.score(self.model, ScoreRequest([self.dummy_prompt()], ids, torch.ones_like(ids), packed=False))
 
     # Update
 

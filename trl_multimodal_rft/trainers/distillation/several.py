@@ -232,6 +232,9 @@ class Teachers:
         part = rollout.select(indices)
         if teacher.server is None:
             part.teacher = replace(part.teacher, ids=None, logps=None)
+        if not chosen:  # the teacher's prompt in `part` is another teacher's
+            prompts = [] if teacher.separate is None else [teacher.separate.dummy_prompt()]
+            part.teacher = replace(part.teacher, prompts=prompts)
         # Scores of text are those of the rollout
         reads_scores = teacher.separate is not None and not teacher.separate.shares_tokens
         with nullcontext() if reads_scores else teacher.on_device():
