@@ -33,9 +33,11 @@ from ..shared.scoring import compile_models, enable_packing, prepare_reference
 from .teacher import (
     Processor,
     Teacher,
+    completions_of,
     divergence_head_rule,
     leave_out,
     same_tokens,
+    teacher_indices,
     teacher_obstacle,
     teacher_prompts,
 )
@@ -205,9 +207,7 @@ def separate_teacher(run: Run, model: PreTrainedModel, student: PreTrainedModel,
     if not shares_tokens:
         _check_loss(args, name)
     rules = divergence_head_rule(student, "student"), divergence_head_rule(model, "teacher")
-    prepared: Any = prepare_reference(model, args, run.accelerator)
-    packs = enable_packing(run.accelerator, prepared, None, args)
-    compile_models(run.accelerator, args, prepared)
+    prepared, packs = _prepare(run, model)
     fallbacks = Fallbacks(packing=packs, isolate=family_of(model).isolate)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens_per_microbatch}
     policy = PolicyForward(run.accelerator, processor, fallbacks, **options)
@@ -225,12 +225,17 @@ def separate_teacher(run: Run, model: PreTrainedModel, student: PreTrainedModel,
 
 def prepared_teacher(run: Run, model: PreTrainedModel) -> Any:
     """Prepares a teacher that reads the student's inputs, as the reference is prepared."""
-    args = run.args
-    prepared: Any = prepare_reference(model, args, run.accelerator)
-    packs = enable_packing(run.accelerator, prepared, None, args)
+    prepared, packs = _prepare(run, model)
     run.policy.fallbacks.packing = run.policy.fallbacks.packing and packs
-    compile_models(run.accelerator, args, prepared)
     return prepared
+
+
+def _prepare(run: Run, model: PreTrainedModel) -> tuple[Any, bool]:
+    """Also returns whether the model can score packed rows."""
+    prepared: Any = prepare_reference(model, run.args, run.accelerator)
+    packs = enable_packing(run.accelerator, prepared, None, run.args)
+    compile_models(run.accelerator, run.args, prepared)
+    return prepared, packs
 
 
 def _load_processor(model: PreTrainedModel, args: "MultimodalDistillationConfig", name: str) -> Processor:
@@ -280,8 +285,8 @@ class SeparateTeachers:
     def prompts(self, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
         """Returns the prompt of each completion's teacher, see [`~teacher.teacher_prompts`]."""
         prompts: dict[int, EncodedPrompt] = {}
-        for index in sorted(set(_teacher_indices(rollout))):
-            chosen = _completions_of(rollout, index)
+        for index in sorted(set(teacher_indices(rollout))):
+            chosen = completions_of(rollout, index)
             part = rollout.select(chosen)
             part_rows = [rows[i] for i in chosen]
             if index in self.by_index:
@@ -305,7 +310,7 @@ class SeparateTeachers:
         logps = torch.zeros(n, width)
         remaining = [*prompts]
         for index, teacher in by_text.items():
-            chosen = _completions_of(rollout, index)
+            chosen = completions_of(rollout, index)
             with self.on_device(index):
                 spans[chosen], logps[chosen] = teacher.score(rollout, chosen, [prompts[i] for i in chosen])
             for i in chosen:
@@ -320,7 +325,7 @@ class SeparateTeachers:
     def _log(self, rollout: Rollout, by_text: dict[int, SeparateTeacher]) -> None:
         """Logs the share of the tokens in the loss that are aligned, by teacher."""
         is_aligned = (require(rollout.teacher.spans) >= 0).float()
-        indices = torch.tensor(_teacher_indices(rollout), device=is_aligned.device)
+        indices = torch.tensor(teacher_indices(rollout), device=is_aligned.device)
         metrics = {}
         for index in by_text:
             mask = rollout.loss_mask * (indices == index)[:, None].to(rollout.loss_mask)
@@ -335,7 +340,7 @@ class SeparateTeachers:
     def _leave_out_unaligned(self, rollout: Rollout, by_text: dict[int, SeparateTeacher]) -> None:
         """Excludes completions of which nothing is aligned, or raises a `ValueError` for the first of them."""
         mask = rollout.loss_mask
-        indices = _teacher_indices(rollout)
+        indices = teacher_indices(rollout)
         is_unaligned = (mask.any(1) & ~taught_mask(rollout).any(1)).tolist()
         unaligned = [i for i, index in enumerate(indices) if index in by_text and is_unaligned[i]]
         if unaligned and self.run.args.teacher_processor_settings.on_unaligned == "raise":
@@ -352,13 +357,3 @@ class SeparateTeachers:
             is_taught = torch.ones(len(rollout), dtype=torch.bool, device=mask.device)
             is_taught[unaligned] = False
             leave_out(self.run, rollout, is_taught)
-
-
-def _teacher_indices(rollout: Rollout) -> list[int]:
-    """Returns the index of each completion's teacher, 0 for a single one."""
-    index = rollout.teacher.index
-    return [0] * len(rollout) if index is None else index.tolist()
-
-
-def _completions_of(rollout: Rollout, teacher_index: int) -> list[int]:
-    return [i for i, index in enumerate(_teacher_indices(rollout)) if index == teacher_index]

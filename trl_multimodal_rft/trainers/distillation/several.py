@@ -25,7 +25,15 @@ from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
 from .config import is_address
 from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
-from .teacher import Teacher, check_teacher, divergence_head_rule, leave_out, load_teacher, server_teacher
+from .teacher import (
+    Teacher,
+    check_teacher,
+    completions_of,
+    divergence_head_rule,
+    leave_out,
+    load_teacher,
+    server_teacher,
+)
 
 
 if TYPE_CHECKING:
@@ -125,7 +133,7 @@ class Teachers:
                     named.append(NamedTeacher(name, server=server_teacher(model, args, student, processor)))
                     continue
                 separate = separate_teacher(run, model, student, f"the teacher {name!r}")
-                if separate is None:
+                if not args.separates_teachers:
                     check_teacher(student, model, processor, args)
             except ValueError as error:
                 raise ValueError(f"`teacher_models`, {name!r}: {error}") from error
@@ -167,7 +175,7 @@ class Teachers:
         requests: dict[int, list[EngineRequest]] = {}
         for index, teacher in enumerate(self.named):
             if teacher.server is not None:
-                chosen = [prompts[i] for i in self._completions_of(rollout, index)]
+                chosen = [prompts[i] for i in completions_of(rollout, index)]
                 requests[index] = teacher.server.requests_for(chosen)
         return requests
 
@@ -180,7 +188,7 @@ class Teachers:
         ids = torch.zeros(shape, dtype=torch.long, device=device)
         logps = torch.zeros(shape, device=device)
         for index, server_requests in requests.items():
-            chosen = self._completions_of(rollout, index)
+            chosen = completions_of(rollout, index)
             completions = [rollout.source.ids[i] for i in chosen]
             server: Any = self.named[index].server
             top_k = functools.partial(server.top_k, server_requests, completions, shape[1], shape[2])
@@ -199,17 +207,10 @@ class Teachers:
     def separate(self) -> SeparateTeachers | None:
         """Returns the teachers with processors of their own, or `None` if there are none."""
         by_index = {i: teacher.separate for i, teacher in enumerate(self.named) if teacher.separate is not None}
-        on_device = {i: teacher.on_device for i, teacher in enumerate(self.named)}
-        return (
-            SeparateTeachers(self.run, by_index, dict(enumerate(self.names)), lambda i: on_device[i]())
-            if by_index
-            else None
-        )
-
-    def _completions_of(self, rollout: Rollout, teacher_index: int) -> list[int]:
-        index = rollout.teacher.index
-        assert index is not None
-        return (index == teacher_index).nonzero()[:, 0].tolist()
+        if not by_index:
+            return None
+        names = dict(enumerate(self.names))
+        return SeparateTeachers(self.run, by_index, names, lambda index: self.named[index].on_device())
 
     # Update
 
@@ -217,7 +218,7 @@ class Teachers:
         """Returns the distributions of the teachers for a micro-batch, each for its own completions."""
         parts = []
         for index, teacher in enumerate(self.named):
-            chosen = self._completions_of(rollout, index)
+            chosen = completions_of(rollout, index)
             # With sharded weights, all ranks forward a teacher, or none
             if any_rank(self.run.accelerator, bool(chosen)):
                 parts.append(self._part(rollout, index, teacher, chosen))

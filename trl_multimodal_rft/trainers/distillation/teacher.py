@@ -169,6 +169,17 @@ def divergence_head_rule(model: PreTrainedModel, role: str) -> HeadRule:
     return rule
 
 
+def teacher_indices(rollout: Rollout) -> list[int]:
+    """Returns the index of each completion's teacher: 0 for a single one, -1 without a teacher among several."""
+    index = rollout.teacher.index
+    return [0] * len(rollout) if index is None else index.tolist()
+
+
+def completions_of(rollout: Rollout, teacher_index: int) -> list[int]:
+    """Returns the batch indices of a teacher's completions."""
+    return [i for i, index in enumerate(teacher_indices(rollout)) if index == teacher_index]
+
+
 def teacher_prompts(
     run: Run, rollout: Rollout, rows: Sequence[EncodedRow], encoder: PromptEncoder | None = None
 ) -> list[EncodedPrompt]:

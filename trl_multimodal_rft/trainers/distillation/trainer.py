@@ -106,17 +106,17 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             Sampler of completions, as for [`MultimodalGRPOTrainer`].
         teacher_models (`dict[str, str | PreTrainedModel]`, *optional*):
             Several teachers in place of `teacher_model`, by the names that the rows' column `teacher_id` gives. Each
-            is a model or a model's name. They come to the `teacher_models` of `args`. A row without a name isn't
-            trained on.
+            is a model, or the name of a model or of the folder of an adapter. They come to the `teacher_models` of
+            `args`. A row without a name isn't trained on.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions, or their names, as for [`MultimodalGRPOTrainer`]. They choose the completion that the
             teacher sees with `self_teacher="current(shows_best=True)"`.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
-            teacher and both read the same prompts, or if a model applies anything to its logits other than a scale and
-            a soft cap.
+        `ValueError`: If the teacher has another vocabulary or processor than the student without
+            `teacher_processor="separate"`, if the student is its own teacher and both read the same prompts, or if a
+            model applies anything to its logits other than a scale and a soft cap.
     """
 
     _tag_names = DISTILLATION.tags
@@ -177,7 +177,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
         student_head_rule = divergence_head_rule(student, "student")
-        if self.teacher_model is not None and separate is None:
+        if self.teacher_model is not None and not args.separates_teachers:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
         elif (
             self.teacher_model is None
@@ -200,7 +200,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._teachers = Teachers.of(self._run, several, student) if several else None
         self._separate = None if self._teachers is None else self._teachers.separate()
         if separate is not None:
-            self._separate = SeparateTeachers(self._run, {0: separate}, {0: None}, nullcontext)
+            self._separate = SeparateTeachers(self._run, {0: separate}, {0: None}, lambda index: nullcontext())
 
     # Rollout
 
