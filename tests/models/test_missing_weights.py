@@ -113,6 +113,12 @@ def test_an_adapter_or_an_index_of_shards_without_its_weights_is_refused(tmp_pat
         load_trained(str(path.parent))
     with pytest.raises(OSError, match="index.json' is damaged"):
         load_trained(str(index.parent))
+    path.unlink()
+    with pytest.raises(OSError, match="adapter' can't be loaded: the folder has no adapter_model.safetensors; copy"):
+        load_trained(str(path.parent))
+    (path.parent / "adapter_config.json").write_text("{")
+    with pytest.raises(OSError, match=r"adapter' can't be loaded: 'adapter_config.json' is damaged \(Expecting"):
+        load_trained(str(path.parent))
 
 
 def test_heads_that_are_made_anew_may_be_missing(folders, tmp_path):

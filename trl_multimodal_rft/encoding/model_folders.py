@@ -20,6 +20,7 @@ _EXTRAS = {"torchvision": "image", "bitsandbytes": "quantization", "peft": "peft
 SHARDS = "pytorch_model_fsdp_0"  # folder of weights in shards, as accelerate names it
 # Endings of files of weights
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def check_model_folder(name: str, subfolder: str = "") -> None:
@@ -69,6 +70,24 @@ def check_weights(folder: str) -> None:
             raise OSError(
                 f"The model {folder!r} can't be loaded: {path.name!r} is damaged ({error}); copy it again."
             ) from error
+
+
+def check_adapter_folder(name: str) -> None:
+    """Raises an `OSError` if a local folder has no weights of an adapter, or a damaged config or damaged weights."""
+    check_weights(name)
+    folder = Path(name)
+    if not folder.is_dir():
+        return  # a name on the Hub
+    try:
+        json.loads((folder / "adapter_config.json").read_text())
+    except ValueError as error:
+        raise OSError(
+            f"The adapter {name!r} can't be loaded: 'adapter_config.json' is damaged ({error}); copy it again."
+        ) from error
+    if not any((folder / file).is_file() for file in _ADAPTER_WEIGHTS):
+        raise FileNotFoundError(
+            f"The adapter {name!r} can't be loaded: the folder has no {_ADAPTER_WEIGHTS[0]}; copy it, too."
+        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
 from ..data.reading.decoding import require_module
-from ..encoding.model_folders import check_model_folder, check_weights, holds_model, loading_errors
+from ..encoding.model_folders import check_adapter_folder, check_model_folder, holds_model, loading_errors
 from ..encoding.processors import load_processor
 from ..families import family_of
 from .wrapped import replaced
@@ -178,11 +178,11 @@ def load_adapted(
     """Loads the base model of an adapter by `load`, and the adapter. Returns the `PeftModel` and its `PeftConfig`."""
     peft = require_module("peft", "peft")
     source = {"revision": revision or "main"}
+    check_adapter_folder(name)
     config = peft.PeftConfig.from_pretrained(name, **source)
     base = config.base_model_name_or_path
     if base is None:
         raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
-    check_weights(name)
     model = load(base, revision=config.revision or "main")
     try:
         with loading_errors(name, "adapter"), warnings.catch_warnings():
