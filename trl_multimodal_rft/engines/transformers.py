@@ -397,7 +397,7 @@ def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None
 
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
-    """See also [`Branches.take`]."""
+    """Returns the reason why a cache can't be continued, or `None`. [`Branches.take`] finds further reasons."""
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "layers keep windows or carry states, whose caches have no mask for padding"
     family = family_of(model)

@@ -189,7 +189,7 @@ def page(
 
 
 def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
-    """They come in different formats from Gradio's API and from its page."""
+    """Texts and files of a message have other formats in Gradio's API than on its page."""
     text = ""
     files = []
     blocks = [content] if isinstance(content, str) else content

@@ -669,7 +669,7 @@ def _should_share_call(units: Sequence[_Unit]) -> bool:
 
 
 def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
-    """The units are either all roots of their trees or none."""
+    """Takes units of which all are roots of their trees, or none is."""
     sizes = [len(unit.tokens) for unit in units]
     # Padding repeats the last position. Causal attention and masks hide padding from tokens, and outputs of padding
     # are dropped.

@@ -257,7 +257,7 @@ def extract_answer(text: str) -> str:
 
 
 def _find_answer(text: str) -> tuple[str, bool]:
-    """The second item says whether the answer is in LaTeX."""
+    """Also returns whether the answer is in LaTeX."""
     text = without_thoughts(text)
     # An answer in tags, in which there may be a box or a statement
     _, *after_tag = _OPENING_TAG.split(text, maxsplit=1)

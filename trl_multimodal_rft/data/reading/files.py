@@ -86,7 +86,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
-    """Returns `None` for decoded values."""
+    """Returns `None` for media that are decoded already."""
     source = ref.stored
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` made from a file
         source = source._hf_encoded

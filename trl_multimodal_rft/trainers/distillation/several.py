@@ -227,7 +227,7 @@ class Teachers:
         return Targets(tuple(parts))
 
     def _part(self, rollout: Rollout, index: int, teacher: NamedTeacher, chosen: list[int]) -> Target | SpanTarget:
-        """The tokens of other teachers' completions are masked."""
+        """Returns a teacher's target, in which the tokens of other teachers' completions are masked."""
         n = len(rollout)
         indices = chosen or [0]
         part = rollout.select(indices)

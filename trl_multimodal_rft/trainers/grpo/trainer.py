@@ -343,7 +343,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._token_filter.set_weights(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
-        """Returns `(B, C)`, or 1."""
+        """Returns weights `(B, C)`, or 1 for all tokens."""
         if rollout.tokens.weights is not None or not self._token_filter.is_on:
             return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
         if self._token_filter.is_as_in_trl:  # TRL's method takes the share of tokens to leave out
@@ -455,7 +455,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
 
     def _counts_for_kl(self) -> bool:
-        """Only the first iteration on a rollout counts."""
+        """KL divergences are measured in the first iteration on a rollout."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints
