@@ -20,6 +20,7 @@ from helpers.chats import chat, text, video
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
@@ -514,6 +515,7 @@ def test_videos_of_different_lengths():
 
 def test_adapter_without_a_base(tmp_path):
     LoraConfig().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(
         ValueError, match="The adapter .* names no base model; set `base_model_name_or_path` in its config."
     ):
