@@ -24,8 +24,10 @@ from ...forward.scores import with_answer
 from ...policy import Completions, PolicyForward
 from ...rollout.view_prompts import view_of_row
 from ...views.views import View
+from ..shared.collator import ConfigT, RowCollator, missing_columns_error
 from ..shared.configs import ReadingConfig
-from ..supervised.data import SupervisedCollator, missing_columns_error
+from .dpo_config import MultimodalDPOConfig
+from .reward_config import MultimodalRewardConfig
 
 
 # Columns of the reference's log-probabilities, in datasets that were scored before the run
@@ -37,11 +39,9 @@ COMPARISON_COLUMNS = ("margin", "tie", "chosen_ids", "rejected_ids")
 
 
 @dataclass
-class PreferenceCollator(SupervisedCollator):
+class PairCollator(RowCollator[ConfigT]):
     """Collator that encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
-    _token_names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    chat_template = None  # `None` is the model's own template
     view: View | None = None  # view under which chosen completions count as rejected
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
@@ -113,24 +113,6 @@ class PreferenceCollator(SupervisedCollator):
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
 
-    def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair, of text cut to `max_length`. Raises `OverlongRow` if a prompt of text fills it."""
-        pair = self._encoded_pair(row)
-        max_length = self.args.max_length
-        keeps_end = self.args.truncation_mode == "keep_end"
-        if max_length is not None and not _holds_media(pair):
-            if not keeps_end:
-                self._check_room(pair, row)
-            pair = pair.cut(max_length, self.model, from_end=keeps_end)
-        # `__call__` adds views that take media of another row of the micro-batch
-        if self.view is not None and not self.view.type.needs_other:
-            self._add_view(pair, [row], [None], 0)
-        return pair
-
-    def _token_columns(self, row: Row) -> dict[str, list[int]]:
-        pair = self._encoded_pair(row)
-        return {"prompt_ids": pair.input_ids.tolist(), "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
-
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
         max_length = self.args.max_length
         if max_length is not None and not prompt.modalities and len(prompt) >= max_length:
@@ -166,7 +148,32 @@ class PreferenceCollator(SupervisedCollator):
 
 
 @dataclass
-class ComparisonCollator(PreferenceCollator):
+class PreferenceCollator(PairCollator[MultimodalDPOConfig]):
+    """Collator of the pairs of which DPO prefers one completion."""
+
+    _token_names = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+    def encode(self, row: Row) -> PreferencePair:
+        """Encodes a row as a pair, of text cut to `max_length`. Raises `OverlongRow` if a prompt of text fills it."""
+        pair = self._encoded_pair(row)
+        max_length = self.args.max_length
+        keeps_end = self.args.truncation_mode == "keep_end"
+        if max_length is not None and not _holds_media(pair):
+            if not keeps_end:
+                self._check_room(pair, row)
+            pair = pair.cut(max_length, self.model, from_end=keeps_end)
+        # `__call__` adds views that take media of another row of the micro-batch
+        if self.view is not None and not self.view.type.needs_other:
+            self._add_view(pair, [row], [None], 0)
+        return pair
+
+    def _token_columns(self, row: Row) -> dict[str, list[int]]:
+        pair = self._encoded_pair(row)
+        return {"prompt_ids": pair.input_ids.tolist(), "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+
+
+@dataclass
+class ComparisonCollator(PairCollator[MultimodalRewardConfig]):
     """Collator that encodes and pads the pairs that a reward model compares."""
 
     _token_names = ("chosen_ids", "rejected_ids")

@@ -19,8 +19,9 @@ from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
 from ...encoding.prompts import EncodedPrompt, check_ids
 from ...encoding.sequences import PreferencePair
-from ..supervised.data import missing_columns_error
-from .data import PreferenceCollator
+from ..shared.collator import missing_columns_error
+from .data import PairCollator
+from .kto_config import MultimodalKTOConfig
 
 
 logger = get_logger(__name__)
@@ -58,7 +59,7 @@ class LabelledCompletion(PreferencePair):
 
 
 @dataclass
-class LabelledCollator(PreferenceCollator):
+class LabelledCollator(PairCollator[MultimodalKTOConfig]):
     """
     Collator that encodes a prompt and its media once for two completions: its own, and the completion of the previous
     row in the micro-batch. TRL estimates the KL divergence from the second completion. If a batch of evaluation is
@@ -83,7 +84,7 @@ class LabelledCollator(PreferenceCollator):
             the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, has an entry for
             each token of the prompts and their own completions. The reference's log-probabilities, `(B,)`, are
             included if rows have them. `plain` and `encode_view` are described in
-            [`~trainers.preference.data.PreferenceCollator`].
+            [`~trainers.preference.data.PairCollator`].
         """
         encoded = self._encoded_rows(rows)
         stored = self._stored_rows(rows)

@@ -8,6 +8,7 @@ What trainers share, by the moment at which it runs.
   `inputs` the arguments of a constructor.
 - In a constructor, before TRL's: `setup` compares config, launch and model, and `loading` loads models and rewards.
 - Whenever a dataset comes, from a constructor or for an evaluation: `dataset_checks` reads its columns and first rows.
+- In a worker, for each micro-batch of a trainer that reads completions: `collator` encodes rows.
 - In a constructor, after TRL's: `scoring` makes what scores completions, `prompts` what reads rows, `run` what the
   stages of a rollout share, and `engine`, which needs the run, what samples. `optimizer` sets the rates of parts.
 - In each rollout: `sampling` gets the completions, with `asynchronous`, `rollout_views` and `offload` as options, and

@@ -59,7 +59,7 @@ NumItems = torch.Tensor | int | None
 class CompletionTrainer(BaseTrainer):
     """
     Base of the trainers on datasets with completions. A subclass sets TRL's `data_collator` to a
-    [`~trainers.supervised.data.SupervisedCollator`].
+    [`~trainers.shared.collator.RowCollator`].
     """
 
     data_collator: Any

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -16,6 +16,7 @@ from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
 from ...versions import PACKAGE, installed_versions
+from ..shared.arguments import mapping
 from ..shared.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 
@@ -46,7 +47,7 @@ class Concatenator:
         if (
             not packs(args, split)
             or args.max_length is None
-            or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+            or mapping(args.dataset_kwargs).get("skip_prepare_dataset")
         ):
             return False
         if not isinstance(dataset, Dataset) or not lists_columns(dataset) or PART_LENGTHS in dataset.column_names:
@@ -77,7 +78,8 @@ class Concatenator:
                 )
             if args.shuffle_dataset:  # otherwise only neighbors share a concatenated row
                 tokens = tokens.shuffle(seed=args.seed)
-            joined = pack_dataset(tokens, args.max_length, args.packing_strategy, {"desc": f"Packing {split} dataset"})
+            max_length = cast(int, args.max_length)  # `takes` refuses a dataset without it
+            joined = pack_dataset(tokens, max_length, args.packing_strategy, {"desc": f"Packing {split} dataset"})
             if not cuts_rows:
                 joined = joined.filter(_is_learned, desc=f"Dropping fully masked rows of the {split} dataset")
         logger.info(f"The {n_rows} rows of the {split} dataset are packed into {len(joined)}.")
