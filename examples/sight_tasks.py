@@ -2,13 +2,26 @@
 """Questions about pictures of shapes, from the Python package `easy-vqa`."""
 
 import random
+from collections import Counter
 
 from datasets import Dataset, DatasetDict, Image
 
 
 INSTALL = "pip install --no-deps easy-vqa==1.0"
 SHAPES = ("circle", "rectangle", "triangle")
+COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 BINARY = ("yes", "no")
+# Kinds of questions for a word, and answers to questions for yes or no, each with whether the question is negated
+_CELLS = (
+    ("shape", False),
+    ("yes", False),
+    ("colour", False),
+    ("no", True),
+    ("shape", False),
+    ("no", False),
+    ("colour", False),
+    ("yes", True),
+)
 
 Row = tuple[str, str, int]
 
@@ -18,9 +31,10 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     Questions about the shape and the colour in a picture, with thirteen answers of one word.
 
     Both splits are drawn from those of easy-VQA, so that no picture is in both. Half of the rows ask for yes or no,
-    such as "is there not a red shape?", and a quarter each for a shape and a colour; the column `kind` says which. In
-    the train split, the column `described` has an answer that says first what is in the picture, such as "blue circle.
-    Answer: yes". Pictures of which easy-VQA doesn't say both are left out there.
+    such as "is there not a red shape?", and a quarter each for a shape and a colour; the column `kind` says which.
+    "Yes" and "no" are right equally often, with and without a negation, so that the wording of a question says nothing
+    about its answer. In the train split, the column `described` has an answer that says first what is in the picture,
+    such as "blue is not red. Answer: yes". Pictures of which easy-VQA doesn't say shape and colour are left out there.
 
     Args:
         train_rows (`int`, *optional*, defaults to `4000`):
@@ -42,7 +56,9 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     colours = {number: answer for _, answer, number in asked if kind(answer) == "colour"}
     known = [row for row in asked if row[2] in shapes and row[2] in colours]
     drawn = _drawn(known, train_rows, seed)
-    described = [f"{colours[number]} {shapes[number]}. Answer: {answer}" for _, answer, number in drawn]
+    described = [
+        described_answer(question, answer, shapes[number], colours[number]) for question, answer, number in drawn
+    ]
     train = _rows(drawn, easy_vqa.get_train_image_paths()).add_column("described", described)
     held_out = list(zip(*easy_vqa.get_test_questions(), strict=True))
     test = _rows(_drawn(held_out, test_rows, seed), easy_vqa.get_test_image_paths())
@@ -56,15 +72,31 @@ def kind(answer: str) -> str:
     return "shape" if answer in SHAPES else "colour"
 
 
+def negated(question: str) -> bool:
+    """Returns whether a question asks for what isn't there, such as "is no circle present?"."""
+    return bool({"not", "no"} & {*question.split()})
+
+
+def described_answer(question: str, answer: str, shape: str, colour: str) -> str:
+    """Returns an answer after what a picture of a shape has of what is asked for."""
+    if answer not in BINARY:
+        return f"{answer}. Answer: {answer}"
+    words = question.rstrip("?").split()
+    (asked,) = (word for word in words if word in SHAPES + COLOURS)
+    seen = shape if asked in SHAPES else colour
+    comparison = "is" if seen == asked else "is not"
+    return f"{seen} {comparison} {asked}. Answer: {answer}"
+
+
 def _drawn(asked: list[Row], n: int, seed: int) -> list[Row]:
-    """Draws questions, a half of them for yes or no and a quarter each for a shape and a colour."""
+    """Draws questions, of which every eight have each of `_CELLS` once."""
     rng = random.Random(seed)
     shuffled = rng.sample(asked, len(asked))
-    wanted = {"yes or no": n // 2, "shape": n // 4, "colour": n - n // 2 - n // 4}
+    wanted = Counter(_CELLS[i % len(_CELLS)] for i in range(n))
     chosen = []
-    for name, n_rows in wanted.items():
-        of_kind = [row for row in shuffled if kind(row[1]) == name]
-        chosen += of_kind[:n_rows]
+    for (name, is_negated), n_rows in wanted.items():
+        matching = [row for row in shuffled if name in (row[1], kind(row[1])) and negated(row[0]) == is_negated]
+        chosen += matching[:n_rows]
     return rng.sample(chosen, len(chosen))
 
 

@@ -4,7 +4,7 @@
 from collections import Counter
 
 from helpers.real_models import REAL
-from sight_tasks import pictured_shapes
+from sight_tasks import negated, pictured_shapes
 
 from trl_multimodal_rft.rewards import accuracy_reward
 
@@ -26,7 +26,26 @@ def test_pictured_shapes():
     assert not pixels(train) & pixels(test)
     completions = [[{"role": "assistant", "content": text}] for text in train["described"]]
     assert accuracy_reward(completions, train["solution"]) == [1.0] * 400
-    named = [row for row in train.remove_columns("image") if row["kind"] != "yes or no"]
-    assert all(row["solution"] in row["described"].partition(". Answer: ")[0].split() for row in named)
+    for row in train.remove_columns("image"):
+        described = row["described"].partition(". Answer: ")[0].split()
+        if row["kind"] == "yes or no":
+            question = row["prompt"][0]["content"]
+            assert (described[0] == described[-1]) == ("not" not in described)
+            assert described[-1] in question
+            assert row["solution"] == ("yes" if negated(question) == ("not" in described) else "no")
+        else:
+            assert described == [row["solution"]]
+
+
+def test_wording_says_nothing_about_the_answer():
+    rows = pictured_shapes(train_rows=400, test_rows=400)["test"].remove_columns("image")
+    asked = Counter(
+        (row["solution"], negated(row["prompt"][0]["content"])) for row in rows if row["kind"] == "yes or no"
+    )
+    assert asked == dict.fromkeys([("yes", False), ("yes", True), ("no", False), ("no", True)], 50)
+
+
+def test_each_seed_draws_other_questions():
+    train = pictured_shapes(train_rows=400, test_rows=400)["train"]
     again = pictured_shapes(train_rows=400, test_rows=400, seed=1)["train"]
     assert again["solution"] != train["solution"]
