@@ -355,7 +355,7 @@ class Report:
         total = sum(self.tokens["prompt"])
         lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _percentiles(self.tokens)]
         for row in lengths:
-            row[-1] = row[-1] if row[0] in ("prompt", "text", *MODALITIES) else "-"  # the others are parts of a prompt
+            row[-1] = row[-1] if row[0] in ("prompt", "text", *MODALITIES) else "-"  # answers are no part of a prompt
         parts += _section("## Lengths", f"tokens of | rows | {_POINTS} | share", lengths)
         if self.max_tokens is not None and lengths:
             parts.append(f"Overlong, of more than {self.max_tokens} tokens: {self._summary(self.overlong_prompts)}")

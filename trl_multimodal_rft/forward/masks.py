@@ -74,7 +74,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 
 def windows_reach(model: PreTrainedModel) -> int:
     """
-    Returns the number of tokens, twice as many as the longest window, that shows whether masks of text are causal.
+    Returns the number of tokens, twice the longest window and 2 more, that shows whether masks of text are causal.
 
     Where all token fields are those of text, masks depend on distances between tokens alone. So the start of a longer
     prompt shows its masks, and a causal mask holds for any length of the prompt.

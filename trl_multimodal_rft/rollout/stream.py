@@ -488,7 +488,7 @@ class RowStream:
         skipped.update(all_errors)
         file = self.write_errors(new_errors, split)
         settings = unreadable_rows(self._args.on_media_error)
-        if settings.action == "raise":  # only overlong rows are skipped then (see `drops`); their number has no limit
+        if settings.action == "raise":  # only overlong rows are skipped then (`may_drop`); their number has no limit
             if all_errors:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > settings.limit(n_rows):

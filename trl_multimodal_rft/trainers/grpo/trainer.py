@@ -294,7 +294,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @contextmanager
     def _timing_extra_scoring(self):
-        """Measures scores that TRL doesn't compute."""
+        """Adds the duration of the context, in which scores are computed that TRL doesn't compute."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():

@@ -203,7 +203,7 @@ def missing_columns_error(name: str, columns: set[str], needed: str, layout: str
 
 
 def _n_bytes(value: Cell | tuple) -> int:
-    """Returns the number of bytes of all texts in a value, and of the numbers in its lists, which may be tokens."""
+    """Returns the number of bytes of all texts in a value, plus 1 for each other entry, which may be a token."""
     if isinstance(value, str):
         return len(value.encode(errors="replace"))
     if isinstance(value, dict):

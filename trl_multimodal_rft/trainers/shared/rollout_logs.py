@@ -287,7 +287,7 @@ class EqualRewardsHint(TrainerCallback):
         """
         numbers = rewards[~rewards.isnan()]
         differs = has_signal if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
-        # Keeps the step at which rewards became equal. `None` if they differ, or if all are NaN
+        # Keeps the step before rewards became equal. `None` if they differ, or if all are NaN
         self._equal_since = (
             None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since
         )
