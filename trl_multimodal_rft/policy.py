@@ -563,7 +563,6 @@ class PolicyForward:
         return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
     def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_other_batch: bool = False) -> ScoreRequest:
-        """Adds the prompts of [`Processes.dummies`]."""
         return request.with_dummies(self.processes.dummies(model, request.prompts, with_other_batch))
 
     def _as_one_forward(

@@ -159,7 +159,6 @@ class RowChecker(torch.utils.data.Dataset):
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media columns
-        # Media of the prompt and of answers: counts, file names and sizes
         refs = list(iter_refs(prompt))
         answer_refs = list(iter_refs([row.get(name) for name in COMPLETIONS]))
         for ref in refs + answer_refs:

@@ -326,7 +326,6 @@ def encode_messages(
             processor_options,
         )
     processor_kwargs |= processor_options
-    # The outputs are split by name: ids, fields with a value per token, and media
     outputs = processor_outputs(messages, refs, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
     family = family_of(model)

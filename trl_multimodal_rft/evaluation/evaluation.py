@@ -58,7 +58,7 @@ class Policy:
     # Returns the token ids of one completion per prompt, up to the end of the completion. The last two arguments are
     # the completions' maximum lengths (`None` in first turns) and the KV cache between turns (`None` without tools).
     complete: Callable[[list[EncodedPrompt], GenerationConfig, list[int] | None, Branches | None], list[list[int]]]
-    toolbox: Environments  # tools and environments
+    toolbox: Environments
     tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
     on_media_error: str = "raise"
     is_collective: bool = False  # whether all ranks must make the same number of calls of `complete`

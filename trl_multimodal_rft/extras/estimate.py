@@ -130,7 +130,6 @@ def measure(args: argparse.Namespace) -> Usage:
     largest_layer = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     # A set, in which tied weights count once
     embeddings_and_head = {module.weight for module in (base.get_input_embeddings(), lm_head) if module is not None}
-    # Adapters and frozen parts
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")

@@ -22,7 +22,7 @@ from ..rewards.calls import LARGEST_REWARD
 from ..rollout.environments import EnvironmentFailure
 
 
-Json = dict[str, Any]  # a JSON object
+Json = dict[str, Any]
 Value = str | float | list | Json | None
 Observation = str | list[Json]
 

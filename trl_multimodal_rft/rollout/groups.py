@@ -125,7 +125,6 @@ class GroupExchange:
         without_signal = [group for group in drawn_groups if group not in with_signal]
         groups = picks + old_groups + without_signal[: n_groups - len(picks) - len(old_groups)]
 
-        # The result, and counts over all ranks
         result = join_rollouts(groups, self.accelerator.device)
         result.packed = rollout.packed
         result.step = step

@@ -57,7 +57,7 @@ def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tu
     if n_bytes > 0:
         joined = join_rollouts([{**local_groups, **received}[group] for group in assignment[rank]], accelerator.device)
         rollout = replace(joined, packed=rollout.packed, step=rollout.step)
-    return rollout, n_bytes / 1e6  # megabytes
+    return rollout, n_bytes / 1e6
 
 
 def forwarded_length(rollout: Rollout) -> int:

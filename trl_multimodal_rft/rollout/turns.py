@@ -229,7 +229,6 @@ class ToolLoop:
         if self.max_media is not None and n_media > self.max_media:
             trajectory.counts["media"] += 1
             return False
-        # The results fit
         trajectory.messages += results
         if messages is not None:
             trajectory.replace_context(messages, encoded, encoder.model)
@@ -324,7 +323,6 @@ class ToolLoop:
             results = [
                 (name, next(awaited_results) if inspect.iscoroutine(result) else result) for name, result in results
             ]
-        # Results become messages
         row = trajectory.row
         messages = []
         for name, result in results:

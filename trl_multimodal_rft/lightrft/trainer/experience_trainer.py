@@ -359,7 +359,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
         self._metric_log.read()
-        # The lines below turn the trainer's names into LightRFT's
         status = {name: mean(values) for name, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
         status.pop("value_learning_rate", None)  # the same as `critic_lr`

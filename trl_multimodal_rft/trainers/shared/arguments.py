@@ -310,7 +310,6 @@ def check_parallelism(args: Any, model: "Model") -> None:
 
 def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any) -> None:
     """Raises an error if a trainer's arguments have wrong types, or contradict its config."""
-    # Models and their settings
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
     reference = arguments.get("ref_model")
@@ -339,7 +338,6 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
                 f"`{name}` is of type {type(reward_func).__name__}; pass a function, a model, or the name of a reward "
                 "model."
             )
-    # Options of the config that need or exclude an argument
     if getattr(args, "max_staleness", 0) > 0:
         for name in ("environment_factory", "rollout_func"):
             if arguments.get(name):

@@ -40,7 +40,6 @@ def check_batches(config, names: list[str]) -> None:
     size = config.generation_batch_size
     group_size = config.num_generations
     n_processes = config.world_size
-    # Evaluation batches
     if config.do_eval and config.eval_strategy != "no":
         name = "per_device_eval_batch_size"
         eval_group_size = config.num_generations_eval or group_size
@@ -51,7 +50,6 @@ def check_batches(config, names: list[str]) -> None:
                 f"{'_eval' if config.num_generations_eval else ''}={eval_group_size}`, so that prompts keep all their "
                 f"completions. Set `{name}={_multiple(getattr(config, name), eval_group_size, n_processes)}`."
             ) from None
-    # Generation batches
     if size is None or size % group_size == 0:
         return
     if len(names) == 1:

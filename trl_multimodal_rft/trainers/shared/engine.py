@@ -63,7 +63,6 @@ def make_engine(
     args = run.args
     accelerator = run.accelerator
     model: Any = run.model
-    # Arguments of sampling
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
@@ -77,7 +76,6 @@ def make_engine(
         **stops,
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
-    # Way to send weights: merged, or as an adapter
     in_4bit = is_peft_model(model) and is_4bit(model)
     is_unmerged = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
     # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
