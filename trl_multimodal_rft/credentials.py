@@ -159,7 +159,7 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
         str(name): without_secrets(entry, is_environment=name == "env")
         for name, entry in value.items()
         if not is_secret(str(name), is_variable=is_environment)
-        # Texts are keys, where numbers are counts
+        # Under these names, a text is a secret, and a number is a count
         and not (isinstance(entry, str) and name in ("tokens", "keys"))
     }
 

@@ -130,7 +130,10 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Returns whether a name can't be a name on the Hub. A folder may have the name of the Hub's organization."""
+    """
+    Returns whether a name can't be a name on the Hub. Doesn't ask whether the first folder of the name exists, as it
+    may have the name of an organization on the Hub.
+    """
     parts = name.replace(os.sep, "/").split("/")
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2
 

@@ -112,7 +112,7 @@ def _without_warnings() -> Iterator[None]:
 def measure(args: argparse.Namespace) -> Usage:
     """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
-    # The models, and their sizes before adapters change them
+    # The sizes are taken before adapters change the models
     mode = FakeFloats()
     with mode:
         base = _build(args, config, model_class)

@@ -99,7 +99,7 @@ def _estimator(text: str, options: Options) -> dict[str, Any]:
     name, settings = split_settings(text)
     settings = settings or {}
     if _estimator_of(options) == "gae":
-        # Settings by LightRFT's options
+        # Names of GAE's settings, by the names of LightRFT's options
         names = {"gamma": "gamma", "lambd": "lam"}
         settings |= {names[option]: float(options[option]) for option in names if option in options}
     return {"advantage_estimator": join_settings(name, settings)}

@@ -248,7 +248,7 @@ class RewardModel:
         return None if group.prompt.input_ids[-1] == self._pad_id else group
 
     def _load_media(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
-        """Returns the result of [`decode_media`]."""
+        """Decodes media, see [`decode_media`], after a check that the model and its processor take them."""
         for ref in refs:
             if ref.modality not in self._modalities or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(

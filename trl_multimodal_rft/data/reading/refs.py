@@ -130,7 +130,7 @@ class MediaRef:
 
         def byte_chunks(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
             if isinstance(value, dict):
-                # Bytes count without their path
+                # A path beside bytes is left out, so that equal bytes have equal checksums
                 keys = {"bytes"} if value.get("bytes") is not None else value.keys()
                 for key in sorted(keys & value.keys()):
                     yield from byte_chunks(value[key])

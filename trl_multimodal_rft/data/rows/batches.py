@@ -218,7 +218,7 @@ class EpochBatches:
         return self.n_batches * self._shape.n_repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
-        # `set_epoch` may choose another epoch
+        # The next pass is the next epoch, unless `set_epoch` chooses another
         epoch = self.epoch
         self.epoch = self.epoch + 1
         for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):

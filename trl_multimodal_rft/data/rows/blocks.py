@@ -150,7 +150,7 @@ def _check_options(ref: MediaRef) -> None:
     names = OPTIONS[ref.modality]
     for name, value in ref.options.items():
         if name == "index" and ref.source is None and type(value) is int:
-            continue  # of the medium in its column
+            continue  # says which medium of its column a placeholder stands for
         if name not in names:
             raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {names}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

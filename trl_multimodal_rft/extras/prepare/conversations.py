@@ -101,7 +101,7 @@ def conversation(
                 "the system; write it as one (tool calls and blocks aren't converted), or remove the row."
             )
         used = {"from" if "from" in turn else "role", "value" if "value" in turn else "content", "id"}
-        used |= {"loss"} if turn.get("loss") is (role == "assistant") else set()  # as without the key
+        used |= {"loss"} if turn.get("loss") is (role == "assistant") else set()  # the default, without effect
         unread = [key for key, value in turn.items() if key not in used and value not in ("", [], {})]
         if unread:
             raise ValueError(

@@ -54,7 +54,7 @@ def mask_completions(
         trailing_padding = columns >= torch.tensor(lengths, device=completions.device)[:, None]
     elif pad_token_id not in eos_ids:
         trailing_padding = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
-    else:  # padding ends a completion, as above
+    else:  # the first padding is an end, after which `is_action` is false already
         trailing_padding = torch.zeros_like(is_action)
     is_action = is_action & ~trailing_padding
     truncated = truncated & ~trailing_padding.any(1)

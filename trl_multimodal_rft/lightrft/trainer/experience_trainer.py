@@ -316,7 +316,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             if len(rows) == len(items):
                 if self.critic is not None and name in ("values", "returns"):
                     _check_values(rows, items, name)
-                # One number for all actions stands on each of them
+                # A sample's single number counts for each of its actions
                 sizes = [item.n_actions for item in items]
                 rows = [row.expand(n) if len(row) == 1 else row for row, n in zip(rows, sizes, strict=True)]
                 matrices[name] = pad_on_device([row.float() for row in rows])

@@ -76,7 +76,7 @@ def config_of(
         options |= {"beta": 0.0, "kl_estimator": None}
     elif strategy.kl_estimator is None:
         options["kl_estimator"] = "k1"  # in the reward, with any estimator
-    # Arguments of the trainer by settings of GAE
+    # Names of the trainer's arguments, by the names of GAE's settings
     discounts = {"gamma": "gamma", "lam": "lambd"}
     check_discounts(strategy.estimator, generate_kwargs)
     if strategy.estimator.name == "gae":

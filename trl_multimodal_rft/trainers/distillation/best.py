@@ -53,7 +53,7 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     ]
     by_group: dict[int, list[_Answer]] = {}
     for answer in map(_Answer._make, gather_object(answers)):
-        if answer.reward >= min_reward:  # NaN isn't
+        if answer.reward >= min_reward:  # false for NaN
             by_group.setdefault(answer.group, []).append(answer)
     texts: list[str | None] = []
     for answer in answers:

@@ -236,7 +236,7 @@ class Teachers:
         if not chosen:  # the teacher's prompt in `part` is another teacher's
             prompts = [] if teacher.separate is None else [teacher.separate.dummy_prompt()]
             part.teacher = replace(part.teacher, prompts=prompts)
-        # Scores of text are those of the rollout
+        # A teacher of another tokenizer has scored the texts of the rollout already, so its model isn't needed here
         reads_scores = teacher.separate is not None and not teacher.separate.shares_tokens
         with nullcontext() if reads_scores else teacher.on_device():
             target = self._by_model[index].target(part)

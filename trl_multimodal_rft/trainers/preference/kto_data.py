@@ -201,7 +201,7 @@ def unpair_dataset(dataset: Dataset | IterableDataset, columns: set[str]) -> Dat
         dataset = concatenate_datasets(
             [dataset.remove_columns(["chosen", "rejected"]), prompts_and_completions], axis=1
         )
-    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # a label of pairs
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # of the pair, not of a completion
     n = len(dataset)
     completion_columns = ("chosen", "rejected")
     labelled_datasets = [

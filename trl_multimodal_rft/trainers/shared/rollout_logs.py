@@ -42,7 +42,7 @@ class EvaluationMeans(TrainerCallback):
     def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
         self.metrics = metrics
         self.accelerator = accelerator
-        self.n_rows = 0  # of this rank's last batch, or completions
+        self.n_rows = 0  # rows, or completions, in this rank's last batch
         # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
         self.counts: dict[str, float] = {}
         self._totals: dict[str, float] = {}  # by metric, the number of rows, or values, of the batches so far
