@@ -40,9 +40,8 @@ class Estimator:
     default_kl_estimator: Literal["k2", "k3"] = "k3"  # default of `kl_estimator` if KL is a term of the loss
     # Input about the steps of completions: rewards of steps ("steps"), or rewards and states of steps ("states")
     step_input: Literal["steps", "states"] | None = None
-    reads_logps: bool = (
-        False  # whether it reads log-probabilities of the sampled tokens, besides those of a KL penalty
-    )
+    # Whether it reads log-probabilities of the sampled tokens, besides those of a KL penalty
+    reads_logps: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # `{"weight": "std"}` for `"cpgd(weight='std')"`
 
     @property

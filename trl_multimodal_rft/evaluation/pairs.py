@@ -62,8 +62,8 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     print(result.metrics["accuracy"], result.metrics["flips"])
     ```
     """
-    # Rows `2 * i` and `2 * i + 1` hold the two orders of pair `i`. If one was unreadable, the pair is left out.
     args = EvaluationConfig(**{option.name: result.settings[option.name] for option in fields(EvaluationConfig)})
+    # Rows `2 * i` and `2 * i + 1` hold the two orders of pair `i`. If one was unreadable, the pair is left out.
     rows_by_pair: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
         rows_by_pair[row["index"] // 2].append(row)
@@ -72,13 +72,13 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
         pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args
     )
     n = args.num_samples
-    # Completion `i` of the first order is compared with completion `i` of the second
     # As in `accuracy`, a pair counts if all its verdicts were scored
     scored_pairs = [pair for pair in pairs if None not in pair["correct"]]
     for name, column, counted_pairs, condition in (
         ("consistent_accuracy", "correct", scored_pairs, lambda first, second: first and second),
         ("flips", "verdicts", pairs, lambda first, second: first == second in ("A", "B")),
     ):
+        # Completion `i` of the first order is compared with completion `i` of the second
         samples_by_pair = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in counted_pairs]
         shares = np.array(
             [np.mean([condition(*both_orders) for both_orders in samples]) for samples in samples_by_pair]

@@ -58,13 +58,13 @@ _PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、�
 # Maximum number of combining marks on a letter, as in Unicode's stream-safe form. Further marks are dropped, because
 # normalization takes quadratic time to sort marks.
 _MOST_MARKS = 30
-# Texts with words (except LaTeX commands), adjacent numbers or clock times aren't passed to math_verify, which reads
-# "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as a ratio (equal to "4:60")
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
 # Commands that may stand between numbers, as in "3 \times 4" and "5 \sqrt 2"; "3 \quad 4" is a list
 _INFIX = re.compile(
     r"\\(?:times|cdot|div|pm|mp|leq?(?:slant)?|geq?(?:slant)?|lt|gt|neq?|approx|sqrt|pi|log|ln|exp|sin|cos|tan)(?![a-zA-Z])"
 )
+# Texts with words (except LaTeX commands), adjacent numbers or clock times aren't passed to math_verify, which reads
+# "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as a ratio (equal to "4:60")
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
 # Characters of expressions. math_verify stops at the first other character, and reads "7?8" as 7.
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
@@ -366,9 +366,8 @@ def normal_form(text: str, superscripts: bool = False) -> str:
 
 def _decomposed(character: str, superscripts: bool) -> str:
     """Returns a character in NFKD, or as an ASCII digit or operator. A fraction gets a space in front."""
-    # such as "<super> 0032"
     digit = unicodedata.decimal(character, None)
-    form = unicodedata.decomposition(character)
+    form = unicodedata.decomposition(character)  # such as "<super> 0032"
     if digit is not None or character in _ASCII_OPERATORS:
         return _ASCII_OPERATORS[character] if digit is None else str(digit)
     if form.startswith("<super>") and not superscripts:

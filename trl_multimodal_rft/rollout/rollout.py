@@ -159,9 +159,8 @@ class TokenChoice(_Part):
 
     entropies: torch.Tensor | None = _per_token()  # (N, C), under the sampling policy
     weights: torch.Tensor | None = _per_token()  # (N, C), weights in the policy loss; None if all are 1
-    without_gradient: list[bool] = field(
-        default_factory=list
-    )  # whether the update skips completions, because they have no gradient; empty if none
+    # Whether the update skips completions, because they have no gradient; empty if none
+    without_gradient: list[bool] = field(default_factory=list)
 
 
 PARTS = (Flight, Source, RewardValues, ViewScores, Values, TeacherScores, TokenChoice)

@@ -18,8 +18,8 @@ _NUMBER = r"\s*+([-+]?\d++(?:\.\d++)?)\s*+"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s*,\s*[\[(]|,){_NUMBER},{_NUMBER}[\])]")
 # "(1, 2)", or the four numbers of a box
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])]")
-# 'x="1" y="2"' and "x1: 1, y1: 2"
 _ASSIGN = r"""["']?\s*+[=:]\s*+["']?"""
+# 'x="1" y="2"' and "x1: 1, y1: 2"
 _PAIR = re.compile(rf"""\bx(\d*){_ASSIGN}{_NUMBER}["']?[\s,]*+["']?y\1{_ASSIGN}{_NUMBER}""", re.IGNORECASE)
 _UNIT = r"(?:h(?:(?:ou)?rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)(?![a-z])"
 _AMOUNT = r"\d++(?:\.\d++)?"
