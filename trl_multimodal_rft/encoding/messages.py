@@ -125,8 +125,9 @@ def check_written(
         for path, problem, reduced in _parts_of(message):
             # If the template rejects a chat that ends with this message, the whole chat is rendered
             after = [] if render(messages[: m + 1]) is not None else messages[m + 1 :]
-            # If the text is the same without the part, the model would not get the part. `None` is a rejected chat
-            if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):
+            whole = render([*messages[: m + 1], *after])  # `None` if the template rejects it
+            # If the text is the same without the part, the model would not get the part
+            if whole is not None and whole == render([*messages[:m], reduced, *after]):
                 problems.append((path, problem))
         for path, problem in problems[:1]:  # the error names the first problem alone
             raise MediaError(f"{of_row(row)}column '{column}[{m - first_index}]{path}': the chat template {problem}")

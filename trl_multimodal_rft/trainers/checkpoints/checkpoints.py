@@ -25,7 +25,7 @@ from .files import (
     save_rollout_state,
     surplus_checkpoints,
 )
-from .manifest import measure_folder, resume_warnings, run_mismatch, verify_checkpoint, write_manifest
+from .manifest import MANIFEST, measure_folder, resume_warnings, run_mismatch, verify_checkpoint, write_manifest
 from .shards import check_shards, layout_mismatch, load_module, save_module, writes_shards
 
 
@@ -94,8 +94,8 @@ class Checkpoints:
             )
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
-        has_manifest = Path(folders[0], "manifest.json").is_file()
-        remedy = ", or delete manifest.json in this one to resume from the remaining files" if has_manifest else ""
+        has_manifest = Path(folders[0], MANIFEST).is_file()
+        remedy = f", or delete {MANIFEST} in this one to resume from the remaining files" if has_manifest else ""
         raise ValueError(
             f"{reasons[0]} Resume from another checkpoint (`resume_from_checkpoint=True` finds the newest whole one "
             f"in `output_dir`){remedy}."

@@ -17,7 +17,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from ...data.rows.fingerprint import differences
 
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 
 _BLOCK = 1 << 24  # bytes read at once
 _READERS = 8  # files read at once, in threads, as checksums are computed without the GIL
@@ -36,7 +36,7 @@ def write_manifest(
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measurements is None else measurements
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
-    Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
+    Path(checkpoint, MANIFEST).write_text(json.dumps(content, indent=1))
 
 
 def measure_folder(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
@@ -57,7 +57,7 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     try:
         manifest = _read_manifest(folder)
     except Exception as error:  # the manifest may hold anything
-        return [f"{_MANIFEST} can't be read ({_reason(error)})"]
+        return [f"{MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
     faults = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - files.keys())]
     if manifest is None:
@@ -93,7 +93,7 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
     """Returns warnings about a run that resumes from an undamaged checkpoint, on datasets with these fingerprints."""
     manifest = _read_manifest(Path(checkpoint))
     if manifest is None:
-        return [f"{checkpoint} has no {_MANIFEST}, so its files can't be verified."]
+        return [f"{checkpoint} has no {MANIFEST}, so its files can't be verified."]
     warnings = []
     if manifest.model_only:
         warnings.append(
@@ -118,7 +118,7 @@ class _Manifest(NamedTuple):
 
 
 def _read_manifest(folder: Path) -> _Manifest | None:
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     if not path.exists():
         return None
     if not path.is_file():  # reading a pipe wouldn't end
@@ -130,7 +130,7 @@ def _read_manifest(folder: Path) -> _Manifest | None:
 
 def _files(folder: Path) -> dict[str, Path]:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files.pop(_MANIFEST, None)
+    files.pop(MANIFEST, None)
     return files
 
 
