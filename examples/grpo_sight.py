@@ -3,10 +3,10 @@
 A pretrained language model learns to see, by SFT and GRPO.
 
 The model is EfficientNet-Lite0 and SmolLM2-135M-Instruct with a new projector between them, see `vision_model.py`. It
-learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT trains the projector alone. Its
-answers say first what is in the picture, such as "red circle. Answer: no". GRPO then trains the projector and a LoRA
-on the language model, with accuracy as its only reward. The tower stays frozen, and its features of a picture are
-computed once for all updates. On a CPU with two cores:
+learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT teaches it to say first what is in
+the picture, and what of it is asked for, such as "blue circle. blue is not red. Answer: yes". GRPO then trains it with
+accuracy as its only reward. Both train the projector and the language model. The tower stays frozen, and its features
+of a picture are computed once for all updates. On a CPU with two cores:
 
 ```bash
 pip install -e ".[examples-real]"
@@ -42,30 +42,28 @@ from trl_multimodal_rft.rewards import accuracy_reward
 DEMO = {
     "output_dir": "outputs/grpo_sight",
     "per_device_train_batch_size": 64,
-    "num_generations": 8,
-    "max_completion_length": 10,
-    "max_steps": 100,
-    "learning_rate": 4e-4,
-    "lr_scheduler_type": "constant_with_warmup",
+    "num_generations": 4,
+    "max_completion_length": 16,
+    "max_steps": 150,
+    "learning_rate": 1e-4,
+    "learning_rates": {"projector": 1e-3},
     "warmup_steps": 5,
-    "use_peft": True,
-    "lora_r": 16,
-    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "lora_modules_to_save": ["multi_modal_projector"],
+    "freeze": ["vision_tower"],
     "bf16": False,
     "gradient_checkpointing": False,
     "logging_steps": 10,
     "save_strategy": "no",
     "report_to": "none",
 }
-# Arguments of SFT, which trains the projector alone
+# Arguments of SFT
 COLD_START = {
-    "max_steps": 100,
+    "max_steps": 30,
     "batch_size": 16,
-    "learning_rate": 2e-3,
+    "learning_rate": 1e-4,
+    "learning_rates": {"projector": 2e-3},
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
-    "freeze": ["vision_tower", "language_model", "lm_head"],
+    "freeze": ["vision_tower"],
 }
 
 

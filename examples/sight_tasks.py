@@ -34,7 +34,8 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     such as "is there not a red shape?", and a quarter each for a shape and a colour; the column `kind` says which.
     "Yes" and "no" are right equally often, with and without a negation, so that the wording of a question says nothing
     about its answer. In the train split, the column `described` has an answer that says first what is in the picture,
-    such as "blue is not red. Answer: yes". Pictures of which easy-VQA doesn't say shape and colour are left out there.
+    such as "blue circle. blue is not red. Answer: yes". Pictures of which easy-VQA doesn't say shape and colour are
+    left out there.
 
     Args:
         train_rows (`int`, *optional*, defaults to `4000`):
@@ -78,14 +79,14 @@ def negated(question: str) -> bool:
 
 
 def described_answer(question: str, answer: str, shape: str, colour: str) -> str:
-    """Returns an answer after what a picture of a shape has of what is asked for."""
+    """Returns an answer after what is in the picture, and what of it is asked for."""
     if answer not in BINARY:
-        return f"{answer}. Answer: {answer}"
+        return f"{colour} {shape}. Answer: {answer}"
     words = question.rstrip("?").split()
     (asked,) = (word for word in words if word in SHAPES + COLOURS)
     seen = shape if asked in SHAPES else colour
     comparison = "is" if seen == asked else "is not"
-    return f"{seen} {comparison} {asked}. Answer: {answer}"
+    return f"{colour} {shape}. {seen} {comparison} {asked}. Answer: {answer}"
 
 
 def _drawn(asked: list[Row], n: int, seed: int) -> list[Row]:

@@ -27,14 +27,18 @@ def test_pictured_shapes():
     completions = [[{"role": "assistant", "content": text}] for text in train["described"]]
     assert accuracy_reward(completions, train["solution"]) == [1.0] * 400
     for row in train.remove_columns("image"):
-        described = row["described"].partition(". Answer: ")[0].split()
+        seen, *comparison, answer = row["described"].split(". ")
         if row["kind"] == "yes or no":
             question = row["prompt"][0]["content"]
-            assert (described[0] == described[-1]) == ("not" not in described)
-            assert described[-1] in question
-            assert row["solution"] == ("yes" if negated(question) == ("not" in described) else "no")
+            words = comparison[0].split()
+            assert words[0] in seen.split()
+            assert (words[0] == words[-1]) == ("not" not in words)
+            assert words[-1] in question
+            assert row["solution"] == ("yes" if negated(question) == ("not" in words) else "no")
         else:
-            assert described == [row["solution"]]
+            assert row["solution"] in seen.split()
+            assert not comparison
+        assert answer == f"Answer: {row['solution']}"
 
 
 def test_wording_says_nothing_about_the_answer():
