@@ -255,6 +255,7 @@ def test_answers_before_a_long_last_turn_are_compared(tmp_path):
 def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeypatch):
     """Breaks the correction of Llama 4. The fallback gives the same updates, and a resumed run has it, too."""
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
+    options |= {"router_aux_loss_coef": 0.0}  # Llama 4 of older releases returns no router logits
     rows = text_rows(8, form="chat")
     expected = weights_after(make("llama4", rows, tmp_path / "whole", **options))
     monkeypatch.setattr(logprobs, "_token_positions", lambda model, positions: {})
