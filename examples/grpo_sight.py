@@ -4,9 +4,9 @@ A pretrained language model learns to see, by SFT and GRPO.
 
 The model is EfficientNet-Lite0 and SmolLM2-135M-Instruct with a new projector between them, see `vision_model.py`. It
 learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT teaches it to say first what is in
-the picture, and what of it is asked for, such as "blue circle. blue is not red. Answer: yes". GRPO then trains it with
-accuracy as its only reward. Both train the projector and the language model. The tower stays frozen, and its features
-of a picture are computed once for all updates. On a CPU with two cores:
+the picture, and what of it is asked for, such as "blue circle. blue is not red. Answer: yes", and trains projector and
+language model. GRPO then trains the projector and a LoRA on the language model, with accuracy as its only reward. The
+tower stays frozen, and its features of a picture are computed once for all updates. On a CPU with two cores:
 
 ```bash
 pip install -e ".[examples-real]"
@@ -42,13 +42,16 @@ from trl_multimodal_rft.rewards import accuracy_reward
 DEMO = {
     "output_dir": "outputs/grpo_sight",
     "per_device_train_batch_size": 64,
-    "num_generations": 4,
+    "num_generations": 8,
     "max_completion_length": 16,
-    "max_steps": 150,
-    "learning_rate": 1e-4,
-    "learning_rates": {"projector": 1e-3},
+    "max_steps": 60,
+    "learning_rate": 2e-4,
+    "learning_rates": {"projector": 4e-4},
     "warmup_steps": 5,
-    "freeze": ["vision_tower"],
+    "use_peft": True,
+    "lora_r": 16,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "lora_modules_to_save": ["multi_modal_projector"],
     "bf16": False,
     "gradient_checkpointing": False,
     "logging_steps": 10,

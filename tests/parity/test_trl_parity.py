@@ -205,7 +205,7 @@ def test_lora_equals_trl(checkpointing):
 @pytest.mark.parametrize("name, beta", [("two updates a batch", 0.1), ("RLOO, kl", 0.05)])
 def test_evaluation_equals_trl(name, beta):
     """Evaluation between updates on one generation batch doesn't change the batch."""
-    options = {**EVALUATED, "beta": beta, "max_steps": 2, "objects": {"eval_dataset": image_rows(4)}}
+    options = {**EVALUATED, "beta": beta, "max_steps": 2, "objects": {"eval_dataset": image_rows(2)}}
     theirs, ours = (each(name, **options) for each in (trl_run, our_run))
     assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
     assert_equal(theirs, ours)
@@ -225,7 +225,7 @@ PROCESSED = {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature"
         ),
         pytest.param(
             (GRPOTrainer, MultimodalGRPOTrainer),
-            {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}},
+            {**EVALUATED, "objects": {"eval_dataset": image_rows(2)}},
             marks=pytest.mark.slow,
         ),
         ((RLOOTrainer, MultimodalRLOOTrainer), PROCESSED),
@@ -233,7 +233,7 @@ PROCESSED = {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature"
             (RLOOTrainer, MultimodalRLOOTrainer),
             {
                 **{**RLOO["RLOO, adapter"], **EVALUATED},
-                "objects": {"peft_config": LORA, "eval_dataset": image_rows(3)},
+                "objects": {"peft_config": LORA, "eval_dataset": image_rows(2)},
             },
             marks=pytest.mark.slow,
         ),

@@ -88,10 +88,10 @@ def test_self_check_in_bfloat16_passes():
     """
     On one question without a sound: a CPU without instructions for bfloat16 takes five times as long as in float32.
 
-    The tolerance is 0.2 and four times a noise of 0.1. How far scores differ depends on the CPU: some round each row
+    The tolerance is 0.2, or more with the CPU's noise of 0.1. How far scores differ depends on the CPU: some round each row
     alike, however many rows a product has. Then packed rows differ by 1e-5, elsewhere by 0.1.
     """
     model, processor = load("text")
     check = subject("text", rows_of("text", 1), objects=(model.bfloat16(), processor)).check()
-    assert check.fallbacks == Fallbacks() and check.tolerance == tolerance_of(torch.bfloat16)
+    assert check.fallbacks == Fallbacks() and tolerance_of(torch.bfloat16) <= check.tolerance <= 0.5
     assert 1e-2 <= check.rounding <= 0.3 and max(check.padded, check.packed, check.sampled) <= 0.3
