@@ -88,8 +88,8 @@ def test_self_check_in_bfloat16_passes():
     """
     On one question without a sound: a CPU without instructions for bfloat16 takes five times as long as in float32.
 
-    The tolerance is 0.2, or more with the CPU's noise of 0.1. How far scores differ depends on the CPU: some round each row
-    alike, however many rows a product has. Then packed rows differ by 1e-5, elsewhere by 0.1.
+    The tolerance is 0.2, or more with a CPU's noise of 0.1. How far scores differ depends on the CPU: some round each
+    row alike, however many rows a product has. Then packed rows differ by 1e-5, elsewhere by 0.1.
     """
     model, processor = load("text")
     check = subject("text", rows_of("text", 1), objects=(model.bfloat16(), processor)).check()
