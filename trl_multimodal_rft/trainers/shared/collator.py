@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from jinja2 import Environment
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names
@@ -48,7 +48,7 @@ class RowCollator(Generic[ConfigT]):
     processing_class: ProcessorMixin | PreTrainedTokenizerBase
     args: ConfigT
     _token_names: ClassVar[tuple[str, ...]]  # TRL's columns of tokens
-    chat_template: ClassVar[Any] = None  # `None` is the model's own template
+    chat_template: ClassVar[str | None] = None  # `None` is the model's own template
 
     def __post_init__(self):
         self.encoder = SupervisedEncoder(
@@ -72,7 +72,7 @@ class RowCollator(Generic[ConfigT]):
     def _token_columns(self, row: Row) -> dict[str, list[int]]:
         raise NotImplementedError
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
+    def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         raise NotImplementedError
 
     def _encoded_rows(self, rows: Sequence[Any]) -> list[Any]:
