@@ -225,7 +225,7 @@ PROCESSED = {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature"
         ),
         pytest.param(
             (GRPOTrainer, MultimodalGRPOTrainer),
-            {**EVALUATED, "objects": {"eval_dataset": image_rows(2)}},
+            {**EVALUATED, "objects": {"eval_dataset": image_rows(6)}},
             marks=pytest.mark.slow,
         ),
         ((RLOOTrainer, MultimodalRLOOTrainer), PROCESSED),
@@ -233,7 +233,7 @@ PROCESSED = {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature"
             (RLOOTrainer, MultimodalRLOOTrainer),
             {
                 **{**RLOO["RLOO, adapter"], **EVALUATED},
-                "objects": {"peft_config": LORA, "eval_dataset": image_rows(2)},
+                "objects": {"peft_config": LORA, "eval_dataset": image_rows(4)},
             },
             marks=pytest.mark.slow,
         ),

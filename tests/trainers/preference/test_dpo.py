@@ -483,7 +483,7 @@ LOST = {
         {"content": "A cat.", "reasoning_content": "Fur."},
         "': the chat template leaves out 'reasoning",
     ),
-    "calls": ({"content": "", "tool_calls": [{"type": "function"}]}, "': the chat template leaves out 'tool_calls'"),
+    "calls": ({"content": None, "tool_calls": [{"type": "function"}]}, "': the chat template leaves out 'tool_calls'"),
 }
 
 REFUSED = {
