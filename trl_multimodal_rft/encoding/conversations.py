@@ -13,7 +13,7 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.reading.refs import MediaError, iter_refs
 from ..families import family_of
 from .join import continued_field, join_media
-from .messages import check_written
+from .messages import check_written, without_none
 from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 
@@ -206,6 +206,7 @@ def keeps_earlier_turns(processor: Processor) -> bool:
 def _render(
     messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], add_generation_prompt: bool
 ) -> str:
+    messages = without_none(messages)
     if isinstance(processor, ProcessorMixin):
         messages = prepare_multimodal_messages(messages)
     options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}

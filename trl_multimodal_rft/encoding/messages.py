@@ -26,9 +26,15 @@ _TAIL_LENGTH = 16  # number of last tokens to search for a tag, which tokenizers
 def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
     """Renders messages by the chat template. Raises a [`MediaError`] about the `label` if the template fails."""
     try:
-        return str(processor.apply_chat_template(messages, tokenize=False, **template_kwargs))
+        return str(processor.apply_chat_template(without_none(messages), tokenize=False, **template_kwargs))
     except Exception as error:  # templates raise errors of any type
         raise template_error(error, processor, template_kwargs, label) from error
+
+
+def without_none(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages without keys of value `None`, such as the content of a turn with calls alone."""
+    # `apply_chat_template` of transformers 5.24 does the same; that of 5.16 passes them on, and templates fail
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:

@@ -26,7 +26,16 @@ from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from ..views.views import View
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs, with_budgets
-from .messages import check_media, check_placeholders, check_text, check_written, has_template, of_row, template_error
+from .messages import (
+    check_media,
+    check_placeholders,
+    check_text,
+    check_written,
+    has_template,
+    of_row,
+    template_error,
+    without_none,
+)
 from .processors import Processor, tokenizer_of
 
 
@@ -487,6 +496,7 @@ def _outputs_with_sounds(
 
 def _prepared_messages(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
     """Roles that only tokenizers support are an error."""
+    messages = without_none(messages)
     if not isinstance(processor, ProcessorMixin):
         return messages
     try:
