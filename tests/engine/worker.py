@@ -22,13 +22,14 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
     trainer = make(RecordedOmni, None, omni_rows(), output / "run", load_omni(model), **options)
     assert trainer.accelerator.num_processes == processes
     asked = []
-    complete = trainer.vllm_generation._request_completions
+    if trainer.args.vllm_mode == "server":
+        complete = trainer.vllm_generation._request_completions
 
-    def recorded(url, request, *given):
-        asked.append(request.count)
-        return complete(url, request, *given)
+        def recorded(url, request, *given):
+            asked.append(request.count)
+            return complete(url, request, *given)
 
-    trainer.vllm_generation._request_completions = recorded
+        trainer.vllm_generation._request_completions = recorded
     trainer.train()
     result = {
         "draws": trainer.draws,

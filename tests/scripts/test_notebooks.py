@@ -7,6 +7,7 @@ An additional last cell writes the results for comparison.
 
 import json
 import math
+import os
 import re
 import runpy
 import sys
@@ -131,13 +132,18 @@ def test_first_cell_installs_the_package(path, tmp_path):
     """Where the package isn't found: from a clone of the address, in whose folder of notebooks the others run."""
     (cell,) = (cell for cell in nbformat.read(path, as_version=4).cells if "find_spec" in cell.source)
     site = tmp_path / "site"
-    source = cell.source.replace('"https://github.com/OWNER/NAME"', repr(FOLDER.parents[1].as_uri()))
-    source = source.replace('find_spec("trl_multimodal_rft")', 'find_spec("trl_multimodal_rft_isnt_here")')
+    source = cell.source.replace('find_spec("trl_multimodal_rft")', 'find_spec("trl_multimodal_rft_isnt_here")')
     source = source.replace("%pip install", f"%pip install --no-deps --no-build-isolation --target {site}")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbformat.write(notebook, tmp_path / "first.ipynb")
     code = EXECUTE.replace(repr(str(FOLDER)), repr(str(tmp_path)))
-    run = forked.run([sys.executable, "-c", code, str(tmp_path / "first.ipynb")], capture_output=True)
+    local = {  # git, and pip by it, read the address from here
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/OWNER/NAME",
+    }
+    command = [sys.executable, "-c", code, str(tmp_path / "first.ipynb")]
+    run = forked.run(command, env={**os.environ, **local}, capture_output=True)
     assert run.returncode == 0, run.stderr[-6000:]
     assert (site / "trl_multimodal_rft" / "__init__.py").exists()
     assert ("git clone" not in source) or (tmp_path / "trl-multimodal-rft" / "examples" / "tasks.py").exists()

@@ -306,7 +306,7 @@ def test_columns_that_are_removed_before_a_reward_reads_them(kind, refused, tmp_
     def mine(completions, solution, **kwargs):
         return [0.0] * len(completions)
 
-    for reward in ("accuracy_reward", "box_iou_reward(iou_threshold=0.5)", mine):
+    for reward in ("accuracy_reward", mine):
         message = refused(kind, ValueError, reward_funcs=[reward], args=args, train_dataset=rows)
         assert message.startswith("`remove_unused_columns=True` removes 'solution', which ")
 

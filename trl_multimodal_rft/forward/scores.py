@@ -370,9 +370,7 @@ class DeferredParts:
         self._random_states = []
         self.outputs: list[Scores] = []
         for index, part in enumerate(self.parts):
-            self._random_states.append(
-                (torch.get_rng_state(), self._device_random and self._device_random.get_rng_state())
-            )
+            self._random_states.append(self._random_state())
             with torch.no_grad():
                 scores = score(index, part)
             self.outputs.append(scores.map(_leaf))
@@ -390,12 +388,22 @@ class DeferredParts:
         return scores
 
     def recompute(self, index: int) -> Scores:
-        """Computes a part once more, with a gradient and the same random numbers."""
-        cpu, device = self._random_states[index]
+        """Computes a part once more, with a gradient and the same random numbers, which no later draw repeats."""
+        state = self._random_state()
+        self._set_random_state(self._random_states[index])
+        scores = self.score(index, self.parts[index])
+        self._set_random_state(state)
+        return scores
+
+    def _random_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the states of the generators of the CPU and of the device."""
+        return torch.get_rng_state(), self._device_random and self._device_random.get_rng_state()
+
+    def _set_random_state(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        cpu, device = state
         torch.set_rng_state(cpu)
         if self._device_random is not None:
             self._device_random.set_rng_state(device)
-        return self.score(index, self.parts[index])
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

@@ -139,6 +139,12 @@ def test_groups_without_signal_are_not_forwarded(family, rows, size):
     assert ours.trainer.n_tokens <= 0.55 * plain.trainer.n_tokens
 
 
+# CPGD's drift and IPO's square pull all completions back; Clip-Cov and KL-Cov choose from the tokens of all
+NEED_ALL = ("cpgd", "ipo", "clip_cov", "kl_cov")
+# Metrics of losses that are means over the scores of all tokens
+MEANS_OF_SCORES = ("vespo/phi_seq_mean", "fipo/influence_weight_mean")
+
+
 # One of each kind: clipped, by completion, with a drift, of the ratio to the engine, and detached
 @pytest.mark.parametrize("loss", slow_but(LOSSES, "dapo", "gmpo", "cpgd", "vespo", "cispo"))
 def test_every_loss_leaves_them_out_or_needs_them(loss):
@@ -146,9 +152,9 @@ def test_every_loss_leaves_them_out_or_needs_them(loss):
     if loss == "vespo":
         options["vllm_importance_sampling_mode"] = "token_truncate"
     plain, ours = both("grpo", FAMILY, image_rows(), engine=True, **options)
-    of_scores = [name for name in ours.history[0] if name.startswith("sampling/") or name == "vespo/phi_seq_mean"]
+    of_scores = [name for name in ours.history[0] if name.startswith(("sampling/", *MEANS_OF_SCORES))]
     assert_same(plain, ours, without=("entropy", *of_scores))
-    skipped = 0 if loss == "cpgd" else 0.5  # whose drift pulls all completions back
+    skipped = 0 if loss in NEED_ALL else 0.5
     assert [entry["packing/skipped_frac"] for entry in ours.history if "packing/skipped_frac" in entry] == [skipped]
     assert (plain.trainer.n_scored, ours.trainer.n_scored) == (4, 2)
 
