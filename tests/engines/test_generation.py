@@ -130,6 +130,21 @@ def test_isolated_prompts_keep_their_completions():
     assert torch.equal(sampled, torch.stack(expected))
 
 
+def test_given_fallbacks_replace_those_of_the_policy(monkeypatch):
+    model, _, processor, prompts = build("glm4v")
+    media, text = (next(p for p in prompts if bool(p.media) == has) for has in (True, False))
+    parts = []
+
+    def recorded(model, unwrapped_model, part, *args, **options):
+        parts.append(part)
+        return generate_completions(model, unwrapped_model, part, *args, **options)
+
+    monkeypatch.setattr(generation, "generate_completions", recorded)
+    args = (config(processor.tokenizer), processor.tokenizer.pad_token_id)
+    sample_completions(PolicyForward(), model, [text, media, text], *args, fallbacks=Fallbacks(isolate="prompt"))
+    assert parts == [[text, text], [media]]
+
+
 def test_trim_after_eos():
     ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [0, 0, 0, 2]])
     assert trim_after_eos(ids, [2, 3]) == [[5, 2], [5, 6, 7, 8], [3], [0, 0, 0, 2]]

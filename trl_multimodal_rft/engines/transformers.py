@@ -433,7 +433,7 @@ def sample_completions(
     Returns completions `(B, N)`, or the result of [`generate_completions`] if a single call samples all completions.
     """
     fallbacks = fallbacks or policy.fallbacks
-    isolate = policy.fallbacks.isolate
+    isolate = fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
         # Granite Speech's `generate` enables the adapter for all prompts of a call if it has sounds, else for none. So
