@@ -60,7 +60,7 @@ DEMO = {
 }
 # Arguments of SFT
 COLD_START = {
-    "max_steps": 30,
+    "max_steps": 40,
     "batch_size": 16,
     "learning_rate": 1e-4,
     "learning_rates": {"projector": 2e-3},
