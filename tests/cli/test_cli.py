@@ -33,12 +33,13 @@ from families_report.tiny_models import tiny_model
 from helpers import forked
 from helpers.families import FAMILIES
 from helpers.folders import ROOT
+from helpers.marks import OUTSIDE
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
-from trl_multimodal_rft.cli import COMMANDS, main, parsers, preflight
+from trl_multimodal_rft.cli import COMMANDS, main, options, parsers, preflight
 from trl_multimodal_rft.cli.options import FIRST_OPTIONS, GROUPS, table
 from trl_multimodal_rft.cli.preflight import check_batch, check_functions, process_count
 from trl_multimodal_rft.families import family_of
@@ -332,6 +333,13 @@ def test_processes_have_devices(launch, config, variables, devices, message, tmp
     args.use_cpu = True
     if config != "single_gpu":
         preflight.check_processes(args)
+
+
+@OUTSIDE
+def test_another_release_of_trl_has_its_own_options(monkeypatch):
+    monkeypatch.setattr(options, "version", lambda name: "0")
+    stored = json.loads(Path(options.__file__).with_name("options.json").read_text())
+    assert stored["versions"] != {} and table.__wrapped__() == stored
 
 
 def test_removed_names_have_replacements_that_exist():

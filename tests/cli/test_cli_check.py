@@ -21,6 +21,7 @@ from helpers import forked
 from helpers.chats import RATE, audio, image, user
 from helpers.families import FAMILIES
 from helpers.files import sound_by_ffmpeg, write_film
+from helpers.marks import OUTSIDE
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft import cli
@@ -270,12 +271,19 @@ SHEETS = [
         "All 3 rows would train. Note: column 'audio' is empty in 1 of 3 rows, first in 1.",
     ),
     ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "", "Note: column 'solution' is empty in 1 of 2 rows, first in 1."),
-    (
-        "audio,prompt,solution|a.wav,A,1|a.wav,B,",
-        "accuracy_reward",
-        "gives no reward where column 'solution' is empty in",
-    ),
     ("audio,prompt,solution|a.wav,A,|a.wav,B,", "accuracy_reward", "2 of 2 rows (100 %) would not train."),
+    pytest.param(
+        "audio,prompt,solution|a.wav,A,1|a.wav,B,",
+        "wer_reward",
+        "gives no reward where column 'solution' is empty in",
+        marks=OUTSIDE,
+    ),
+    pytest.param(
+        "audio,prompt,solution|a.wav,A,|a.wav,B,",
+        "wer_reward",
+        "2 of 2 rows (100 %) would not train.",
+        marks=OUTSIDE,
+    ),
     ("audio,prompt, solution|a.wav,A,1", "accuracy_reward", "Did you mean ` solution`?"),
     ("audio, prompt|a.wav,A", "", "rename ' prompt' to 'prompt'"),
     ("audio,prompt|,A|,B", "", "no row has anything in 'audio', so that the model would get text alone"),

@@ -128,8 +128,7 @@ _SYNTHETIC |= dict.fromkeys(
 @pytest.mark.parametrize("name", _SYNTHETIC)
 def test_features_of_more_families_that_were_kept_change_nothing(name, monkeypatch):
     model, prompts = build(name, of(_SYNTHETIC[name])[:2])
-    is_rounded = name == "muse_glimmer"  # whose gradients in float32 differ by 1.5e-5 by rounding alone
-    if is_rounded:
+    if name == "muse_glimmer":  # whose gradients in float32 differ by 1.5e-5 by rounding alone
         model.double()
         for prompt in prompts:
             floats = {key: value.double() for key, value in prompt.media.items() if value.is_floating_point()}

@@ -53,7 +53,7 @@ def in_parts(trainer_class, family, rows, budget, **options):
 
 @pytest.mark.parametrize(
     "loss_type",
-    ["dapo", "gmpo"]
+    ["dapo", "gmpo", "clip_cov(clip_cov_ratio=0.5, clip_cov_lb=0.0)"]  # the last one draws random numbers
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("dr_grpo", "cispo", "vespo", "cpgd", "luspo")],
 )
 def test_loss_types(loss_type):

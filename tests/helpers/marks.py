@@ -1,9 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Marks of parameters that the default run leaves out."""
+"""Marks of tests and parameters that some runs leave out."""
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 
 import pytest
+
+
+# Tests of the core that name rewards and commands from outside of it, see repository/test_core.py
+OUTSIDE = pytest.mark.skipif(
+    find_spec("trl_multimodal_rft.rewards.ready") is None, reason="the package has the core alone"
+)
 
 
 def slow_but(values: Iterable, *kept, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The wheel has the data files that an installed package needs, and a tag all that the index needs."""
 
-import json
 import re
 import runpy
 import shutil
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,17 +15,8 @@ from helpers.folders import ROOT
 from helpers.processes import PATIENCE
 from packaging.requirements import Requirement
 
-from trl_multimodal_rft.cli import options
-
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def test_the_stored_options_are_those_of_another_release_of_trl(monkeypatch):
-    """Which aren't read from the file."""
-    monkeypatch.setattr(options, "version", lambda name: "0")
-    stored = json.loads(Path(options.__file__).with_name("options.json").read_text())
-    assert stored["versions"] != {} and options.table.__wrapped__() == stored
 
 
 def test_extras_name_extras_that_exist():

@@ -18,6 +18,7 @@ import transformers as hf
 from datasets import Dataset, DatasetDict
 from helpers.chats import chat, text, video
 from helpers.families import ALL_FAMILIES
+from helpers.marks import OUTSIDE
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -298,17 +299,19 @@ def test_runs_that_cannot_be_meant(kind, refused, tmp_path, caplog, monkeypatch)
     assert texts[0].startswith("`num_train_epochs=0` trains nothing") and "`learning_rate=1000` is far" in texts[1]
 
 
+def reads_solutions(completions, solution, **kwargs):
+    return [0.0] * len(completions)
+
+
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_columns_that_are_removed_before_a_reward_reads_them(kind, refused, tmp_path, rows):
+@pytest.mark.parametrize(
+    "reward", ["accuracy_reward", pytest.param("box_iou_reward(iou_threshold=0.5)", marks=OUTSIDE), reads_solutions]
+)
+def test_columns_that_are_removed_before_a_reward_reads_them(kind, reward, refused, tmp_path, rows):
     args = config(kind, tmp_path / "out", remove_unused_columns=True)
     rows = rows.add_column("solution", ["a"] * len(rows))
-
-    def mine(completions, solution, **kwargs):
-        return [0.0] * len(completions)
-
-    for reward in ("accuracy_reward", mine):
-        message = refused(kind, ValueError, reward_funcs=[reward], args=args, train_dataset=rows)
-        assert message.startswith("`remove_unused_columns=True` removes 'solution', which ")
+    message = refused(kind, ValueError, reward_funcs=[reward], args=args, train_dataset=rows)
+    assert message.startswith("`remove_unused_columns=True` removes 'solution', which ")
 
 
 def test_a_model_that_writes_is_no_reward(tmp_path, rows):

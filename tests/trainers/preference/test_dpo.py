@@ -484,6 +484,10 @@ LOST = {
         "': the chat template leaves out 'reasoning",
     ),
     "calls": ({"content": None, "tool_calls": [{"type": "function"}]}, "': the chat template leaves out 'tool_calls'"),
+    "calls beside an empty text": (
+        {"content": "", "tool_calls": [{"type": "function"}]},
+        "': the chat template leaves out 'tool_calls'",
+    ),
 }
 
 REFUSED = {
