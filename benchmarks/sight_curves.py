@@ -43,7 +43,6 @@ sys.path.extend(str(ROOT / folder) for folder in ("examples", "docs"))
 
 from demo import cold_start  # noqa: E402
 from draw_images import as_svg  # noqa: E402
-from grpo_sight import COLD_START  # noqa: E402
 from pretrained import is_complete, save_release  # noqa: E402
 from reproduced import commit  # noqa: E402
 from sight_tasks import pictured_shapes  # noqa: E402
@@ -76,8 +75,17 @@ OPTIONS = {
     "model_init_kwargs": {"dtype": "float32"},
 }
 # TRL's order of rows, and the frozen parts, which TRL has no option for
-OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": COLD_START["freeze"]}
+FROZEN = ["vision_tower", "language_model", "lm_head"]
+OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": FROZEN}
 TRAINED = "multi_modal_projector"
+COLD_START = {
+    "max_steps": 40,
+    "batch_size": 16,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+    "freeze": FROZEN,
+}
 WINDOW = 10  # updates of a mean
 
 
@@ -135,9 +143,7 @@ def cold_started() -> str:
         processor = AutoProcessor.from_pretrained(release)
         rows = pictured_shapes()["train"].select_columns(["prompt", "image", "solution"])
         args = TrainingArguments(str(OUTPUTS), bf16=False, use_cpu=True)  # seed 42
-        cold_start(
-            model, processor, rows.rename_column("solution", "completion"), args, **{**COLD_START, "max_steps": 40}
-        )
+        cold_start(model, processor, rows.rename_column("solution", "completion"), args, **COLD_START)
         save_release(folder, processor, model)
     return str(folder)
 

@@ -3,10 +3,11 @@
 A pretrained language model learns to see, by SFT and GRPO.
 
 The model is EfficientNet-Lite0 and SmolLM2-135M-Instruct with a new projector between them, see `vision_model.py`. It
-learns to answer easy-VQA's questions about shapes and colours. A cold start by SFT teaches it to say first what is in
-the picture, and what of it is asked for, such as "blue circle. blue is not red. Answer: yes", and trains projector and
-language model. GRPO then trains the projector and a LoRA on the language model, with accuracy as its only reward. The
-tower stays frozen, and its features of a picture are computed once for all updates. On a CPU with two cores:
+learns to answer easy-VQA's questions about shapes and colours. The cold start by SFT has two parts, as LLaVA's training
+(https://huggingface.co/papers/2304.08485): captions, such as "blue circle.", train the projector alone, and answers
+that begin with them, such as "blue circle. blue is not red. Answer: yes", the language model, too. GRPO then trains the
+projector and a LoRA on the language model, with accuracy as its only reward. The tower stays frozen, and its features of
+a picture are computed once for all updates. On a CPU with two cores:
 
 ```bash
 pip install -e ".[examples-real]"
@@ -25,7 +26,7 @@ import sys
 from pathlib import Path
 
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from demo import publish, start
 from pretrained_demo import Task, learn
 from sight_tasks import pictured_shapes
@@ -41,12 +42,12 @@ from trl_multimodal_rft.rewards import accuracy_reward
 
 DEMO = {
     "output_dir": "outputs/grpo_sight",
-    "per_device_train_batch_size": 64,
+    "per_device_train_batch_size": 128,
     "num_generations": 8,
     "max_completion_length": 16,
-    "max_steps": 60,
-    "learning_rate": 2e-4,
-    "learning_rates": {"projector": 4e-4},
+    "max_steps": 70,
+    "learning_rate": 4e-4,
+    "learning_rates": {"projector": 1.5e-3},
     "warmup_steps": 5,
     "use_peft": True,
     "lora_r": 16,
@@ -59,15 +60,29 @@ DEMO = {
     "report_to": "none",
 }
 # Arguments of SFT
-COLD_START = {
-    "max_steps": 40,
-    "batch_size": 16,
-    "learning_rate": 1e-4,
-    "learning_rates": {"projector": 2e-3},
-    "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 5,
+COLD_START = {"batch_size": 16, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
+CAPTIONS = {
+    **COLD_START,
+    "max_steps": 45,
+    "learning_rate": 8e-3,
+    "freeze": ["vision_tower", "language_model", "lm_head"],
+}
+ANSWERS = {
+    **COLD_START,
+    "max_steps": 30,
+    "learning_rate": 3e-4,
+    "learning_rates": {"projector": 1e-3},
     "freeze": ["vision_tower"],
 }
+# Shares of questions in training: a shape is seen at once, a colour is not
+SHARES = {"shape": 0.1, "colour": 0.4, "yes or no": 0.5}
+
+
+def drawn(rows: Dataset, seed: int) -> Dataset:
+    """Training rows with shares of questions other than in the test split."""
+    kinds = rows["kind"]
+    by_kind = [rows.select([i for i, name in enumerate(kinds) if name == kind]) for kind in SHARES]
+    return interleave_datasets(by_kind, [*SHARES.values()], seed=seed)
 
 
 def accuracies(model: PreTrainedModel, processor: ProcessorMixin, rows: Dataset, length: int) -> dict[str, float]:
@@ -98,7 +113,8 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
         sys.exit(str(error))
     model = AutoModelForImageTextToText.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
-    task = Task(splits, "image", "described", COLD_START)
+    splits["train"] = drawn(splits["train"], training_args.seed)
+    task = Task(splits, "image", [("caption", CAPTIONS), ("described", ANSWERS)])
     measured = functools.partial(measure, processor, splits["test"], training_args.max_completion_length)
     trainer, metrics = learn(task, model, processor, measured, script_args, training_args, model_args)
     metrics["effect of another image"] = trainer.checks.self_check.media["image"]

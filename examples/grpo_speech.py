@@ -95,7 +95,7 @@ def task(name: str) -> Task:
     splits = make_splits()
     held_out = splits["test"].shuffle(seed=1)
     splits["test"] = held_out.select(range(min(200, len(held_out))))
-    return Task(splits, "audio", demonstrated, {**COLD_START, "max_steps": updates})
+    return Task(splits, "audio", [(demonstrated, {**COLD_START, "max_steps": updates})])
 
 
 def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: ModelConfig) -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What demos of pretrained models share: a cold start by SFT, GRPO, and a measurement before and after each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +25,14 @@ class Task:
             Rows of the splits `train` and `test`, of which the second one is measured.
         medium (`str`):
             Column with the media.
-        demonstrated (`str`):
-            Column with the completions of the cold start.
-        cold_start (`dict`):
-            Options of the cold start, such as the modules that it leaves frozen.
+        cold_starts (`Sequence[tuple[str, dict]]`):
+            Parts of the cold start: each the column with its completions, and its options, such as the modules that it
+            leaves frozen.
     """
 
     splits: DatasetDict
     medium: str
-    demonstrated: str
-    cold_start: dict[str, object]
+    cold_starts: Sequence[tuple[str, dict[str, object]]]
 
 
 def learn(
@@ -58,9 +56,11 @@ def learn(
             metrics[stage] = measure(stage, policy)
 
     measured("before training", model)
-    demonstrations = task.splits["train"].select_columns(["prompt", task.medium, task.demonstrated])
-    demonstrations = demonstrations.rename_column(task.demonstrated, "completion")
-    cold_start(model, processor, demonstrations, training_args, **task.cold_start)
+    for column, options in task.cold_starts:
+        model.requires_grad_(True)  # what an earlier part has frozen
+        demonstrations = task.splits["train"].select_columns(["prompt", task.medium, column])
+        demonstrations = demonstrations.rename_column(column, "completion")
+        cold_start(model, processor, demonstrations, training_args, **options)
     measured("after the cold start", model)
     trainer = MultimodalGRPOTrainer(
         model=saved(model, processor, Path(training_args.output_dir) / "before"),

@@ -33,9 +33,9 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     Both splits are drawn from those of easy-VQA, so that no picture is in both. Half of the rows ask for yes or no,
     such as "is there not a red shape?", and a quarter each for a shape and a colour; the column `kind` says which.
     "Yes" and "no" are right equally often, with and without a negation, so that the wording of a question says nothing
-    about its answer. In the train split, the column `described` has an answer that says first what is in the picture,
-    such as "blue circle. blue is not red. Answer: yes". Pictures of which easy-VQA doesn't say shape and colour are
-    left out there.
+    about its answer. In the train split, the column `caption` says what is in the picture, such as "blue circle.", and
+    the column `described` is an answer that begins with it, such as "blue circle. blue is not red. Answer: yes".
+    Pictures of which easy-VQA doesn't say shape and colour are left out there.
 
     Args:
         train_rows (`int`, *optional*, defaults to `4000`):
@@ -57,10 +57,12 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     colours = {number: answer for _, answer, number in asked if kind(answer) == "colour"}
     known = [row for row in asked if row[2] in shapes and row[2] in colours]
     drawn = _drawn(known, train_rows, seed)
+    captions = [f"{colours[number]} {shapes[number]}." for _, _, number in drawn]
     described = [
         described_answer(question, answer, shapes[number], colours[number]) for question, answer, number in drawn
     ]
-    train = _rows(drawn, easy_vqa.get_train_image_paths()).add_column("described", described)
+    train = _rows(drawn, easy_vqa.get_train_image_paths())
+    train = train.add_column("caption", captions).add_column("described", described)
     held_out = list(zip(*easy_vqa.get_test_questions(), strict=True))
     test = _rows(_drawn(held_out, test_rows, seed), easy_vqa.get_test_image_paths())
     return DatasetDict({"train": train, "test": test})

@@ -28,6 +28,7 @@ def test_pictured_shapes():
     assert accuracy_reward(completions, train["solution"]) == [1.0] * 400
     for row in train.remove_columns("image"):
         seen, *comparison, answer = row["described"].split(". ")
+        assert row["caption"] == f"{seen}."
         if row["kind"] == "yes or no":
             question = row["prompt"][0]["content"]
             words = comparison[0].split()
