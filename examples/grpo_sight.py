@@ -3,11 +3,11 @@
 A pretrained language model learns to see, by SFT and GRPO.
 
 The model is EfficientNet-Lite0 and SmolLM2-135M-Instruct with a new projector between them, see `vision_model.py`. It
-learns to answer easy-VQA's questions about shapes and colours. The cold start by SFT has two parts, as LLaVA's training
-(https://huggingface.co/papers/2304.08485): captions, such as "blue circle.", train the projector alone, and answers
-that begin with them, such as "blue circle. blue is not red. Answer: yes", the language model, too. GRPO then trains the
-projector and a LoRA on the language model, with accuracy as its only reward. The tower stays frozen, and its features of
-a picture are computed once for all updates. On a CPU with two cores:
+learns to answer easy-VQA's questions about shapes and colours. The cold start by SFT has two parts, as in LLaVA
+(https://huggingface.co/papers/2304.08485): captions, such as "blue circle.", train the projector alone; answers that
+begin with them, such as "blue circle. blue is not red. Answer: yes", train the language model, too. GRPO then trains
+the projector and a LoRA on the language model, with accuracy as its only reward. The tower stays frozen, and its
+features of a picture are computed once for all updates. On a CPU with two cores:
 
 ```bash
 pip install -e ".[examples-real]"
@@ -25,6 +25,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, interleave_datasets
 from demo import publish, start
@@ -74,14 +75,14 @@ ANSWERS = {
     "learning_rates": {"projector": 1e-3},
     "freeze": ["vision_tower"],
 }
-# Shares of questions in training: a shape is seen at once, a colour is not
+# Shares of questions in training, where shapes are learned long before colours
 SHARES = {"shape": 0.1, "colour": 0.4, "yes or no": 0.5}
 
 
-def drawn(rows: Dataset, seed: int) -> Dataset:
-    """Training rows with shares of questions other than in the test split."""
-    kinds = rows["kind"]
-    by_kind = [rows.select([i for i, name in enumerate(kinds) if name == kind]) for kind in SHARES]
+def mixed(rows: Dataset, seed: int) -> Dataset:
+    """Rows with [`SHARES`] of each kind of question."""
+    kinds = np.array(rows["kind"])
+    by_kind = [rows.select(np.flatnonzero(kinds == kind)) for kind in SHARES]
     return interleave_datasets(by_kind, [*SHARES.values()], seed=seed)
 
 
@@ -113,7 +114,7 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
         sys.exit(str(error))
     model = AutoModelForImageTextToText.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
-    splits["train"] = drawn(splits["train"], training_args.seed)
+    splits["train"] = mixed(splits["train"], training_args.seed)
     task = Task(splits, "image", [("caption", CAPTIONS), ("described", ANSWERS)])
     measured = functools.partial(measure, processor, splits["test"], training_args.max_completion_length)
     trainer, metrics = learn(task, model, processor, measured, script_args, training_args, model_args)
