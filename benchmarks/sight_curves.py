@@ -74,10 +74,11 @@ OPTIONS = {
     "report_to": "none",
     "model_init_kwargs": {"dtype": "float32"},
 }
-# TRL's order of rows, and the frozen parts, which TRL has no option for
 FROZEN = ["vision_tower", "language_model", "lm_head"]
+# TRL's order of rows, and the frozen parts, which TRL has no option for
 OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": FROZEN}
 TRAINED = "multi_modal_projector"
+# Arguments of SFT
 COLD_START = {
     "max_steps": 40,
     "batch_size": 16,

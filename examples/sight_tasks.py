@@ -57,7 +57,7 @@ def pictured_shapes(train_rows: int = 4000, test_rows: int = 400, seed: int = 0)
     colours = {number: answer for _, answer, number in asked if kind(answer) == "colour"}
     known = [row for row in asked if row[2] in shapes and row[2] in colours]
     drawn = _drawn(known, train_rows, seed)
-    captions = [f"{colours[number]} {shapes[number]}." for _, _, number in drawn]
+    captions = [caption(shapes[number], colours[number]) for _, _, number in drawn]
     described = [
         described_answer(question, answer, shapes[number], colours[number]) for question, answer, number in drawn
     ]
@@ -80,15 +80,20 @@ def negated(question: str) -> bool:
     return bool({"not", "no"} & {*question.split()})
 
 
+def caption(shape: str, colour: str) -> str:
+    """Returns a sentence that says what is in a picture."""
+    return f"{colour} {shape}."
+
+
 def described_answer(question: str, answer: str, shape: str, colour: str) -> str:
-    """Returns an answer after what is in the picture, and what of it is asked for."""
+    """Returns an answer after the picture's caption and, where the question is for yes or no, a comparison."""
     if answer not in BINARY:
-        return f"{colour} {shape}. Answer: {answer}"
+        return f"{caption(shape, colour)} Answer: {answer}"
     words = question.rstrip("?").split()
     (asked,) = (word for word in words if word in SHAPES + COLOURS)
     seen = shape if asked in SHAPES else colour
     comparison = "is" if seen == asked else "is not"
-    return f"{colour} {shape}. {seen} {comparison} {asked}. Answer: {answer}"
+    return f"{caption(shape, colour)} {seen} {comparison} {asked}. Answer: {answer}"
 
 
 def _drawn(asked: list[Row], n: int, seed: int) -> list[Row]:

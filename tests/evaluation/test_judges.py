@@ -159,7 +159,16 @@ def test_what_is_no_pair_is_refused(rows, template, message):
         judge_rows(Dataset.from_list(rows), template)
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if "calls" not in name])  # which a judge is shown
+CALLS = {"calls", "calls beside an empty text"}  # a judge is shown calls
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_calls_are_shown(name):
+    row = judge_rows(Dataset.from_list([REFUSED[name][0]]), "{question}|{answer_a}|{answer_b}")[0]
+    assert "{'type': 'function'}" in shown(row)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - CALLS))
 def test_pairs_are_checked_as_those_of_dpo(name):
     readers = [judge_rows] + [functools.partial(score_pairs, lambda **kwargs: [0.0] * 2)] * (name != "thoughts")
     for read in readers:
