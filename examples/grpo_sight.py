@@ -46,7 +46,7 @@ DEMO = {
     "per_device_train_batch_size": 128,
     "num_generations": 8,
     "max_completion_length": 16,
-    "max_steps": 70,
+    "max_steps": 90,
     "learning_rate": 4e-4,
     "learning_rates": {"projector": 1.5e-3},
     "warmup_steps": 5,
