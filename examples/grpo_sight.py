@@ -47,11 +47,12 @@ DEMO = {
     "num_generations": 8,
     "max_completion_length": 16,
     "max_steps": 90,
-    "learning_rate": 4e-4,
+    "learning_rate": 8e-4,
     "learning_rates": {"projector": 1.5e-3},
     "warmup_steps": 5,
     "use_peft": True,
     "lora_r": 16,
+    "lora_dropout": 0.0,  # with dropout, updates would forward completions without a gradient, too
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "lora_modules_to_save": ["multi_modal_projector"],
     "bf16": False,
