@@ -258,7 +258,8 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
         expected = {name: after[name] - before[name] for name in part}
         # LightRFT adds 1e-8 to the deviation of a group's rewards, and the trainer 1e-4
         assert norm(expected) > 1e-3 and relative_difference(expected, part) <= (1e-4 if has_critic else 1e-3)
-    steps, rollouts = trainer.state.log_history[:4], ppo.trainer.state.log_history
+    steps, rollouts = trainer.state.log_history[:4], logs_of(ppo)
+    assert ppo.trainer.state.log_history[-1].keys() == trainer.state.log_history[-1].keys()
     assert [entry["step"] for entry in rollouts] == [2, 4]
     for entry, pair in zip(rollouts, (steps[:2], steps[2:]), strict=True):
         assert ("critic_loss" in entry) == ("critic_lr" in entry) == has_critic
@@ -472,8 +473,13 @@ def fit(ppo, prompts, pretrain=None, seed=0, **options):
     return moves(ppo, before)
 
 
+def logs_of(ppo):
+    """Returns the logs without the summary of a run, which is the last one."""
+    return [entry for entry in ppo.trainer.state.log_history if "train_runtime" not in entry]
+
+
 def logged(ppo, name):
-    return [entry[name] for entry in ppo.trainer.state.log_history if name in entry]
+    return [entry[name] for entry in logs_of(ppo) if name in entry]
 
 
 SMALL = {"learning_rate": 1e-2, "num_train_epochs": 1}
@@ -748,15 +754,17 @@ def test_intervals(tmp_path):
     history = ppo.trainer.state.log_history
     assert [entry["step"] for entry in history if "policy_loss" in entry] == [4, 6]
     assert [entry["step"] for entry in history if "eval_reward_mean" in entry] == [4, 8]
-    assert folders(tmp_path / "steps") == ["checkpoint-4", "checkpoint-6"]
+    # The last step has a checkpoint, as in any run that saves by steps
+    assert folders(tmp_path / "steps") == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
     # Ends of episodes
     config = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "epoch")
     config = {**config, "num_train_epochs": 1.5}
     ppo, _ = fitted(tmp_path / "epoch", image_rows(8), config=config, options=evaluated)
     assert ppo.trainer.state.global_step == 6
-    entries = [(entry["step"], entry["epoch"]) for entry in ppo.trainer.state.log_history]
-    assert entries == [(4, 1.0)] * 2
-    assert folders(tmp_path / "epoch") == ["checkpoint-4"]
+    # A run that ends within an episode ends the episode, as `Trainer.train` ends its epoch
+    entries = [(entry["step"], entry["epoch"]) for entry in logs_of(ppo)]
+    assert entries == [(4, 1.0)] * 2 + [(6, 1.5)] * 2
+    assert folders(tmp_path / "epoch") == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_saved_models_that_are_not_rotated_away(tmp_path):
@@ -870,7 +878,7 @@ def end_of(ppo, ema) -> dict:
         "controllers": [maker.kl_ctl.state_dict(), maker.reward_scale.state_dict()],
         "logs": [
             {name: value for name, value in entry.items() if not any(part in name for part in durations)}
-            for entry in trainer.state.log_history
+            for entry in logs_of(ppo)
         ],
         "random": torch.get_rng_state(),
     }

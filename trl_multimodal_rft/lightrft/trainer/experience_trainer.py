@@ -3,15 +3,17 @@
 
 import math
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
@@ -19,14 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
 from transformers import GenerationConfig
-from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ...algorithms.critic import explained_variance
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
-from ...models.wrapped import is_unsharded
 from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
@@ -46,16 +46,52 @@ WHOLE_WEIGHTS = (
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
+_ACTIONS = ("should_log", "should_evaluate", "should_save")  # of a `TrainerControl`
 _LOGGED_INFO = ("reward", "shaped_reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """
+    The rollouts of a run. One trains on the experience of a batch of `prompts` of each rank.
+
+    Args:
+        prompts (`DataLoader`):
+            Batches of prompts for each rank.
+        train_on (`Callable`):
+            Function that makes experience of a batch, trains on it, logs, evaluates and saves. It takes the batch, the
+            state of the loop for checkpoints, and the number of episodes so far.
+        end_episode (`Callable`):
+            Function that logs, evaluates and saves at the end of an episode, if the trainer's `control` asks for it.
+            It takes the state of the loop.
+        steps (`int`):
+            Number of optimizer steps per rollout.
+        n_prompts (`int`):
+            Number of prompts per rollout, over all ranks.
+        per_episode (`int`):
+            Number of rollouts per episode.
+        max_steps (`int`):
+            Number of optimizer steps of the run.
+    """
+
+    prompts: DataLoader
+    train_on: Callable[[Any, dict[str, Any], float], None]
+    end_episode: Callable[[dict[str, Any]], None]
+    steps: int
+    n_prompts: int
+    per_episode: int
+    max_steps: int
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and passes a whole buffer or single
-    micro-batches. An update takes `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
+    A [`MultimodalPPOTrainer`] that trains on experience. `train` runs the rollouts of [`run`] in place of transformers'
+    updates. Without a run, the caller passes a whole buffer or single micro-batches. An update takes
+    `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
     """
 
-    _knows_rows = False  # an engine reserves memory for any number of media
+    _knows_rows = False  # an engine reserves memory for any number of media, and `run` checks the rows
+    _rollouts: Rollouts  # set by `run`
 
     def __init__(
         self,
@@ -90,7 +126,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 "DeepSpeed makes its own optimizer of the weights that it partitions; drop `actor_optim` and "
                 "`critic_optim`, and set `optim`, `learning_rate` and `value_learning_rate` of `strategy`."
             )
-        self.remove_callback(ProgressCallback)
         self.actor = actor
         self.replay_buffer = replay_buffer
         self.is_prepared = False  # whether accelerate has prepared models and optimizer
@@ -161,19 +196,90 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             )
         if args.ptx.coef > 0:
             raise ValueError("`ptx_coef` needs supervised rows, which only `fit` takes; set it to 0.")
-        self.prepare_for(args, args.max_steps, None)
-
-    def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
-        """Prepares models and optimizer for training, and loads the state of a checkpoint, if any."""
-        if checkpoint is not None and is_unsharded(self.accelerator):
-            self._load_from_checkpoint(checkpoint)
-        self._init_training_state(max_steps, 1, math.ceil(args.num_train_epochs), checkpoint, None)
-        self.state.compute_steps(args, max_steps)
-        self._prepare_for_training(max(max_steps, 1), None, checkpoint)
-        if checkpoint is not None:
-            self._load_state(Path(checkpoint))
-        self.is_prepared = True
+        max_steps = args.max_steps if args.max_steps > 0 else sys.maxsize
+        self._init_training_state(max_steps, 1, math.ceil(args.num_train_epochs), None, None)
+        self._prepare_for_training(max_steps, None, None)
+        self._tr_loss = torch.tensor(0.0, device=args.device)
         self.model_wrapped.zero_grad()
+
+    def _prepare_for_training(self, max_steps, *args):
+        prepared = super()._prepare_for_training(max(max_steps, 1), *args)
+        self.is_prepared = True
+        return prepared
+
+    # The loop of `train`
+
+    def run(self, rollouts: Rollouts, n_consumed: int, resume_from_checkpoint: str | bool | None) -> TrainOutput:
+        """
+        Trains on rollouts, see [`PPOTrainerVL.fit`].
+
+        Args:
+            rollouts ([`Rollouts`]):
+                The rollouts.
+            n_consumed (`int`):
+                Number of prompts before the first rollout, over all ranks. A checkpoint replaces it.
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                See [`~transformers.Trainer.train`].
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
+        """
+        self._rollouts = rollouts
+        self.client_states = {"consumed_samples": n_consumed}
+        self.train_dataset = undecoded(rollouts.prompts.dataset)
+        return self.train(resume_from_checkpoint)
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare_data_loader(self._rollouts.prompts, device_placement=False)
+
+    def set_initial_training_values(self, args, dataloader, *other_sizes):
+        """Counts in rollouts and episodes. Without a limit on episodes, the number of steps ends the run."""
+        rollouts = self._rollouts
+        step_size = self.get_total_train_batch_size(args)
+        return (
+            sys.maxsize,
+            rollouts.steps * rollouts.per_episode,
+            len(dataloader) * rollouts.n_prompts,
+            rollouts.max_steps * step_size,
+            step_size,
+            None,
+            rollouts.max_steps,
+        )
+
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        epochs = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)  # `n_epochs` has no limit
+        return epochs
+
+    def _run_epoch(self, model, epoch, train_dataloader, resume_from_checkpoint=None, epochs_trained=0, **kwargs):
+        """Runs the rollouts of an episode, or those that are left of it. Each pass over the prompts has an order."""
+        rollouts = self._rollouts
+        checkpoint = resume_from_checkpoint if epoch == epochs_trained else None
+        n_rollouts = self.client_states["consumed_samples"] // rollouts.n_prompts
+        stops = False
+        while not stops:
+            index_in_pass = n_rollouts % len(train_dataloader)
+            train_dataloader.set_epoch(n_rollouts // len(train_dataloader))
+            # The order of a pass is drawn as the pass begins. A run that resumes between passes restores the random
+            # state before the draw. A run that resumes within a pass restores the state after repeating the draw.
+            if index_in_pass == 0:
+                self._load_rng_state(checkpoint)
+            batches = skip_first_batches(train_dataloader, index_in_pass) if index_in_pass else train_dataloader
+            for batch in batches:
+                if index_in_pass != 0:
+                    self._load_rng_state(checkpoint)
+                checkpoint = None
+                n_rollouts += 1
+                client_states = {**self.client_states, "consumed_samples": n_rollouts * rollouts.n_prompts}
+                rollouts.train_on(batch, client_states, n_rollouts / rollouts.per_episode)
+                self.client_states = client_states
+                control = self.control
+                ends_episode = n_rollouts % rollouts.per_episode == 0
+                stops = ends_episode or control.should_epoch_stop or control.should_training_stop
+                if stops:
+                    break
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        rollouts.end_episode(self.client_states)
 
     # Updates
 
@@ -254,6 +360,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Trains on a micro-batch, and ends the update if it is complete, in the order of `Trainer`'s loop."""
         args = self.args
         model = self.model_wrapped
+        if self._n_micro_batches % args.gradient_accumulation_steps == 0:
+            self._begin_step()
         self._n_micro_batches += 1
         ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends_update)
@@ -262,9 +370,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
             self._metric_log.add({"critic_lr" if is_critic else "actor_lr": rate}, mode="train")
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
-            self.training_step(model, micro_batch, None)
+            self._tr_loss += self.training_step(model, micro_batch, None)
         micro_batch.release_media()
         if not ends_update:
+            self.control = self.callback_handler.on_substep_end(args, self.state, self.control)
             return
         if self._two_optimizers is not None:
             self.accelerator.unscale_gradients()
@@ -276,13 +385,21 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
             norm = self._get_grad_norm(model, norm)
         self._metric_log.add({"grad_norm": float(norm)}, mode="train")
-        self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
+        self.control = self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
         self.optimizer.step()
+        self.control = self.callback_handler.on_optimizer_step(args, self.state, self.control)
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
         model.zero_grad()
         self.state.global_step += 1
-        self.callback_handler.on_step_end(args, self.state, self.control)
+        self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+
+    def _begin_step(self) -> None:
+        """Begins an update. What earlier updates of the rollout asked for stays due until its end."""
+        due = {name: getattr(self.control, name) for name in _ACTIONS}
+        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        for name, was_due in due.items():
+            setattr(self.control, name, was_due or getattr(self.control, name))
 
     def _random_order(self, n: int) -> list[int]:
         """
@@ -404,6 +521,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Logs and checkpoints
 
     def log_pending(self) -> None:
+        self.control.should_log = False
+        if not self.pending_logs:
+            return
         self.log({re.sub("^rollout_", "rollout/", name): mean(values) for name, values in self.pending_logs.items()})
         self.pending_logs.clear()
 

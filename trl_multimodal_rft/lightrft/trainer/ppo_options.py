@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -153,12 +153,29 @@ def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...
     return rows
 
 
+class RolloutSizes(NamedTuple):
+    """
+    Sizes of a rollout, the experience of one batch of prompts on every rank.
+
+    Args:
+        steps (`int`):
+            Number of optimizer steps.
+        prompts (`int`):
+            Number of prompts, over all ranks.
+        per_pass (`int`):
+            Number of rollouts in a pass over the prompts.
+    """
+
+    steps: int
+    prompts: int
+    per_pass: int
+
+
 def rollout_sizes(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
-) -> tuple[int, int]:
+) -> RolloutSizes:
     """
-    Returns the number of optimizer steps per rollout, and the number of prompts per rollout over all ranks. Raises a
-    `ValueError` if the experience of a rollout doesn't fill whole optimizer steps.
+    Returns the sizes of a rollout. Raises a `ValueError` if its experience doesn't fill whole optimizer steps.
 
     Example: 2 ranks have 4 prompts each, with 8 completions per prompt. If a rank trains on 16 samples per optimizer
     step, for 2 epochs, a rollout has 4 steps and 8 prompts.
@@ -181,4 +198,5 @@ def rollout_sizes(
             f"A batch of {dataloader.batch_size} prompts puts {n_samples} samples into the buffer, which don't fill "
             f"whole optimizer steps of {samples_per_step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
-    return n_samples // samples_per_step * args.num_ppo_epochs, prompts_per_rollout
+    steps = n_samples // samples_per_step * args.num_ppo_epochs
+    return RolloutSizes(steps, prompts_per_rollout, n_prompts // prompts_per_rollout)

@@ -3,19 +3,21 @@
 
 import copy
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from accelerate import skip_first_batches
 from accelerate.utils import is_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from ...models.modes import kept_random_state
 from ...models.parts import check_base_is_kept
@@ -23,12 +25,19 @@ from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
-from ..strategy import OPTIONS
+from ..strategy import OPTIONS, get_strategy
 from .experience import Experience
-from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
+from .experience_trainer import ExperienceTrainer, Rollouts, evaluation_logs, rollout_logs
 from .optimizers import check_optimizers
 from .ppo_options import SAMPLING_OPTIONS, config_of, rollout_sizes, rows_of
 from .replay_buffer import ReplayBuffer
+
+
+# Fields of the config that `fit` takes from its argument
+_RUN_FIELDS = """
+num_train_epochs max_steps logging_strategy logging_steps logging_first_step eval_strategy eval_steps
+save_strategy save_steps resume_from_checkpoint
+""".split()
 
 
 class PPOTrainerVL:
@@ -199,7 +208,7 @@ class PPOTrainerVL:
 
     def fit(
         self,
-        args: MultimodalPPOConfig,
+        args: MultimodalPPOConfig | Namespace,
         prompts_dataloader: DataLoader,
         pretrain_dataloader: DataLoader | None,
         eval_dataloader: DataLoader | None = None,
@@ -238,62 +247,57 @@ class PPOTrainerVL:
         trainer = self.trainer
         if trainer.is_prepared:
             raise RuntimeError("There have been updates already, so schedules can't start; `fit` a new trainer.")
-        if args.eval_strategy != "no" and eval_dataloader is None:
+        run = self._take_run(args)
+        if eval_dataloader is not None and run.eval_strategy == IntervalStrategy.NO:
+            run.eval_strategy = IntervalStrategy.EPOCH
+        if run.eval_strategy != IntervalStrategy.NO and eval_dataloader is None:
             raise ValueError("`eval_strategy` needs prompts to evaluate on; pass an `eval_dataloader`.")
-        if args.save_strategy == "best":
+        if run.save_strategy == "best":
             raise ValueError("`save_strategy='best'` isn't supported; save 'steps' or 'epoch'.")
         self.eval_dataloader = eval_dataloader
         trainer.set_supervised_rows(pretrain_dataloader)
-        steps_per_rollout, prompts_per_rollout = rollout_sizes(
-            prompts_dataloader, trainer.args, self.replay_buffer.limit, trainer.accelerator.num_processes
+        sizes = rollout_sizes(
+            prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes
         )
-        prompts = trainer.accelerator.prepare_data_loader(prompts_dataloader, device_placement=False)
-        passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (steps_per_rollout * len(prompts))), 1)
-        rollouts_per_episode = passes_per_episode * len(prompts)
-        checkpoint = args.resume_from_checkpoint
-        if args.max_steps > 0:
-            max_steps = math.ceil(args.max_steps / steps_per_rollout) * steps_per_rollout
-        else:
-            n_skipped = 0 if checkpoint else consumed_samples // prompts_per_rollout
-            max_steps = (math.ceil(args.num_train_epochs * rollouts_per_episode) - n_skipped) * steps_per_rollout
-        trainer.prepare_for(args, max_steps, checkpoint)
-        self._last_step = trainer.state.global_step
-        n_rollouts = trainer.client_states.get("consumed_samples", consumed_samples) // prompts_per_rollout
-
-        trainer.control = trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-        hide_bar = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
-        bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hide_bar)
-        while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
-            index_in_pass = n_rollouts % len(prompts)
-            prompts.set_epoch(n_rollouts // len(prompts))
-            # The order of a pass is drawn as the pass begins. A run that resumes between passes restores the random
-            # state before the draw. A run that resumes within a pass restores the state after repeating the draw.
-            if index_in_pass == 0:
-                trainer._load_rng_state(checkpoint)
-            batches = skip_first_batches(prompts, index_in_pass) if index_in_pass else prompts
-            for batch in batches:
-                if index_in_pass != 0:
-                    trainer._load_rng_state(checkpoint)
-                checkpoint = None
-                experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)
-                for experience in experiences:
-                    self.replay_buffer.append(experience)
-                logs = {f"rollout_{name}": value for name, value in rollout_logs(experiences).items()}
-                logs |= self.ppo_train(trainer.state.global_step)
-                self.replay_buffer.clear()
-                n_rollouts += 1
-                bar.update(trainer.state.global_step - bar.n)
-                client_states = {"consumed_samples": n_rollouts * prompts_per_rollout}
-                step = trainer.state.global_step
-                self.save_logs_and_checkpoints(args, step, bar, logs, client_states, n_rollouts / rollouts_per_episode)
-                if n_rollouts % rollouts_per_episode == 0:
-                    self._log_evaluate_save(args, "epoch", client_states)
-                if step >= max_steps or trainer.control.should_training_stop:
-                    break
-        bar.close()
-        trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (sizes.steps * sizes.per_pass)), 1)
+        rollouts_per_episode = passes_per_episode * sizes.per_pass
+        n_rollouts = math.ceil(run.num_train_epochs * rollouts_per_episode)
+        if not run.resume_from_checkpoint:
+            n_rollouts -= consumed_samples // sizes.prompts
+        if run.max_steps > 0:
+            n_rollouts = math.ceil(run.max_steps / sizes.steps)
+        rollouts = Rollouts(
+            prompts_dataloader,
+            self._train_on_prompts,
+            self._log_evaluate_save,
+            sizes.steps,
+            sizes.prompts,
+            rollouts_per_episode,
+            n_rollouts * sizes.steps,
+        )
+        trainer.run(rollouts, consumed_samples, run.resume_from_checkpoint)
         if self.ema_model is not None:
             trainer.copy_average_to(self.ema_model)
+
+    def _take_run(self, args: MultimodalPPOConfig | Namespace) -> MultimodalPPOConfig:
+        """Returns the trainer's config, which takes length and intervals of the run from `args`."""
+        config = self.strategy
+        if args is getattr(config, "args", None):  # the command line that the strategy was made from
+            return config
+        source = get_strategy(args) if isinstance(args, Namespace) else args
+        vars(config).update({name: getattr(source, name) for name in _RUN_FIELDS})
+        return config
+
+    def _train_on_prompts(self, batch: list[dict] | tuple, client_states: dict[str, Any], episode: float) -> None:
+        """Makes experience of a batch of prompts, trains on the experience, and runs the actions that are due."""
+        trainer = self.trainer
+        experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)
+        for experience in experiences:
+            self.replay_buffer.append(experience)
+        logs = {f"rollout_{name}": value for name, value in rollout_logs(experiences).items()}
+        logs |= self.ppo_train(trainer.state.global_step)
+        self.replay_buffer.clear()
+        self.save_logs_and_checkpoints(self.strategy, trainer.state.global_step, None, logs, client_states, episode)
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """
@@ -419,16 +423,17 @@ class PPOTrainerVL:
                 Episodes so far, the log's `epoch`.
         """
         trainer = self.trainer
-        last_step = self._last_step
         trainer.prepare_without_fit()
-        self._last_step = trainer.state.global_step = global_step
-        trainer.state.epoch = float(episode)
-        trainer.state.compute_steps(args, max(trainer.state.max_steps, 1))
+        state = trainer.state
+        state.epoch = float(episode)
+        if not trainer.is_in_train:  # no update has asked the callbacks about the steps of this loop
+            _ask_about_steps(args, state, trainer.control, self._last_step, global_step)
+            self._last_step = global_step
         for name, value in (logs_dict or {}).items():
             trainer.pending_logs.setdefault(name, []).append(value)
         if step_bar is not None and logs_dict and "rollout_reward" in logs_dict:
             step_bar.set_postfix(reward=f"{logs_dict['rollout_reward']:.3f}")
-        self._log_evaluate_save(args, "steps", client_states, last_step)
+        self._log_evaluate_save(client_states or {})
 
     def save_model(self, output_dir: str | None = None) -> None:
         """
@@ -446,35 +451,21 @@ class PPOTrainerVL:
         self.trainer.card_notes.columns.update(*rows)
         return rows
 
-    def _log_evaluate_save(
-        self,
-        args: MultimodalPPOConfig,
-        unit: str,
-        client_states: dict[str, Any] | None,
-        last_step: int | None = None,
-    ) -> None:
-        """
-        Runs each action (log, evaluate, save) whose strategy is `unit`: `"steps"` or `"epoch"`. With `last_step`, the
-        action's interval must also have ended since that step: an interval of 10 ends between steps 8 and 12.
-        """
+    def _log_evaluate_save(self, client_states: dict[str, Any]) -> None:
+        """Runs the actions (log, evaluate, save) that the trainer's `control` asks for."""
         trainer = self.trainer
-        state = trainer.state
-        handler = trainer.callback_handler
-
-        def is_due(setting: str, interval: int) -> bool:
-            return setting == unit and (last_step is None or state.global_step // interval > last_step // interval)
-
-        if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and last_step == 0):
+        if trainer.control.should_log:
             trainer.log_pending()
-        if is_due(args.eval_strategy, state.eval_steps):
+        if trainer.control.should_evaluate:
             if self.eval_dataloader is None:
                 raise ValueError("`eval_strategy` needs prompts to evaluate on, but `fit` got no `eval_dataloader`.")
-            results = self.evaluate(self.eval_dataloader, state.global_step)
+            results = self.evaluate(self.eval_dataloader, trainer.state.global_step)
             results = {f"eval_{name}": value for name, value in results.items()}
             trainer.log(results)
-            trainer.control = handler.on_evaluate(trainer.args, state, trainer.control, results)
-        if is_due(args.save_strategy, state.save_steps):
-            trainer.save_checkpoint(client_states or {}, self.save_hf_ckpt)
+            handler = trainer.callback_handler
+            trainer.control = handler.on_evaluate(trainer.args, trainer.state, trainer.control, results)
+        if trainer.control.should_save:
+            trainer.save_checkpoint(client_states, self.save_hf_ckpt)
 
 
 class PPOTrainerAL(PPOTrainerVL):
@@ -486,6 +477,17 @@ class PPOTrainerAL(PPOTrainerVL):
     """
 
     _possible_media_columns = (("audios",),)
+
+
+def _ask_about_steps(
+    args: MultimodalPPOConfig, state: TrainerState, control: TrainerControl, last_step: int, step: int
+) -> None:
+    """Sets the actions of `control` whose interval has ended since `last_step`, by transformers' callback."""
+    flow = DefaultFlowCallback()
+    state.compute_steps(args, max(args.max_steps, 1))
+    control.should_log = control.should_evaluate = control.should_save = False
+    for state.global_step in range(last_step + 1, step + 1):
+        flow.on_step_end(args, state, control)
 
 
 def _options_of_config(arguments: dict[str, Any], value_loss_coef: float) -> dict[str, Any]:

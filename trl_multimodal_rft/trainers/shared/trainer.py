@@ -494,5 +494,7 @@ class _RestoreState(TrainerCallback):
         folder = self.checkpoints.resumed_from
         if folder is not None:
             # Before transformers 5.17, `Trainer` doesn't set the epoch of a loader that skips batches
-            train_dataloader.batch_sampler.set_epoch(int(state.epoch))
+            set_epoch = getattr(train_dataloader.batch_sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(int(state.epoch))
             self.load(Path(folder))
