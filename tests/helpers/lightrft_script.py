@@ -2,8 +2,9 @@
 """
 A script as LightRFT's users write it: options of a command line, two optimizers, two schedules, and `fit`.
 
-`lightrft_script.py <save_path> <model> <estimator> [n]` dies, as by `kill -9`, while it computes the rewards of
-rollout `n`. Without `n`, it resumes from the last checkpoint, if there is one, and saves the model at the end.
+`lightrft_script.py <save_path> <model> <estimator> [n] [signal]` sends itself a signal, by default `SIGKILL`, while it
+computes the rewards of rollout `n`; of several processes, the last one does. Without `n`, it resumes from the last
+checkpoint, if there is one, and saves the model at the end.
 """
 
 import os
@@ -24,6 +25,8 @@ from trl_multimodal_rft.lightrft.utils import get_tokenizer_processor_vl
 
 
 save_path, pretrain, estimator, *dies = sys.argv[1:]
+N_PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+IS_LAST = int(os.environ.get("RANK", 0)) == N_PROCESSES - 1
 args = Namespace(
     save_path=save_path,
     pretrain=pretrain,
@@ -34,8 +37,8 @@ args = Namespace(
     num_episodes=2,
     n_samples_per_prompt=4,
     micro_train_batch_size=4,
-    train_batch_size=4,
-    rollout_batch_size=1,
+    train_batch_size=4 * N_PROCESSES,
+    rollout_batch_size=N_PROCESSES,
     max_epochs=2,
     reward_clip=1.5,
     reward_running_norm=True,
@@ -68,8 +71,8 @@ rollouts = []
 
 def reward_fn(completion_ids, **columns):
     rollouts.append(completion_ids)
-    if dies and len(rollouts) == int(dies[0]):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if dies and IS_LAST and len(rollouts) == int(dies[0]):
+        os.kill(os.getpid(), getattr(signal, dies[1] if len(dies) > 1 else "SIGKILL"))
     return length_and_sum(completion_ids)
 
 
@@ -98,7 +101,7 @@ trainer = PPOTrainerVL(
     gamma=args.gamma,
     **({"lambd": 0.9} if estimator == "gae" else {}),
 )
-prompts = DataLoader(list(image_rows(3)), batch_size=1, shuffle=True, collate_fn=list)
+prompts = DataLoader(list(image_rows(3 * N_PROCESSES)), batch_size=1, shuffle=True, collate_fn=list)
 trainer.fit(strategy, prompts, None)
 sys.stdout.write(f"rollouts: {len(rollouts)}\n")
 trainer.save_model(save_path)

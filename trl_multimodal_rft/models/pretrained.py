@@ -5,6 +5,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import Logger
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,7 +103,7 @@ def require_all_weights(
     """
     Raises a `ValueError` if the folder of a model that is loaded within the context lacks weights, which would be
     random, or holds weights of other shapes. `get_new_weights` returns the parameters that the folder needn't hold,
-    such as a head that is removed later.
+    such as a head that is removed later; transformers' report doesn't name them.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
@@ -124,7 +125,9 @@ def require_all_weights(
                 f"{name!r} holds {weight!r} of shape {[*shape]}, and {class_name} takes {[*expected]}; "
                 f"name a model {trait}."
             )
-        log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
+        expected = {key for key in loading_info.missing_keys if weights.get(key) in new}
+        told = replace(loading_info, missing_keys=loading_info.missing_keys - expected)
+        log_state_dict_report(model=model, loading_info=told, **cast(dict[str, Any], options))
 
     # `integrations.peft` has imported the function by name, and calls it for an adapter in the folder of a model
     hook = {"log_state_dict_report": report}

@@ -3,10 +3,14 @@
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, cast
 
+import numpy as np
+import PIL.Image
 import pyarrow as pa
+import torch
 from datasets import Dataset, IterableDataset
 
 from .features import Rows
@@ -18,26 +22,28 @@ _N_ROWS = 64
 _LIST_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
+def fingerprint(dataset: Rows | torch.utils.data.Dataset | None, media_dir: str | None = None) -> dict[str, Any]:
     """
     Returns values that identify a dataset by its contents, for a stream only by its columns. Unlike the fingerprint of
     Datasets, these values don't depend on the folder and the history of the dataset.
     """
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
-    if not isinstance(dataset, Dataset):
+    if dataset is None or not hasattr(dataset, "__len__"):
         return {}
-    columns = sorted(dataset.column_names)
+    rows: Any = dataset
     # The step between rows is rounded up, and 1 for an empty dataset
-    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]
+    row_indices = [*range(0, len(rows), -(-len(rows) // _N_ROWS) or 1)]
+    if not isinstance(dataset, Dataset):
+        checksums = {str(i): _checksum(_bytes_of(rows[i], media_dir or "")) for i in row_indices}
+        return {"rows": len(rows), "columns": None, "checksums": checksums}
+    columns = sorted(dataset.column_names)
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     checksums = {}
     for i, row_index in enumerate(row_indices):
-        checksum = 0
-        for column in columns:
-            for part in _byte_chunks(table.slice(i, 1)[column], media_dir or ""):
-                checksum = zlib.crc32(part, checksum)
-        checksums[str(row_index)] = checksum
+        row = table.slice(i, 1)
+        parts = chain.from_iterable(_byte_chunks(row[column], media_dir or "") for column in columns)
+        checksums[str(row_index)] = _checksum(parts)
     return {"rows": len(dataset), "columns": columns, "checksums": checksums}
 
 
@@ -59,6 +65,44 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
                 f"(rows {row_names})"
             )
     return texts
+
+
+def _checksum(parts: Iterable[bytes]) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _bytes_of(value: Any, media_dir: str) -> Iterator[bytes]:
+    """Yields the bytes of a row that Arrow doesn't hold, or of a value in it. Of other objects, only the type counts."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield repr(key).encode()
+            yield from _bytes_of(value[key], media_dir)
+    elif isinstance(value, (list, tuple)):
+        yield repr(len(value)).encode()
+        for item in value:
+            yield from _bytes_of(item, media_dir)
+    elif isinstance(value, PIL.Image.Image):
+        yield from (repr((value.mode, value.size)).encode(), value.tobytes())
+    elif isinstance(value, (np.ndarray, torch.Tensor)):
+        array = np.asarray(value)
+        yield from (repr((array.dtype, array.shape)).encode(), array.tobytes())
+    elif isinstance(value, bytes):
+        yield from (repr(len(value)).encode(), value)
+    elif isinstance(value, str):
+        yield repr(_file_identity(value, media_dir)).encode()
+    elif value is None or isinstance(value, (bool, int, float)):
+        yield repr(value).encode()
+    else:
+        yield type(value).__qualname__.encode()
+
+
+def _file_identity(text: str, media_dir: str) -> str | tuple[str, int]:
+    """Returns the name and size of a file, whose folder doesn't count, or the text itself if it names no file."""
+    path = os.path.join(media_dir, text)
+    return (os.path.basename(path), os.path.getsize(path)) if os.path.isfile(path) else text
 
 
 def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
@@ -86,7 +130,4 @@ def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator
             if isinstance(value, bytes):
                 yield from (repr(len(value)).encode(), value)
                 continue
-            path = os.path.join(media_dir, value) if isinstance(value, str) else None
-            if path is not None and os.path.isfile(path):  # counts by its name and size, not by its folder
-                value = os.path.basename(path), os.path.getsize(path)
-            yield repr(value).encode()
+            yield repr(_file_identity(value, media_dir) if isinstance(value, str) else value).encode()

@@ -5,8 +5,8 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import skip_first_batches
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
@@ -27,10 +27,13 @@ from ...algorithms.critic import explained_variance
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
+from ...models.modes import kept_random_state
 from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values, require
 from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
+from ...trainers.shared.dataset_checks import warn_of_unread_media
+from ...trainers.shared.finite import naming_broken_logits
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
 from .experience import Experience, info_of
@@ -46,6 +49,7 @@ WHOLE_WEIGHTS = (
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
+_N_ROWS_TO_SEARCH = 16  # supervised rows that are searched for media before training
 _ACTIONS = ("should_log", "should_evaluate", "should_save")  # of a `TrainerControl`
 _LOGGED_INFO = ("reward", "shaped_reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
@@ -169,12 +173,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         args = self.args
         if args.ptx.coef == 0:
             return
-        if dataloader is None or dataloader.batch_size is None:
+        if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
             raise ValueError(
-                f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
+                f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`, got "
+                f"{type(dataloader).__name__}; pass the `DataLoader` itself, which the trainer repeats."
             )
-        # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
+        self._ptx_dataset = dataloader.dataset
         dataset: Any = undecoded(dataloader.dataset)
+        first_rows = [dataset[i] for i in range(min(_N_ROWS_TO_SEARCH, len(dataset)))]
+        warn_of_unread_media(args, {"pretrain_dataloader": first_rows}, dataset_part="first", supervised=True)
+        # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
         rows = Subset(dataset, range(len(dataset)))
         self._supervised_rows = EndlessRows(rows, args.seed)
         args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
@@ -226,7 +234,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """
         self._rollouts = rollouts
         self.client_states = {"consumed_samples": n_consumed}
-        self.train_dataset = undecoded(rollouts.prompts.dataset)
+        self.train_dataset = rollouts.prompts.dataset
         return self.train(resume_from_checkpoint)
 
     def get_train_dataloader(self):
@@ -250,6 +258,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         epochs = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
         self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)  # `n_epochs` has no limit
         return epochs
+
+    def _fingerprints(self):
+        with kept_random_state():  # which a dataset may draw from
+            set_seed(self.args.seed)
+            return super()._fingerprints()
 
     def _run_epoch(self, model, epoch, train_dataloader, resume_from_checkpoint=None, epochs_trained=0, **kwargs):
         """Runs the rollouts of an episode, or those that are left of it. Each pass over the prompts has an order."""
@@ -571,6 +584,13 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if args.use_vllm:
             maker.sample_with_engine = self._sample_with_engine
         return maker
+
+    @contextmanager
+    def checking_policy(self) -> Iterator[None]:
+        """Raises `FloatingPointError` if the policy that samples within the context isn't finite. For all ranks."""
+        self._run.check_policy()
+        with naming_broken_logits(self.state.global_step, self.actor.base_model.dtype):
+            yield
 
     def _sample_with_engine(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig) -> list[list[int]]:
         """Samples completions with the engine, which has the weights of the last optimizer step."""

@@ -47,6 +47,13 @@ class TwoOptimizers(Optimizer):
         n_policy_groups = len(self.policy.param_groups)
         sides = ((self.policy, groups[:n_policy_groups]), (self.critic, groups[n_policy_groups:]))
         for optimizer, side_groups in sides:
+            for group in side_groups:
+                missing = sorted(optimizer.defaults.keys() - group.keys())
+                if missing:
+                    raise ValueError(
+                        f"The checkpoint's optimizer isn't a {type(optimizer).__name__}: it has no `{missing[0]}`. "
+                        "Resume with the optimizers of the run that saved it."
+                    )
             ids = set(chain.from_iterable(group["params"] for group in side_groups))
             state = {index: values for index, values in state_dict["state"].items() if index in ids}
             optimizer.load_state_dict({"state": state, "param_groups": side_groups})

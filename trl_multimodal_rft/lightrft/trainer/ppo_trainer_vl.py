@@ -291,7 +291,9 @@ class PPOTrainerVL:
     def _train_on_prompts(self, batch: list[dict] | tuple, client_states: dict[str, Any], episode: float) -> None:
         """Makes experience of a batch of prompts, trains on the experience, and runs the actions that are due."""
         trainer = self.trainer
-        experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)
+        rows = self._rows(batch)
+        with trainer.checking_policy():
+            experiences = self.experience_maker.make_experience_list(rows, **self.generate_kwargs)
         for experience in experiences:
             self.replay_buffer.append(experience)
         logs = {f"rollout_{name}": value for name, value in rollout_logs(experiences).items()}

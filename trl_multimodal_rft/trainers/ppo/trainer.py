@@ -184,7 +184,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if (ptx_dataset is not None) != (args.ptx.coef > 0):
             remedy = "pass `ptx_dataset`" if ptx_dataset is None else "set `ptx_coef` above 0"
             raise ValueError(f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {remedy}.")
-        warn_of_unread_media(args, {"ptx_dataset": ptx_dataset}, supervised=True)
+        if self._knows_rows:
+            warn_of_unread_media(args, {"ptx_dataset": ptx_dataset}, supervised=True)
         super().__init__(**arguments)
         checkpointing_kwargs: Any = args.gradient_checkpointing_kwargs or {}
         is_reentrant = checkpointing_kwargs.get("use_reentrant") and args.gradient_checkpointing

@@ -105,7 +105,7 @@ class MultimodalTrainer(BaseTrainer):
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
     ):
         # TRL's order, which determines random numbers: models, rewards, and then TRL's constructor
-        inputs = check_inputs(model, reward_funcs, args, processing_class, **kwargs)
+        inputs = check_inputs(model, reward_funcs, args, processing_class, self._knows_rows, **kwargs)
         set_seed(args.seed)  # as TRL does before it loads a model
         models = load_for_sampling(inputs)
         self.toolbox = Environments(inputs.tools or (), inputs.environment_factory, args.rules)

@@ -58,9 +58,13 @@ def check_inputs(
     reward_funcs: "RewardFunc | list[RewardFunc] | None",
     args: SamplingConfig,
     processing_class: Processor | None,
+    knows_rows: bool = True,
     **kwargs: Any,
 ) -> Inputs:
-    """Returns the arguments of a trainer's constructor. Raises an error if they don't fit each other or the launch."""
+    """
+    Returns the arguments of a trainer's constructor. Raises an error if they don't fit each other or the launch. Media
+    of the datasets are looked for if `knows_rows`, that is if the datasets hold the rows of the run.
+    """
     check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
     check_launch(args, model)
     warn_of_excluded_tokens(args)
@@ -75,7 +79,7 @@ def check_inputs(
         for_trl={name: value for name, value in kwargs.items() if name not in _OWN},
         **{name: kwargs[name] for name in _OWN if name in kwargs},
     )
-    if inputs.environment_factory is None:  # environments may read any column
+    if knows_rows and inputs.environment_factory is None:  # environments may read any column
         functions = () if inputs.rollout_func else reward_funcs or ()
         warn_of_unread_media(args, inputs.datasets, modalities(model, args), reward_funcs=functions)
     if inputs.datasets["train_dataset"] is None:
