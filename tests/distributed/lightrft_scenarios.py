@@ -112,6 +112,7 @@ def fit(folder, kind, sampled=False, **options):
     steps = [
         {name: value for name, value in entry.items() if isinstance(value, float)}
         for entry in ppo.trainer.state.log_history
+        if "train_runtime" not in entry  # the summary
     ]
     return {"update": {**update, **averages}, "steps": steps, "evaluated": evaluated, "seed": seed}
 

@@ -219,12 +219,16 @@ class PPOTrainerVL:
         Trains: makes experience of a batch of prompts, trains on the experience, logs, evaluates and saves, in a loop.
 
         A rollout is the experience of one batch on every rank. An episode consists of one or more passes over all
-        prompts: 16 batches in two passes make an episode of 32 rollouts.
+        prompts: 16 batches in two passes make an episode of 32 rollouts. The loop runs within `train` of
+        [`MultimodalPPOTrainer`], which checks the checkpoint that the run resumes from, locks the output folder, and
+        ends with a log of the run's speed and, if the run saves, with a checkpoint. Intervals count optimizer steps.
+        What is due within a rollout is done at the end of the rollout.
 
         Args:
-            args ([`MultimodalPPOConfig`]):
-                Length and intervals of the run, usually the `strategy`: `num_train_epochs` (episodes) or `max_steps`
-                (rounded up to whole rollouts), `logging_*`, `eval_*`, `save_*` and `resume_from_checkpoint` (a path).
+            args ([`MultimodalPPOConfig`] or `argparse.Namespace`):
+                Length and intervals of the run, usually the `strategy` or LightRFT's command line:
+                `num_train_epochs` (episodes) or `max_steps` (rounded up to whole rollouts), `logging_*`, `eval_*`,
+                `save_*` and `resume_from_checkpoint` (a path, or `True` for the newest whole checkpoint).
             prompts_dataloader (`DataLoader`):
                 Batches of prompts for each rank. A batch is a list of rows (`prompt`, media columns, `references`,
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, maybe videos,
@@ -233,7 +237,8 @@ class PPOTrainerVL:
                 Supervised rows, if `ptx_coef` is above 0. Only the dataset, see `ptx_dataset` of
                 [`MultimodalPPOTrainer`], and the batch size of the dataloader are used.
             eval_dataloader (`DataLoader`, *optional*):
-                Batches like those of `prompts_dataloader`, for [`evaluate`].
+                Batches like those of `prompts_dataloader`, for [`evaluate`]. Without an `eval_strategy`, they are
+                evaluated after each episode.
             consumed_samples (`int`, *optional*, defaults to `0`):
                 Number of prompts, over all ranks, to skip at the start. A resumed run takes it from the checkpoint.
             num_update_steps_per_episodes (`int`, *optional*, defaults to `1`):
@@ -241,8 +246,9 @@ class PPOTrainerVL:
 
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
-                batches, or if rows are missing for evaluation or `ptx_coef`.
-            `RuntimeError`: If the trainer has made updates before.
+                batches, if rows are missing for evaluation or `ptx_coef`, or if no checkpoint is whole.
+            `RuntimeError`: If the trainer has made updates before, or if another run trains in the output folder.
+            `KeyboardInterrupt`: At Ctrl-C, SIGTERM or SIGHUP, after a checkpoint at the end of the rollout.
         """
         trainer = self.trainer
         if trainer.is_prepared:
