@@ -20,7 +20,7 @@ _TEXTS = """
 save_path ckpt_path ckpt_path_local log_dir wandb_run_name wandb_project wandb_org wandb_group kl_estimator
 advantage_estimator loss_agg_mode engine_type remote_rm_url pretrain critic_pretrain reward_pretrain value_head_prefix
 target_modules grad_accum_dtype prompt_data prompt_data_probs prompt_split eval_data eval_split pretrain_data
-pretrain_data_probs pretrain_split input_key images_key reference_key label_key input_template system_prompt
+pretrain_data_probs pretrain_split input_key output_key images_key reference_key label_key input_template system_prompt
 system_prompt_path adam_betas reward_clip_range
 """
 _COUNTS = """

@@ -385,7 +385,9 @@ RULES: dict[str, Rule] = {
     ),
     "load_checkpoint": Rule("`resume_from_checkpoint`: the last checkpoint in `save_path`, if any", _last_checkpoint),
     "save_steps": Rule("`save_steps` in optimizer steps, `save_strategy`", _save_steps, ()),
-    "eval_steps": Rule("`eval_steps` in optimizer steps; -1 with `eval_data` or `eval_split`: every episode", _eval_steps),
+    "eval_steps": Rule(
+        "`eval_steps` in optimizer steps; -1 with `eval_data` or `eval_split`: every episode", _eval_steps
+    ),
     "logging_steps": Rule("`logging_steps` in optimizer steps", _logging_steps),
     "use_wandb": Rule(
         '`report_to="wandb"`; log in before', lambda value, options: {"report_to": "wandb"}, (False, "")
@@ -412,7 +414,7 @@ RULES: dict[str, Rule] = {
     **_elsewhere("save_value_network", "done by `save_model`"),
     **_elsewhere(
         "prompt_data prompt_data_probs prompt_split max_samples eval_data eval_split max_eval_samples pretrain_data "
-        "pretrain_data_probs pretrain_split input_key images_key reference_key label_key input_template "
+        "pretrain_data_probs pretrain_split input_key output_key images_key reference_key label_key input_template "
         "apply_chat_template system_prompt system_prompt_path fps max_pixels limit_mm_image_per_prompt "
         "limit_mm_video_per_prompt use_ms disable_fast_tokenizer",
         "read by the script: datasets and tokenizers",

@@ -154,7 +154,9 @@ class Strategy(MultimodalPPOConfig):
             critic_side = (critic, *self._optimizer_of(critic, self.value_schedule, max_steps))
         return actor_side, critic_side, reward_models, initial_model
 
-    def _optimizer_of(self, model: nn.Module, schedule: ValueSchedule, max_steps: int) -> tuple[Optimizer, LRScheduler]:
+    def _optimizer_of(
+        self, model: nn.Module, schedule: ValueSchedule, max_steps: int
+    ) -> tuple[Optimizer, LRScheduler]:
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         # Norms and biases have one dimension, and no weight decay
         groups = [
@@ -162,7 +164,9 @@ class Strategy(MultimodalPPOConfig):
             {"params": [weight for weight in trained if weight.ndim <= 1], "weight_decay": 0.0},
         ]
         betas = (self.adam_beta1, self.adam_beta2)
-        optimizer = AdamW([group for group in groups if group["params"]], lr=schedule.rate, betas=betas, eps=self.adam_epsilon)
+        optimizer = AdamW(
+            [group for group in groups if group["params"]], lr=schedule.rate, betas=betas, eps=self.adam_epsilon
+        )
         warmup = schedule.warmup_steps
         scheduler = get_scheduler(
             schedule.lr_scheduler_type,

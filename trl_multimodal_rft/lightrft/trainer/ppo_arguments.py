@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import torch
 from transformers import GenerationConfig
 
 from ...spelling import read_settings
@@ -71,7 +72,9 @@ for _name in ("max_epochs", "max_norm", "disable_ds_ckpt"):
 # Arguments that only the command line of a strategy has
 _OF_COMMAND_LINE = "prompt_max_len micro_rollout_batch_size buffer_limit buffer_cpu_offload remote_rm_url save_hf_ckpt"
 # Options of sampling, and their names on the command line
-_OF_SAMPLING = {name: name for name in ("gamma", "lambd", "temperature", "top_p")} | {"max_new_tokens": "generate_max_len"}
+_OF_SAMPLING = {name: name for name in ("gamma", "lambd", "temperature", "top_p")} | {
+    "max_new_tokens": "generate_max_len"
+}
 
 
 def _option(strategy: MultimodalPPOConfig, name: str) -> Any:
@@ -82,6 +85,7 @@ def _option(strategy: MultimodalPPOConfig, name: str) -> Any:
 def _unasked(strategy: MultimodalPPOConfig) -> dict[str, Any]:
     """Returns the values of fields that nobody has asked for."""
     defaults = {field.name: field.default for field in fields(strategy)}
+    defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # else the config sets it to `False`
     return defaults | (strategy.unasked if isinstance(strategy, Strategy) else {})
 
 

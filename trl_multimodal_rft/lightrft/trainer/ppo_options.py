@@ -128,7 +128,7 @@ def config_of(
 
 
 def media_columns_of(actor: Actor) -> tuple[tuple[str, ...], ...]:
-    """Returns the possible names of the media lists in a tuple of prompts: audio, or images without and with videos."""
+    """Returns the possible names of the media lists in a tuple of prompts: audio, or images and maybe videos."""
     return (("audios",),) if actor.modality == "audio" else (("images",), ("images", "videos"))
 
 
