@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase, SchedulerType, get_scheduler
 from transformers.utils import cached_file
 
 from ..encoding.processors import load_processor
@@ -147,7 +147,7 @@ class Strategy(MultimodalPPOConfig):
         if self.deepspeed_plugin is not None:
             return (actor, *no_optimizer), (critic, *no_optimizer), reward_models, initial_model
         freeze(actor.model, self.freeze)
-        own = ValueSchedule(self.learning_rate, str(self.lr_scheduler_type), self.warmup_steps)
+        own = ValueSchedule(self.learning_rate, SchedulerType(self.lr_scheduler_type).value, self.warmup_steps)
         actor_side = (actor, *self._optimizer_of(actor.model, own, max_steps))
         critic_side = (None, *no_optimizer)
         if critic is not None:
