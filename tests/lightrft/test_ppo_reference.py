@@ -989,7 +989,8 @@ def test_gradient_checkpointing(tmp_path):
     for checkpointing, times in ((False, 1), (True, 2)):
         calls = [0, 0]
         policy = actor_of("image", lora_rank=4)
-        ppo = make(tmp_path, config=ONE, policy=policy, gradient_checkpointing=checkpointing)
+        config = {**ONE, "gradient_checkpointing": checkpointing}
+        ppo = make(tmp_path, config=config, policy=policy, gradient_checkpointing=checkpointing)
 
         def count(index, calls=calls):
             calls[index] += 1
@@ -1057,7 +1058,10 @@ def test_errors_of_the_constructor(tmp_path):
         ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*, or pass it to `PPOTrainerVL` itself"),
         ({"config": {"top_entropy_quantile": 0.2}}, "make the actor with `high_entropy_token_ratio=0.2`"),
         ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
-        ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),
+        (
+            {"micro_train_batch_size": 0, "config": {"per_device_train_batch_size": 8}},
+            "`micro_train_batch_size` must be at least 1",
+        ),
         ({"init_kl_coef": -0.1}, "`init_kl_coef` must be at least 0"),
         ({"gamma": 1.5}, "`gamma` must be between 0 and 1"),
     ):

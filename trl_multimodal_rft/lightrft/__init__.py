@@ -14,12 +14,16 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
-# Names by modules of LightRFT that have no file here. `lightrft.models` and `lightrft.trainer` define the names: for
+# Names by modules of LightRFT that have no file here. `lightrft.datasets`, `lightrft.models` and
+# `lightrft.trainer` define the names: for
 # example, `lightrft.models.actor_vl.ActorVL` is `lightrft.models.ActorVL`.
 ALIASES = {
+    "datasets.prompts_dataset_vl": ["PromptDatasetVL"],
+    "datasets.sft_dataset_vl": ["SFTDatasetVL"],
     "models.actor_al": ["ActorAL", "ActorOmni"],
     "models.actor_language": ["ActorLanguage"],
     "models.actor_vl": ["ActorVL"],
+    "models.critic_vl": ["CriticVL"],
     "trainer.advantage_calculator": ["normalize_advantages_cross_batch"],
     "trainer.experience_maker_vl": ["ExperienceVL", "NaiveExperienceMakerVL", "SamplesVL"],
     "trainer.fast_exp_maker": ["FastExperienceMaker"],
@@ -45,7 +49,7 @@ def _load_name(package: str, names: list[str], name: str) -> type:
 
 for _path, _names in ALIASES.items():
     _module = types.ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
-    # `.models` or `.trainer`, the package that defines the names
+    # `.datasets`, `.models` or `.trainer`, which defines the names
     vars(_module)["__getattr__"] = functools.partial(_load_name, f".{_path.split('.')[0]}", _names)
     vars(_module)["__dir__"] = functools.partial(list, _names)
     sys.modules[_module.__name__] = _module

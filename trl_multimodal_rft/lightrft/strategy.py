@@ -1,22 +1,27 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's `get_strategy`, which converts command-line options to a [`MultimodalPPOConfig`]."""
+"""LightRFT's `get_strategy`, which converts command-line options to a [`Strategy`]."""
 
 import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import get_last_checkpoint
+from accelerate.logging import get_logger
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
 from ..spelling import check_choice, did_you_mean, join_settings, split_settings
+from ..trainers.checkpoints.files import checkpoints
 from ..trainers.ppo.config import MultimodalPPOConfig
+from .option_types import check_option
+from .strategy_object import Strategy
 from .trainer.experience_config import NORMALIZED
 
+
+logger = get_logger(__name__)
 
 Options = dict[str, Any]  # values of a command line by LightRFT's names, without those that are `None`
 Convert = Callable[[Any, Options], dict[str, Any]]
@@ -29,6 +34,8 @@ class Rule:
     meaning: str  # fields that it sets, where it goes instead, or the remedy; for `docs/from_lightrft.md`, too
     convert: Convert | None  # from its value and all options to fields of the config; `None` refuses the option
     neutral: tuple = (False,)  # values that do nothing, besides `None`; 0 equals `False`
+    note: str | None = None  # for a line in the log: what to do where the option says something that trains the same
+    silent: tuple = ()  # values without this line
 
     def fields(self, name: str, options: Options) -> dict[str, Any]:
         """Returns the fields of the config that the option `name` sets. Raises a `ValueError` if it is refused."""
@@ -63,7 +70,7 @@ OPTIONS = {
     "init_kl_coef": "beta",
 }
 # Values where a script lacks the option, as in LightRFT
-_DEFAULTS = {
+DEFAULTS = {
     "advantage_estimator": "gae",
     "init_kl_coef": 0.001,
     "loss_agg_mode": "seq-mean-token-mean",
@@ -103,15 +110,6 @@ def _estimator(text: str, options: Options) -> dict[str, Any]:
         names = {"gamma": "gamma", "lambd": "lam"}
         settings |= {names[option]: float(options[option]) for option in names if option in options}
     return {"advantage_estimator": join_settings(name, settings)}
-
-
-def _lambda(value: float, options: Options) -> dict[str, Any]:
-    if _estimator_of(options) != "gae":
-        raise ValueError(
-            f"`lambd={value}` has no effect with `advantage_estimator={options['advantage_estimator']!r}`; remove it, "
-            "or use 'gae'."
-        )
-    return {}
 
 
 def _whiten(value: bool, options: Options) -> dict[str, Any]:
@@ -184,6 +182,8 @@ def _betas(values: Sequence[float], options: Options) -> dict[str, Any]:
 
 
 def _freeze(value: bool | str | list[str], options: Options) -> dict[str, Any]:
+    if value is True and options.get("text_only"):
+        return {}  # a model of text has no encoder
     return {"freeze": ["vision_tower", "projector"] if value is True else value}
 
 
@@ -247,12 +247,19 @@ def _save_steps(value: float, options: Options) -> dict[str, Any]:
     return {"save_strategy": "steps", "save_steps": _in_steps(int(value), options)}
 
 
-def _eval_steps(value: int, options: Options) -> dict[str, Any]:
+def _eval_steps(value: float, options: Options) -> dict[str, Any]:
+    if value == math.inf or value == -1 and not (options.get("eval_data") or options.get("eval_split")):
+        return {}
     # The config's check needs whole groups
     sizes = {"per_device_eval_batch_size": options["n_samples_per_prompt"]}
     if value == -1:
-        return {"eval_strategy": "epoch", **sizes} if options.get("eval_data") else {}
-    return {"eval_strategy": "steps", "eval_steps": _in_steps(value, options), **sizes}
+        return {"eval_strategy": "epoch", **sizes}
+    return {"eval_strategy": "steps", "eval_steps": _in_steps(int(value), options), **sizes}
+
+
+def _engine(name: str, options: Options) -> dict[str, Any]:
+    check_choice("`engine_type`", name, ("vllm", "sglang", "transformers"))
+    return {"use_vllm": True}
 
 
 # Folders and trackers
@@ -265,8 +272,9 @@ def _checkpoint_folder(value: str, options: Options) -> dict[str, Any]:
 
 
 def _last_checkpoint(value: bool, options: Options) -> dict[str, Any]:
-    folder = options.get("save_path", "")
-    return {"resume_from_checkpoint": get_last_checkpoint(folder) if os.path.isdir(folder) else None}
+    folder = options.get("save_path")
+    # `True` lets the run pass over a last checkpoint that is damaged
+    return {"resume_from_checkpoint": True if folder and checkpoints(folder) else None}
 
 
 def _wandb_variable(name: str) -> Rule:
@@ -307,11 +315,17 @@ def _elsewhere(names: str, meaning: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(meaning, _no_fields))
 
 
+def _noted(names: str, meaning: str, note: str, *neutral: Any) -> dict[str, Rule]:
+    """Returns rules for options that set no field, but get a line in the log."""
+    return dict.fromkeys(names.split(), Rule(meaning, _no_fields, (False, *neutral), note))
+
+
 def _refused(names: str, remedy: str, *neutral: Any) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(remedy, None, (False, *neutral)))
 
 
-_BY_LAUNCH = "pass it to `accelerate launch`, or set it in the file of its `--config_file`"
+_BY_LAUNCH = "decided by `accelerate launch` and its `--config_file`; one line in the log"
+_LAUNCH = "`accelerate launch` decides this: pass it what you need, or set it in the file of its `--config_file`"
 # All options of LightRFT's command line. The table in `docs/from_lightrft.md` has this order, a row for rules that are
 # the same, so options of one meaning stand together
 RULES: dict[str, Rule] = {
@@ -325,7 +339,7 @@ RULES: dict[str, Rule] = {
     # Advantages and rewards
     "advantage_estimator": Rule("the field of the same name", _estimator),
     **_elsewhere("gamma", '`gamma` of `"gae"`; else an argument of `PPOTrainerVL`'),
-    "lambd": Rule('`lam` of `"gae"`; else an error, unless it is 0.95', _lambda, (0.95,)),
+    **_elsewhere("lambd", '`lam` of `"gae"`; nothing with other estimators'),
     "advantages_norm": Rule('what `"gae"`, `"reinforce"` and `"reinforce_baseline"` do; else an error', _whiten),
     "no_advantage_std_norm": Rule("shifts the advantages of these three, without scaling them", _shift),
     "reward_running_norm": _fixed("reward_running_scale", True),
@@ -354,20 +368,34 @@ RULES: dict[str, Rule] = {
     # Sizes
     "train_batch_size": Rule("`gradient_accumulation_steps`, from the samples of all processes", _train_batch),
     "rollout_batch_size": Rule("`generation_batch_size`, in completions", _rollout_batch),
-    **_refused("engine_type", "set `use_vllm=True` of the config to sample with vLLM", "vllm"),
+    "engine_type": Rule(
+        '`use_vllm`, with `"vllm"` and `"sglang"`; `"transformers"` samples with the model itself',
+        _engine,
+        (False, "transformers"),
+        "vLLM samples in its place",
+        ("vllm",),
+    ),
     # Logs and checkpoints
     "ckpt_path": Rule("`save_path`, which it has to be", _checkpoint_folder, (False, "./ckpt/checkpoints_ppo")),
-    **_refused("ckpt_path_local", "checkpoints are in `save_path`, remove it"),
-    "load_checkpoint": Rule("`resume_from_checkpoint`, the last one in `save_path`", _last_checkpoint),
-    **_refused("max_ckpt_mem", "set `max_ckpt_num`", 1e8),
+    **_noted(
+        "ckpt_path_local max_ckpt_mem",
+        "nothing; one line in the log",
+        "checkpoints are in `save_path`, at most `max_ckpt_num`",
+        1e8,
+    ),
+    "load_checkpoint": Rule("`resume_from_checkpoint`: the last checkpoint in `save_path`, if any", _last_checkpoint),
     "save_steps": Rule("`save_steps` in optimizer steps, `save_strategy`", _save_steps, ()),
-    "eval_steps": Rule("`eval_steps` in optimizer steps; -1 with `eval_data`: every episode", _eval_steps),
+    "eval_steps": Rule(
+        "`eval_steps` in optimizer steps; -1 with `eval_data` or `eval_split`: every episode", _eval_steps
+    ),
     "logging_steps": Rule("`logging_steps` in optimizer steps", _logging_steps),
-    "use_wandb": Rule('`report_to="wandb"`; log in before', lambda value, options: {"report_to": "wandb"}),
+    "use_wandb": Rule(
+        '`report_to="wandb"`; log in before', lambda value, options: {"report_to": "wandb"}, (False, "")
+    ),
     "wandb_project": _wandb_variable("WANDB_PROJECT"),
     "wandb_org": _wandb_variable("WANDB_ENTITY"),
     "wandb_group": _wandb_variable("WANDB_RUN_GROUP"),
-    "use_tensorboard": Rule('`report_to="tensorboard"`, into the folder that it names', _tensorboard),
+    "use_tensorboard": Rule('`report_to="tensorboard"`, into the folder that it names', _tensorboard, (False, "")),
     # Arguments elsewhere, as in LightRFT's scripts
     **_elsewhere(
         "prompt_max_len micro_rollout_batch_size buffer_limit buffer_cpu_offload dataloader_pin_memory top_p max_len "
@@ -386,28 +414,32 @@ RULES: dict[str, Rule] = {
     **_elsewhere("save_value_network", "done by `save_model`"),
     **_elsewhere(
         "prompt_data prompt_data_probs prompt_split max_samples eval_data eval_split max_eval_samples pretrain_data "
-        "pretrain_data_probs pretrain_split input_key images_key reference_key label_key input_template "
+        "pretrain_data_probs pretrain_split input_key output_key images_key reference_key label_key input_template "
         "apply_chat_template system_prompt system_prompt_path fps max_pixels limit_mm_image_per_prompt "
         "limit_mm_video_per_prompt use_ms disable_fast_tokenizer",
         "read by the script: datasets and tokenizers",
     ),
     **_elsewhere("local_rank", "set by the launcher"),
     **_elsewhere("normalize_advantages use_sequence_rewards", "nothing, as in LightRFT"),
-    **_elsewhere("num_trajectories_to_save first_token_temperature plot_every", "settings of options that are errors"),
+    **_elsewhere("num_trajectories_to_save first_token_temperature plot_every", "settings of options that do nothing"),
+    **_elsewhere("mixed_mm_data", "nothing: ranks may hold different media anyway"),
+    **_elsewhere("print_replay_buffer_stats", "nothing: statistics of the buffer are logged anyway"),
+    # Lines in the log
+    **_noted("zero_stage", _BY_LAUNCH, _LAUNCH, 2),
+    **_noted("adam_offload fsdp fsdp_cpu_offload grad_accum_dtype overlap_comm use_mp_opt", _BY_LAUNCH, _LAUNCH),
+    **_noted("zpg sp_size", _BY_LAUNCH, _LAUNCH, 1),
+    **_noted("meta_init actor_init_on_gpu initial_model_shard_size no_shard_vit", _BY_LAUNCH, _LAUNCH),
+    **_noted(
+        "rm_use_engine rm_engine_cudagraph",
+        "reward models score in the processes of the run; one line in the log",
+        "reward models score in the processes of the run; for an engine, start a server and set `remote_rm_url`",
+    ),
+    **_noted(
+        "save_trajectories mark_high_entropy_tokens trajectory_analysis log_dir",
+        "`log_completions` of `MultimodalPPOTrainer` logs completions; one line in the log",
+        "nothing is written; `log_completions` of `MultimodalPPOTrainer` logs completions",
+    ),
     # Errors
-    **_refused("zero_stage", _BY_LAUNCH, 2),
-    **_refused("adam_offload fsdp fsdp_cpu_offload grad_accum_dtype overlap_comm use_mp_opt", _BY_LAUNCH),
-    **_refused("zpg sp_size", _BY_LAUNCH, 1),
-    **_refused(
-        "meta_init actor_init_on_gpu initial_model_shard_size no_shard_vit",
-        "`accelerate` places the models, remove it",
-    ),
-    **_refused("mixed_mm_data", "ranks may hold different media anyway, remove it"),
-    **_refused("rm_use_engine rm_engine_cudagraph", "start a server, and pass its address as `remote_rm_url`"),
-    **_refused(
-        "save_trajectories mark_high_entropy_tokens trajectory_analysis print_replay_buffer_stats log_dir",
-        "use `log_completions` of `MultimodalPPOTrainer`",
-    ),
     **_refused("advantage_clip", "clip rewards by `reward_clip`"),
     **_refused("reward_running_norm_minus_mean", "scale rewards by `reward_running_norm` alone"),
     **_refused("use_fire", "sample all tokens at one `temperature`"),
@@ -415,31 +447,63 @@ RULES: dict[str, Rule] = {
 
 
 @dataclass
-class _Strategy(MultimodalPPOConfig):
-    """A config with options that only the experience maker has."""
+class Converted:
+    """What became of options."""
 
-    use_kl_estimator_k3: bool = False  # of the divergence in the reward
-    no_advantage_std_norm: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)  # of the config
+    options_by_field: dict[str, str] = field(default_factory=dict)  # which option set a field
+    notes: dict[str, list[str]] = field(default_factory=dict)  # options by their line in the log
+    errors: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises a `ValueError` with all errors, if any."""
+        if self.errors:
+            raise ValueError(" ".join(self.errors))
+
+    def log(self) -> None:
+        """Logs the lines on the main process, once accelerate has its state."""
+        for note, options in self.notes.items():
+            logger.warning(f"{', '.join(options)}: {note}.")
 
 
-def get_strategy(args: Namespace) -> MultimodalPPOConfig:
+def convert_options(names: Iterable[str], options: Options) -> Converted:
     """
-    Converts the options of a LightRFT command line to the config of a run.
+    Converts options to fields of the config.
 
     Args:
-        args (`argparse.Namespace`):
-            Options by LightRFT's names, see the table in `docs/from_lightrft.md`. `None`, and `False` or 0 where these
-            mean "off", do nothing. Options that are arguments of actors, of [`PPOTrainerVL`] or of a dataset are left
-            to the script, which passes them there. Without `use_kl_loss`, the KL divergence is in the rewards.
+        names (`Iterable[str]`):
+            Options to convert, which `RULES` has.
+        options (`dict`):
+            Values of these options, and of those that their rules read.
 
     Returns:
-        [`MultimodalPPOConfig`]: The config, to pass as `strategy` to the PPO trainers.
-
-    Raises:
-        `ValueError`: If an option is unknown or has no counterpart, if options contradict each other, or if the config
-            doesn't allow them. The message names the options and the remedies.
+        [`Converted`]: Fields, lines for the log, and errors.
     """
-    options: Options = _DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
+    result = Converted()
+    for name in names:
+        value = options[name]
+        rule = RULES[name]
+        if value in rule.neutral:
+            continue
+        try:
+            check_option(name, value)
+            own_fields = rule.fields(name, options)
+        except ValueError as error:
+            result.errors.append(str(error))
+            continue
+        except TypeError as error:  # of a number in place of a list, for example
+            result.errors.append(f"`{name}={value!r}` can't be converted ({error}); correct its type.")
+            continue
+        if rule.note is not None and value not in rule.silent:
+            result.notes.setdefault(rule.note, []).append(f"`{name}={value!r}`")
+        result.fields |= own_fields
+        result.options_by_field |= dict.fromkeys(own_fields, name)
+    return result
+
+
+def convert_command_line(args: Namespace) -> Converted:
+    """Converts the options of a command line. Raises a `ValueError` if one is unknown or can't be converted."""
+    options: Options = DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
     # LightRFT's command line has a coefficient even without supervised rows
     if getattr(args, "pretrain_data", "") is None:
         options.pop("ptx_coef", None)
@@ -450,34 +514,47 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     ]
     estimator = split_settings(options["advantage_estimator"])[0]
     check_choice("`advantage_estimator`", estimator, (*ESTIMATORS, *ALIASES))
+    converted = convert_options([name for name in RULES if name in options], options)
+    converted.errors[:0] = errors
+    converted.check()
+    return converted
+
+
+def get_strategy(args: Namespace) -> Strategy:
+    """
+    Converts the options of a LightRFT command line to the strategy of a run.
+
+    Args:
+        args (`argparse.Namespace`):
+            Options by LightRFT's names, see the table in `docs/from_lightrft.md`. `None`, and `False` or 0 where these
+            mean "off", do nothing. Options that are arguments of actors, of [`PPOTrainerVL`] or of a dataset are left
+            to the script, which passes them there. Without `use_kl_loss`, the KL divergence is in the rewards.
+
+    Returns:
+        [`~lightrft.strategy_object.Strategy`]: A config, to pass as `strategy` to the PPO trainers, with the methods
+        that LightRFT's scripts call.
+
+    Raises:
+        `ValueError`: If an option is unknown, isn't of its type, would train something else here, or contradicts
+            another, or if the config doesn't allow them. The message names the options and the remedies.
+    """
+    converted = convert_command_line(args)
     # LightRFT's schedule: a cosine from the learning rate to a tenth of it
-    fields: dict[str, Any] = {
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-    }
-    options_by_field: dict[str, str] = {}
-    for name, rule in RULES.items():
-        if name not in options or options[name] in rule.neutral:
-            continue
-        try:
-            own_fields = rule.fields(name, options)
-        except ValueError as error:
-            errors.append(str(error))
-            continue
-        except TypeError as error:  # of a text in place of a number, for example
-            errors.append(f"`{name}={options[name]!r}` can't be converted ({error}); correct its type.")
-            continue
-        fields |= own_fields
-        options_by_field |= dict.fromkeys(own_fields, name)
-    if errors:
-        raise ValueError(" ".join(errors))
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
     try:
-        return _Strategy(**fields)
+        strategy = Strategy(**schedule, **converted.fields)
     except ValueError as error:
         text = str(error)
         names = [
             f" `{field}` is LightRFT's `{option}`."
-            for field, option in options_by_field.items()
+            for field, option in converted.options_by_field.items()
             if field != option and re.search(rf"`{field}\b", text)
         ]
         raise ValueError(text + "".join(names)) from None
+    converted.log()
+    given = {name for name, value in vars(args).items() if value is not None}
+    unasked = {name for name, option in converted.options_by_field.items() if option not in given}
+    if "ema_beta" not in given:
+        unasked.add("ema_decay")  # `enable_ema` alone asks for no particular decay
+    strategy.remember(args, {name: converted.fields[name] for name in unasked if name in converted.fields})
+    return strategy

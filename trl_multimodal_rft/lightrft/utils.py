@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Names of `lightrft.utils`: tokenizers and processors, without code from model repositories, loggers, reward servers.
+Names of `lightrft.utils`: tokenizers and processors, without code from model repositories, loggers, reward servers,
+datasets and options.
 """
 
 import logging
@@ -12,11 +13,17 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 
 from ..extras.remote import RemoteReward
 from ..rewards.ready.recipe import add_rewards
+from .cli_args import add_arguments as add_arguments
+from .datasets import blending_datasets as blending_datasets
 
 
 def init_logger(name: str) -> logging.Logger:
     """Returns Python's logger of a name."""
     return logging.getLogger(name)
+
+
+def ensure_video_input_available() -> None:
+    """Does nothing: LightRFT's scripts call it before they import models, for versions of transformers."""
 
 
 def remote_rm_fn(

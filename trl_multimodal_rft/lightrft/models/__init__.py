@@ -10,13 +10,14 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .actor import Actor, ActorAL, ActorOmni, ActorVL
     from .actor import Actor as ActorLanguage
     from .critic import Critic
+    from .critic import Critic as CriticVL
     from .utils import compute_approx_kl, compute_reward, masked_mean
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".actor": ["Actor", "ActorAL", "ActorOmni", "ActorVL", "Actor as ActorLanguage"],
-        ".critic": ["Critic"],
+        ".critic": ["Critic", "Critic as CriticVL"],
         ".utils": ["compute_approx_kl", "compute_reward", "masked_mean"],
     },
 )

@@ -67,9 +67,9 @@ class Actor(nn.Module):
             Whether the weights are bfloat16. `False` keeps the dtype of the checkpoint, or of the instance.
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
-        target_modules (`list[str]`, *optional*):
-            Suffixes of the names of layers for LoRA; by default, all linear layers except the LM head. Frozen encoders
-            get no LoRA.
+        target_modules (`str` or `list[str]`, *optional*):
+            Suffixes of the names of layers for LoRA; by default, and with `"all-linear"`, all linear layers except the
+            LM head. Frozen encoders get no LoRA. Without LoRA, they have no effect.
         ds_config, device_map (`dict`, *optional*):
             DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded; all ranks
             must then pass media of the same modalities.
@@ -84,6 +84,8 @@ class Actor(nn.Module):
             Whether to freeze the encoder of images and videos, and the encoder of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the log-probabilities. Sample at the same temperature.
+        fused_linear_logprob, disable_logprobs_flashattn, chunk_size (*optional*):
+            Arguments of LightRFT's scripts without an effect: log-probabilities never need the logits of all tokens.
 
     Raises:
         `ValueError`: If a number is out of range, if an argument of loading is passed with an instance, if there is no
@@ -102,7 +104,7 @@ class Actor(nn.Module):
         lora_rank: int = 0,
         lora_alpha: int = 16,
         lora_dropout: float = 0,
-        target_modules: list[str] | None = None,
+        target_modules: str | list[str] | None = None,
         ds_config: dict | None = None,
         device_map: dict | str | None = None,
         packing_samples: bool = False,
@@ -112,6 +114,9 @@ class Actor(nn.Module):
         freeze_vision_tower: bool = False,
         freeze_audio_tower: bool = False,
         temperature: float = 1.0,
+        fused_linear_logprob: bool = False,
+        disable_logprobs_flashattn: bool = False,
+        chunk_size: int | None = None,
     ):
         arguments = locals()
         super().__init__()
@@ -174,8 +179,6 @@ class Actor(nn.Module):
         if lora_rank > 0:
             lora_settings = {"r": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
             model = _add_lora(base, lora_settings, target_modules, frozen_towers)
-        elif target_modules is not None:
-            raise ValueError("`target_modules` have no effect without LoRA; set `lora_rank` above 0, or remove them.")
         self.model = model
         self.training = base.training
 
@@ -591,7 +594,7 @@ def _add_lora(
     """Keeps the model's training mode. Modules in `frozen` get no adapter."""
     peft = require_module("peft", "peft")
 
-    if target_modules in (None, "all-linear"):
+    if target_modules in (None, "all-linear", ["all-linear"]):
         # Full names instead of "all-linear", which PEFT turns into suffixes: the suffix "0" of a merger's layer would
         # match whole blocks.
         head = model.get_output_embeddings()

@@ -139,12 +139,8 @@ def check_generation_options(options: dict[str, Any]) -> None:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
 
 
-def check_discounts(estimator: Estimator, options: dict[str, Any]) -> None:
-    """Raises a `ValueError` if `lambd` is passed to an estimator without it, or if a discount isn't within [0, 1]."""
-    if "lambd" in options and estimator.name != "gae":
-        raise ValueError(
-            f"`lambd` has no effect with `advantage_estimator={estimator.spelling!r}`, only with 'gae'; remove it."
-        )
+def check_discounts(options: dict[str, Any]) -> None:
+    """Raises a `ValueError` if a discount isn't within [0, 1]. Only `"gae"` reads `lambd`."""
     for name in ("gamma", "lambd"):
         value = options.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

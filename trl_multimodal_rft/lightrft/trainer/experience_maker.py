@@ -226,7 +226,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown or has no effect, if there is a length penalty but no
                 `max_new_tokens`, or if a prompt or a reward is invalid.
         """
-        check_discounts(self.strategy.estimator, generate_kwargs)
+        check_discounts(generate_kwargs)
         discounts = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
         gamma = generate_kwargs.pop("gamma", discounts["gamma"])
         lambd = generate_kwargs.pop("lambd", discounts["lam"])

@@ -78,7 +78,7 @@ def config_of(
         options["kl_estimator"] = "k1"  # in the reward, with any estimator
     # Names of the trainer's arguments, by the names of GAE's settings
     discounts = {"gamma": "gamma", "lam": "lambd"}
-    check_discounts(strategy.estimator, generate_kwargs)
+    check_discounts(generate_kwargs)
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
         options["advantage_estimator"] = join_settings("gae", {**strategy.estimator.settings, **settings})
@@ -125,6 +125,11 @@ def config_of(
 
 
 # Batches of prompts
+
+
+def media_columns_of(actor: Actor) -> tuple[tuple[str, ...], ...]:
+    """Returns the possible names of the media lists in a tuple of prompts: audio, or images and maybe videos."""
+    return (("audios",),) if actor.modality == "audio" else (("images",), ("images", "videos"))
 
 
 def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@
 import copy
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
-from ..strategy import OPTIONS, get_strategy
+from ..strategy import OPTIONS, convert_command_line
+from ..strategy_object import Strategy
 from .experience import Experience
 from .experience_trainer import ExperienceTrainer, Rollouts, evaluation_logs, rollout_logs
 from .optimizers import check_optimizers
-from .ppo_options import SAMPLING_OPTIONS, config_of, rollout_sizes, rows_of
+from .ppo_arguments import remember_passed, resolve_arguments, take_keywords
+from .ppo_options import SAMPLING_OPTIONS, config_of, media_columns_of, rollout_sizes, rows_of
 from .replay_buffer import ReplayBuffer
 
 
@@ -106,9 +109,12 @@ class PPOTrainerVL:
             are sharded.
     """
 
-    # Names of the media lists in a batch that is a tuple: without and with videos
-    _possible_media_columns = (("images",), ("images", "videos"))
+    # Names of the media lists in a batch that is a tuple; by default those of the actor's modality
+    _possible_media_columns: Sequence[tuple[str, ...]] | None = None
 
+    passed: set[str]  # names of the arguments of the constructor that were passed
+
+    @remember_passed
     def __init__(
         self,
         strategy: MultimodalPPOConfig,
@@ -150,6 +156,8 @@ class PPOTrainerVL:
         arguments = locals()
         if not isinstance(strategy, MultimodalPPOConfig):
             raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
+        own = resolve_arguments(strategy, arguments, self.passed)
+        strategy, generate_kwargs = take_keywords(strategy, generate_kwargs)
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
         if critic is None and actor_optim is not None and strategy.estimator.name == "gae":
@@ -160,7 +168,11 @@ class PPOTrainerVL:
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
-        options = _options_of_config(arguments, strategy.value_loss.coef)
+        options = _options_of_config(
+            own,
+            1.0 if critic_optim is not None else strategy.value_loss.coef,  # an optimizer of its own makes it 1
+            keeps_average=ema_model is not None or strategy.ema_decay is not None,
+        )
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
         self.strategy = config
         self.actor = actor
@@ -170,8 +182,8 @@ class PPOTrainerVL:
             check_base_is_kept(actor.model, None, "the reference of `init_kl_coef`", "pass `initial_model`")
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
-        self.save_hf_ckpt = save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload)
+        self.save_hf_ckpt = own.save_hf_ckpt
+        self.replay_buffer = ReplayBuffer(own.micro_train_batch_size, own.buffer_limit, own.buffer_cpu_offload)
         self.trainer = ExperienceTrainer(
             actor,
             config,
@@ -186,21 +198,23 @@ class PPOTrainerVL:
         self.critic = self.trainer.critic
         if ema_model is not None:
             self.trainer.copy_average_to(ema_model)
-        if gradient_checkpointing:
+        if own.gradient_checkpointing:
             checkpointing_kwargs: Any = config.gradient_checkpointing_kwargs  # a dict; the config has parsed a string
             actor.gradient_checkpointing_enable(checkpointing_kwargs)
         self.experience_maker = self.trainer.make_experience_maker(
-            micro_rollout_batch_size,
+            own.micro_rollout_batch_size,
             reward_model=reward_model,
             initial_model=reference,
             tokenizer=self.tokenizer,
-            prompt_max_len=prompt_max_len,
-            remote_rm_url=remote_rm_url,
+            prompt_max_len=own.prompt_max_len,
+            remote_rm_url=own.remote_rm_url,
             reward_fn=reward_fn,
             reward_fn_label_map=reward_fn_label_map,
             reward_recipe=reward_recipe,
             processor=processor,
         )
+        if self._possible_media_columns is None:
+            self._possible_media_columns = media_columns_of(actor)
         self.eval_dataloader: DataLoader | None = None
         self._last_step = 0
 
@@ -288,10 +302,11 @@ class PPOTrainerVL:
     def _take_run(self, args: MultimodalPPOConfig | Namespace) -> MultimodalPPOConfig:
         """Returns the trainer's config, which takes length and intervals of the run from `args`."""
         config = self.strategy
-        if args is getattr(config, "args", None):  # the command line that the strategy was made from
-            return config
-        source = get_strategy(args) if isinstance(args, Namespace) else args
-        vars(config).update({name: getattr(source, name) for name in _RUN_FIELDS})
+        if not isinstance(args, Namespace):
+            vars(config).update({name: getattr(args, name) for name in _RUN_FIELDS})
+        elif not isinstance(config, Strategy) or args is not config.args:  # not the strategy's command line
+            fields = convert_command_line(args).fields
+            vars(config).update({name: fields[name] for name in _RUN_FIELDS if name in fields})
         return config
 
     def _train_on_prompts(self, batch: list[dict] | tuple, client_states: dict[str, Any], episode: float) -> None:
@@ -498,17 +513,16 @@ def _ask_about_steps(
         flow.on_step_end(args, state, control)
 
 
-def _options_of_config(arguments: dict[str, Any], value_loss_coef: float) -> dict[str, Any]:
+def _options_of_config(own: SimpleNamespace, value_weight: float, keeps_average: bool) -> dict[str, Any]:
+    """Returns fields of the config by the arguments of the trainer, see [`resolve_arguments`]."""
     kl_target = None
-    if arguments["kl_target"]:
-        kl_target = join_settings(str(arguments["kl_target"]), {"horizon": arguments["kl_horizon"]})
-    # An optimizer of its own makes the weight of the value loss 1
-    value_weight = value_loss_coef if arguments["critic_optim"] is None else 1.0
+    if own.kl_target:
+        kl_target = join_settings(str(own.kl_target), {"horizon": own.kl_horizon})
     return {
-        **{field: arguments[name] for name, field in OPTIONS.items() if name in arguments},
+        **{field: getattr(own, name) for name, field in OPTIONS.items() if hasattr(own, name)},
         "kl_target": kl_target,
-        "vf_coef": join_settings(str(value_weight), {"cliprange": arguments["value_clip"]}),
-        "dataloader_pin_memory": arguments["dataloader_pin_memory"],
-        "ema_decay": None if arguments["ema_model"] is None else arguments["ema_beta"],
-        "save_only_model": arguments["disable_ds_ckpt"],
+        "vf_coef": join_settings(str(value_weight), {"cliprange": own.value_clip}),
+        "dataloader_pin_memory": own.dataloader_pin_memory,
+        "ema_decay": own.ema_beta if keeps_average else None,
+        "save_only_model": own.disable_ds_ckpt,
     }
