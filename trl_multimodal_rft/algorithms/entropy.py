@@ -36,7 +36,8 @@ def high_entropy_mask(
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
     Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept, or with the rounding `"down"`
-    $\lfloor \mathrm{ratio} \cdot n \rfloor$, but at least one. Of tokens with about equal entropies, the first are kept. For example, of the entropies `[1, 2, 2]`, the ratio 0.3 keeps only the second token.
+    $\lfloor \mathrm{ratio} \cdot n \rfloor$, but at least one. Of tokens with about equal entropies, the first are
+    kept. For example, of the entropies `[1, 2, 2]`, the ratio 0.3 keeps only the second token.
 
     Args:
         entropies (`torch.Tensor`):

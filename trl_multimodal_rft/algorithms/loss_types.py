@@ -170,8 +170,8 @@ def describe_losses() -> str:
 def as_loss(text: str) -> LossType:
     """
     Returns a loss by its name, which settings may follow (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` for an
-    unknown name, and `ValueError` for a setting or value that the loss doesn't have. The setting `average` of some losses
-    chooses the average over tokens and completions.
+    unknown name, and `ValueError` for a setting or value that the loss doesn't have. Some losses have a setting
+    `average`, which chooses the average over tokens and completions.
     """
     name, settings = split_settings(text)
     chosen = LOSSES[name]

@@ -334,10 +334,10 @@ RULES: dict[str, Rule] = {
         "`loss_type` of the config has other averages",
         _loss,
     ),
-    **_elsewhere("use_cpg_loss", "`loss_type=\"cpgd(drift_coef=0.0, average='completions')\"`, whatever the estimator"),
+    **_elsewhere("use_cpg_loss", "`loss_type=\"cpgd(drift_coef=0.0, average='completions')\"`, with any estimator"),
     "use_gspo": _fixed("importance_sampling_level", "sequence"),
     "high_entropy_token_ratio": Rule(
-        "`top_entropy_quantile`, within each completion, rounded down (`entropy_source`); an argument of the actor, too",
+        "`top_entropy_quantile`, of each completion, rounded down (`entropy_source`); an argument of the actor, too",
         _entropy,
         (False, 1),
     ),
