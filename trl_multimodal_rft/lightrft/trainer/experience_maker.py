@@ -474,9 +474,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         n_actions = samples.num_actions
         prompts = samples.encoded_prompts
         if prompts is None:
-            # Prompts without media, and their masks
-            rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
-            prompts = bare_prompts(self.actor.base_model, ((ids[is_token], {}, None) for ids, is_token in rows))
+            masks = samples.attention_mask[:, :-n_actions].bool()
+            ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n_actions], masks, strict=True)]
+            for index, prompt_ids in enumerate(ids):
+                if self._placeholder_ids.intersection(prompt_ids.tolist()):
+                    raise ValueError(
+                        f"Sample {index} has placeholders of media, but no media; pass the `encoded_prompts` of the "
+                        "samples, as `generate_samples` returns them."
+                    )
+            prompts = bare_prompts(self.actor.base_model, ((prompt_ids, {}, None) for prompt_ids in ids))
         return Rollout(
             prompts,
             torch.arange(len(prompts)),  # group ids, which scoring doesn't use

@@ -105,7 +105,7 @@ class RewardSources:
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[mask].tolist() for ids, mask in zip(actions, samples.action_mask, strict=True)]
         completions: list[Any] = completion_texts(completion_ids, tokenizer)
-        rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
+        rows = _rows_of(samples)
         completions = [
             [{"role": "assistant", "content": text}] if is_conversational({"prompt": row["prompt"]}) else text
             for row, text in zip(rows, completions, strict=True)
@@ -125,7 +125,7 @@ class RewardSources:
         """Returns the media of samples by the names of a request: images, and audio and video in base64."""
         rules = self.media_rules.without_budgets()
         refs_of_samples = []
-        for index, row in enumerate(as_encoded(samples.rows or [])):
+        for index, row in enumerate(as_encoded(_rows_of(samples))):
             if isinstance(row["prompt"], str):  # its media are in columns
                 refs_of_samples.append(read_rendered(row, index, self.ignored_media_columns, rules).refs)
             else:
@@ -147,6 +147,10 @@ class RewardSources:
             if any(lists):
                 media[f"{modality}s"] = lists
         return media
+
+
+def _rows_of(samples: Samples) -> list[dict[str, Any]]:
+    return samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
 
 
 def _prompt_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
