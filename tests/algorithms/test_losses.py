@@ -66,7 +66,7 @@ def test_cpgd_golden():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("advantages", [ADVANTAGES, tensor([[1, -2, 0.5], [-1, 3, 9]])], ids=["completion", "token"])
 def test_cpgd_without_drift_is_lightrfts_loss(advantages, weighted):
-    """`use_cpg_loss`: the clipped log-probability times the advantage, averaged by completion, then over completions."""
+    """`use_cpg_loss`: the clipped log-probability times the advantage, averaged in and then over completions."""
     loss = as_loss("cpgd(drift_coef=0.0, average='completions')")
     old = tensor([[-1, -2, -0.5], [-3, -0.1, -1]])
     kept = tensor([[1, 0, 1], [0, 1, 0]]) if weighted else MASK  # tokens of high entropy

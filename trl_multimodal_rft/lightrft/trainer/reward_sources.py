@@ -33,6 +33,8 @@ from .experience import Samples, to
 
 logger = logging.getLogger(__name__)
 
+# Kinds of parameters that stand for a single argument
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SAMPLING_RATE = 16000  # of the audio that servers get, in Hz
 
 
@@ -185,22 +187,30 @@ def _json_list(values: list | None) -> list | None:
 def _call_reward_file(function: Callable, arguments: dict[str, Any], prompts: list[str]) -> Any:
     """
     Calls the `reward_func` of a file with queries, prompts and, if it takes more, references, by position. A function
-    whose parameters have other names of arguments, such as `completions`, is called by name.
+    whose parameters name other arguments, such as `completions`, is called by name.
     """
     arguments = {**arguments, "prompts": prompts}
     parameters = inspect.signature(function).parameters.values()
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     by_name = arguments.keys() - {"queries", "prompts", "references"}
-    if any(p.name in by_name for p in parameters) or not (places or has_rest):
+    required = {p.name for p in places if p.default is p.empty}
+    names_others = any(p.name in by_name for p in parameters) and required <= arguments.keys()
+    if names_others or not (places or has_rest):
         return _call_reward_func(function, arguments)
     values = [arguments["queries"], prompts, arguments["refs"]]
     n = 2 if has_rest and len(places) < 2 else min(len(places), len(values))
-    taken = {"queries", "prompts", "references", *(p.name for p in places)}
-    takes_names = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return function(
-        *values[:n], **({name: value for name, value in arguments.items() if name not in taken} if takes_names else {})
-    )
+    passed = {p.name for p in places[:n]}
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind in _NAMED and p.name not in passed]
+    if missing:
+        raise ValueError(
+            f"The reward function '{get_callable_name(function)}' requires `{missing[0]}`, but is called with "
+            "queries, prompts and references; give it a default."
+        )
+    others = {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        others = {name: value for name, value in arguments.items() if name in by_name and name not in passed}
+    return function(*values[:n], **others)
 
 
 def _rewards_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
