@@ -18,6 +18,7 @@ from trl_multimodal_rft.algorithms.losses import (
     LOSSES,
     LossInputs,
     LossOptions,
+    Normalizer,
     aggregate,
     as_loss,
     policy_drift,
@@ -60,6 +61,51 @@ def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon
 def test_cpgd_golden():
     loss = policy_loss("cpgd", LOG_RATIO, ADVANTAGES)[MASK.bool()]
     assert_close(loss, tensor([-0.182322, 0.693147, -0.09531, 1.386294, -0.105361]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("advantages", [ADVANTAGES, tensor([[1, -2, 0.5], [-1, 3, 9]])], ids=["completion", "token"])
+def test_cpgd_without_drift_is_lightrfts_loss(advantages, weighted):
+    """`use_cpg_loss`: the clipped log-probability times the advantage, averaged in and then over completions."""
+    loss = as_loss("cpgd(drift_coef=0.0, average='completions')")
+    old = tensor([[-1, -2, -0.5], [-3, -0.1, -1]])
+    kept = tensor([[1, 0, 1], [0, 1, 0]]) if weighted else MASK  # tokens of high entropy
+    weights = kept * MASK.sum(1, keepdim=True) / kept.sum(1, keepdim=True) if weighted else 1.0
+    per_token = advantages if advantages.dim() == 2 else advantages[:, None]
+
+    def own(logps):
+        losses = loss(LossInputs(logps, old, advantages, MASK, weights), LossOptions(0.15, 0.3)).loss
+        # Two micro-batches, which add up
+        return sum(loss.average(losses[i : i + 1], MASK[i : i + 1], Normalizer(2, 99, 1e9)) for i in range(2))
+
+    def lightrfts(logps):
+        upper, lower = math.log(1.3) + old, math.log(0.85) + old
+        clipped = torch.where(per_token > 0, torch.minimum(logps, upper), torch.maximum(logps, lower))
+        losses = torch.where(kept.bool(), -clipped * per_token, 0)
+        return (losses.sum(1) / kept.sum(1)).mean()
+
+    logps = old + LOG_RATIO
+    (value, grad), (expected, expected_grad) = gradient(own, logps), gradient(lightrfts, logps)
+    assert expected_grad.any() and not expected_grad[~MASK.bool()].any()
+    assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    # The values differ by what has no gradient
+    assert_close(value - own(old).detach(), expected - lightrfts(old), rtol=1e-12, atol=1e-12)
+
+
+def test_average_of_cpgd():
+    for text, mode, denominator in (
+        ("cpgd", "token-sum", "batch_tokens"),
+        ("cpgd(average='tokens', drift_clamp=1.0)", "token-sum", "batch_tokens"),
+        ("cpgd(average='completions')", "seq-mean-token-mean", "completions"),
+    ):
+        loss = as_loss(text)
+        assert (loss.mode, loss.denominator, loss.is_mean) == (mode, denominator, mode != "token-sum")
+        assert loss.spelling == text
+    assert LOSSES["cpgd"].mode == "token-sum"
+    with pytest.raises(ValueError, match="`average` of 'cpgd' must be one of 'tokens', 'completions'"):
+        as_loss("cpgd(average='sequences')")
+    with pytest.raises(ValueError, match="'grpo' has no setting 'average'"):
+        as_loss("grpo(average='completions')")
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
@@ -265,6 +311,26 @@ def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
     entropies[:, :5] = 0
     expected = [0] * 5 + [1] * kept + [0] * (n - kept)
     assert high_entropy_mask(entropies, mask, ratio).tolist() == [expected]
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("ratio", [0.01, 0.07, 0.1, 0.29, 0.3, 0.5, 0.55, 0.99])
+def test_rounding_down_keeps_as_many_tokens_as_lightrft(ratio, scope):
+    """The whole part of the product in floating point, such as 28 of 100 for 0.29, but at least one token."""
+    torch.manual_seed(0)
+    for n in range(1, 102):
+        entropies, mask = torch.rand(1, 105), torch.arange(105)[None] < n
+        kept = high_entropy_mask(entropies, mask, ratio, scope=scope, rounding="down")
+        n_kept = max(1, int(n * ratio))
+        assert kept.sum() == n_kept and not kept[~mask].any()
+        assert torch.equal(kept[0].nonzero()[:, 0], entropies[0, :n].topk(n_kept).indices.sort().values)
+        weights = high_entropy_mask(entropies, mask, ratio, scope=scope, rounding="down", renormalize=True)
+        assert_close(weights.sum(), torch.tensor(float(n)))
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert not high_entropy_mask(torch.rand(2, 3), nothing, ratio, scope=scope, rounding="down").any()
+    # LightRFT's `topk` keeps any of equal entropies, here the first ones are kept
+    equal = high_entropy_mask(torch.full((1, 9), 2.0), torch.ones(1, 9), 0.5, scope=scope, rounding="down")
+    assert equal.tolist() == [[1] * 4 + [0] * 5]
 
 
 def test_entropies_that_are_equal_up_to_rounding_are_ranked_by_position():

@@ -173,6 +173,18 @@ MAKER = [
         "experience_maker.servers_replace_reward_models",
     ),
     Row(
+        "a server gets decoded sequences and prompts",
+        "trainer.experience_maker:NaiveExperienceMaker.make_experience",
+        "same, and completions, labels, references and media",
+        "experience_maker.servers_and_functions_see_one_text",
+    ),
+    Row(
+        "`reward_func(queries, prompts)` of a file",
+        "trainer.experience_maker:NaiveExperienceMaker.make_experience",
+        "same; a third parameter gets references",
+        "experience_maker.reward_files_are_called_by_position",
+    ),
+    Row(
         "shaping by group",
         "trainer.experience_maker:NaiveExperienceMaker.process_experiences",
         "same in float64; rewards equal up to rounding give 0",
@@ -205,7 +217,7 @@ MAKER = [
     Row(
         "`cpgd` raises an error",
         "trainer.experience_maker:NaiveExperienceMaker.make_experience_list",
-        'returns of its rewards; train with `loss_type="cpgd"`',
+        "returns of its rewards; `use_cpg_loss` chooses the loss",
         "reference_numbers.three_actions_are_discounted",
     ),
     Row(
@@ -229,8 +241,8 @@ MAKER = [
     Row(
         "`init_logger`, `remote_rm_fn`",
         "utils:remote_rm_fn",
-        "same, with `RemoteReward`",
-        "lightrft_names.rewards_of_servers",
+        "same, with the retries and checks of `RemoteReward`",
+        "lightrft_names.all_arguments_of_requests_for_rewards",
     ),
 ]
 TRAINER = [

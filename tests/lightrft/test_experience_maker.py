@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From prompts to experience: samples, scores, rewards, and the advantages of a whole rollout."""
 
+import base64
 import functools
+import io
 import logging
+import math
+import re
 from dataclasses import replace
 
 import PIL.Image
@@ -26,6 +30,7 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
+from trl_multimodal_rft.lightrft.trainer import experience_maker
 from trl_multimodal_rft.lightrft.trainer.experience import ExperienceVL, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import split_experience_batch
@@ -466,7 +471,11 @@ def test_group_shares_one_encoded_prompt():
         ([TEXT[0], "What is in <|image_pad|>?"], {}, "Prompt 1 is text with placeholders"),
         ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*the placeholder has no image"),
         ([{"prompt": question("Is there?"), "image": "nowhere.png"}], {}, "row 0, column 'image': no such file"),
-        ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], {}, "row 0, column 'images"),
+        (
+            [{**IMAGE_ROWS[2], "prompt": "Is <|image_pad|>?"}],
+            {},
+            r"row 0, column 'images\[0\]': .* 2 images for 1 '<.im",
+        ),
     ],
 )
 def test_errors_of_prompts_and_options(prompts, options, error):
@@ -509,7 +518,16 @@ def test_packed_samples_are_those_of_padded_ones(case):
         num_actions=samples.action_mask.sum(1),
         packed_seq_lens=is_token.sum(1),
     )
+    if case != "messages":  # the ids alone have no media
+        for each in (samples, packed):
+            with pytest.raises(
+                ValueError, match=r"^Sample \d has placeholders of media.*; pass the `encoded_prompts`"
+            ):
+                maker.make_experience(replace(each, encoded_prompts=None))
     a, b = maker.make_experience(samples), maker.make_experience(packed)
+    assert type(b) is type(a) and media_of(b).keys() == media_of(a).keys()
+    for name, values in media_of(a).items():
+        assert_close(values, media_of(b)[name], **EXACT)
     assert b.info.pop("num_actions") == a.info.pop("num_actions")
     for name in ("sequences", "attention_mask", "action_mask", "action_log_probs", "values", "kl"):
         assert_close(getattr(a, name), getattr(b, name), **EXACT)
@@ -644,6 +662,69 @@ def test_errors_of_reward_functions(function, error):
         made(arguments={"reward_fn": function})
 
 
+def by_rules(model_reward_list, labels, queries, refs, label_map):
+    assert model_reward_list == [] and label_map == {} and len(labels) == len(queries) == len(refs)
+    found = torch.tensor([float(ref == "cat") for ref in refs], requires_grad=True)
+    return found, {"accuracy_reward": found * 2, "format_reward": torch.ones(len(queries))}
+
+
+def by_rules_with_defaults(labels, queries, refs=None, label_map=None, *, model_reward_list=()):
+    return by_rules(model_reward_list, labels, queries, refs, label_map)
+
+
+def by_rules_of_all(queries, **kwargs):
+    return by_rules(kwargs["model_reward_list"], kwargs["labels"], queries, kwargs["refs"], kwargs["label_map"])
+
+
+class ByRules:
+    def __call__(self, model_reward_list, labels, queries, refs, label_map):
+        rewards, metrics = by_rules(model_reward_list, labels, queries, refs, label_map)
+        return rewards.tolist(), {name: values.tolist() for name, values in metrics.items()}
+
+
+RULES = [by_rules, by_rules_with_defaults, by_rules_of_all, ByRules(), functools.partial(by_rules)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("function", RULES)
+def test_rule_rewards_without_a_model(function, size):
+    """Also in batches of two, whose rewards could be taken for `(rewards, metrics)`, and without labels."""
+    rows = [{"prompt": prompt, "references": name} for prompt, name in zip(TEXT, ("cat", "dog", "cat"), strict=True)]
+    for reward_model in (None, []):
+        experiences = made(
+            rows, reward_model=reward_model, arguments={"reward_fn": function}, micro_rollout_batch_size=size
+        )
+        expected = torch.tensor([1.0] * 3 + [0.0] * 3 + [1.0] * 3)
+        assert_close(torch.stack(flat(experiences, "reward")), expected)
+        metrics = [each.info["reward_metrics"] for each in experiences]
+        for name, values in (("accuracy_reward", expected * 2), ("format_reward", torch.ones(9))):
+            assert_close(torch.cat([torch.as_tensor(each[name]) for each in metrics]), values)
+
+
+@pytest.mark.parametrize(
+    ("returned", "rewards", "metrics"),
+    [
+        ((1.0, 0.5), [1.0, 0.5], None),
+        ((1.0, None), [1.0, math.nan], None),
+        (([1.0, 0.5], {"a": torch.tensor([1.0, 2.0])}), [1.0, 0.5], {"a": torch.tensor([1.0, 2.0])}),
+        ((torch.tensor([1.0, 0.5]), None), [1.0, 0.5], None),
+        ((torch.tensor([1.0, 0.5]), {}), [1.0, 0.5], None),
+        ([0.5, 1], [0.5, 1.0], None),
+        (torch.tensor([0.5, 1.0], dtype=torch.bfloat16), [0.5, 1.0], None),
+    ],
+)
+def test_what_reward_functions_return(returned, rewards, metrics):
+    def combining(model_reward_list):
+        return returned
+
+    judge = {"reward_model": RewardModel()}  # with which a tuple of two means the same
+    for options in ({"reward_fn": lambda completions: returned}, {"reward_fn": combining}):
+        for sources in ({}, judge):
+            each = made(TEXT[:1], arguments=options, n_samples_per_prompt=2, **sources)[0]
+            assert_close(each.info["reward"], torch.tensor(rewards), equal_nan=True)
+            assert_close(each.info.get("reward_metrics"), metrics)
+
+
 def write(path, source) -> str:
     path.write_text(source)
     return str(path)
@@ -665,6 +746,102 @@ def test_reward_file(tmp_path):
     ):
         with pytest.raises(error, match=message):
             make(arguments={"remote_rm_url": path})
+
+
+FILES = {
+    "(queries, prompts)": "queries, prompts, None",
+    "(q, p)": "q, p, None",
+    "(q, p, /)": "q, p, None",
+    "(prompts, queries)": "prompts, queries, None",  # LightRFT calls by position
+    "(*given)": "*given, None",
+    "(q, *rest)": "q, *rest, None",
+    "(queries)": "queries, None, None",
+    "(queries, prompts, references)": "queries, prompts, references",
+    "(q, p, answers=None)": "q, p, answers",
+    "(q, p, answers, limit=3)": "q, p, answers",
+    "(q, p, labels)": "q, p, labels",
+    "(q, p, **others)": "q, p, others['refs']",
+    "(queries, prompts, **others)": "queries, prompts, others['refs']",
+    "(**given)": "given['queries'], given['prompts'], given['refs']",
+    "(refs, prompts, queries)": "queries, prompts, refs",  # by name
+    "(completions, prompts, queries, refs)": "queries, prompts, refs",
+}
+
+
+@pytest.mark.parametrize("parameters", FILES)
+def test_reward_files_are_called_by_position(parameters, tmp_path):
+    source = f"SEEN = []\ndef reward_func{parameters}:\n    SEEN.append(({FILES[parameters]}))\n"
+    source += "    reward_func.seen = SEEN\n    return [0.0] * len(SEEN[-1][0])\n"
+    rows = [{**row, "references": str(i)} for i, row in enumerate(IMAGE_ROWS)]
+    maker = make(Injected, arguments={"remote_rm_url": write(tmp_path / "rewards.py", source)})
+    for samples in maker.generate_samples(rows, max_new_tokens=3):
+        maker.make_experience(samples)
+        queries, prompts, references = maker.custom_reward_func.__globals__["SEEN"][-1]
+        assert queries == processor().batch_decode(samples.sequences)
+        ids = [prompt.input_ids for prompt in samples.encoded_prompts]
+        assert prompts in (None, processor().batch_decode(ids))
+        assert references in (None, [row["references"] for row in samples.rows])
+        assert (prompts is None) == (parameters == "(queries)")
+        assert (references is None) == FILES[parameters].endswith("None")
+
+
+def test_reward_files_that_need_more(tmp_path):
+    path = write(tmp_path / "rewards.py", "def reward_func(q, p, references, further): return [0.0] * len(q)\n")
+    with pytest.raises(ValueError, match="'reward_func' requires `further`"):
+        made(arguments={"remote_rm_url": path})
+
+
+def test_servers_and_functions_see_one_text(serve):
+    """Queries are decoded with control tokens and the prompts' placeholders; requests have the media of each row."""
+    server = serve(lambda request: {"rewards": list(map(len, request["queries"]))})
+    seen = []
+
+    def combining(model_reward_list, queries):
+        seen.extend(queries)
+        return model_reward_list[0] / 2
+
+    rows = [{**row, "references": str(i), "labels": i} for i, row in enumerate(IMAGE_ROWS)]
+    maker = make(Injected, arguments={"remote_rm_url": server.url, "reward_fn": combining})
+    for batch in (rows, TEXT):
+        seen.clear()
+        server.requests.clear()
+        all_samples = maker.generate_samples(batch, max_new_tokens=3)
+        for samples, each in zip(all_samples, map(maker.make_experience, all_samples), strict=True):
+            request = server.requests[-1]
+            assert request["queries"] == processor().batch_decode(samples.sequences)
+            assert each.info["reward"].tolist() == [len(query) / 2 for query in request["queries"]]
+            ids = [prompt.input_ids for prompt in samples.encoded_prompts]
+            assert request["prompts"] == (samples.prompts if batch is TEXT else processor().batch_decode(ids))
+            actions = zip(samples.sequences[:, -samples.num_actions :], samples.action_mask, strict=True)
+            texts = processor().batch_decode([row[keep] for row, keep in actions], skip_special_tokens=True)
+            assert request["completions"] == texts
+            if batch is TEXT:
+                assert request.keys() == {"queries", "prompts", "completions"}
+                continue
+            assert request["references"] == [row["references"] for row in samples.rows]
+            assert request["labels"] == [row["labels"] for row in samples.rows]
+            for own, row in zip(request["images"], samples.rows, strict=True):
+                decoded = [PIL.Image.open(io.BytesIO(base64.b64decode(png))) for png in own or ()]
+                assert (own is None) == (row["images"] is None)
+                for got, expected in zip(decoded, row["images"] or (), strict=True):
+                    assert not ImageChops.difference(got, expected).getbbox()
+        assert seen == [query for request in server.requests for query in request["queries"]]
+
+
+def test_servers_get_audio_and_videos(serve):
+    server = serve(lambda request: {"rewards": [0.0] * len(request["queries"])})
+    policy = actor("qwen2_5_omni", ActorOmni)
+    maker = make(Injected, "qwen2_5_omni", policy=policy, arguments={"remote_rm_url": server.url})
+    for samples in maker.generate_samples(OMNI_ROWS, max_new_tokens=2):
+        maker.make_experience(samples)
+    numbers = {name: [] for name in ("audios", "videos", "images")}
+    for request in server.requests:
+        for name, own in numbers.items():
+            own += [len(each or ()) for each in request.get(name, [[]] * len(request["queries"]))]
+    assert numbers == {
+        "audios": [1] * 3 + [2] * 3 + [0] * 3,
+        **dict.fromkeys(("videos", "images"), [0, 0, 0, 1, 1, 1, 0, 0, 0]),
+    }
 
 
 def test_reward_files_get_labels_and_add_up(tmp_path):
@@ -792,20 +969,127 @@ def test_progress_bar(progress, capsys):
     assert ("make_experience: 100%" in capsys.readouterr().err) == progress
 
 
-def test_media_that_no_prompt_gets(caplog):
-    """The maker warns once. Ignored media are for rewards."""
-    rows, seen = [{"prompt": question("What?"), "picture": PIL.Image.new("RGB", (56, 56))}], []
+PICTURE = PIL.Image.new("RGB", (56, 56))
+
+
+def test_media_that_no_prompt_gets():
+    """An error as in the trainers, whatever the batch. Ignored media are for rewards."""
+    rows, seen = [{"prompt": question("What?"), "picture": PICTURE}], []
 
     def looking(completion_ids, picture):
         seen.extend(picture)
         return by_length(completion_ids)
 
-    for options, n_warnings in (({}, 1), ({"ignored_media_columns": ["picture"]}, 0)):
-        maker = make(arguments={"reward_fn": looking}, **options)
+    maker = make(arguments={"reward_fn": looking})
+    maker.generate_samples(["Text alone"], max_new_tokens=2)
+    for batch in (rows, rows * 20, [*rows, {"prompt": question("What?"), "photo": PICTURE}], [*rows, {"prompt": "A"}]):
+        with pytest.raises(
+            MediaError, match="^The rows: no prompt gets these media.*'picture' .of type Image.: rename"
+        ):
+            make(arguments={"reward_fn": looking}).generate_samples(batch, max_new_tokens=2)
+        with pytest.raises(MediaError, match="^The rows: no prompt gets these media"):
+            maker.generate_samples(batch, max_new_tokens=2)
+        maker._checked_layouts.clear()
+    maker = make(arguments={"reward_fn": looking}, ignored_media_columns=["picture"])
+    (each, _) = (maker.make_experience_list(rows, max_new_tokens=4)[0] for _ in range(2))
+    assert not media_of(each) and len(seen) == 2 * 3 and all(each is rows[0]["picture"] for each in seen)
+
+
+def test_rows_of_every_batch_are_checked(caplog, monkeypatch):
+    """Filled columns that no batch had are asked about, once, whether rows have the others or `None` in them."""
+    calls, check = [], experience_maker.check_columns
+    monkeypatch.setattr(
+        experience_maker, "check_columns", lambda *args, **kw: calls.append(args) or check(*args, **kw)
+    )
+    maker = make(Injected)
+
+    def warnings(*rows):
         caplog.clear()
+        rows = [{"prompt": question(f"What? {i}"), **columns} for i, columns in enumerate(rows)]
         with caplog.at_level(logging.WARNING):
-            (each, _) = (maker.make_experience_list(rows, max_new_tokens=4)[0] for _ in range(2))
-        warnings = [message for message in caplog.messages if "no prompt gets these media" in message]
-        assert len(warnings) == n_warnings and all("'picture' (of type Image): rename it" in m for m in warnings)
-        assert not media_of(each)
-    assert len(seen) == 4 * 3 and all(each is rows[0]["picture"] for each in seen)
+            maker.generate_samples(rows, max_new_tokens=2)
+        return [message for message in caplog.messages if "no prompt" in message]
+
+    assert not warnings({"image": PICTURE}) and len(calls) == 1
+    assert not warnings({"image": PICTURE, "picture": None}) and len(calls) == 1
+    (warning,) = warnings({"image": PICTURE}, {"picture": PICTURE})
+    assert re.match("Row 1 of a batch: no prompt gets these media.*'picture' .of type Image.: rename it to", warning)
+    assert len(calls) == 2 and not warnings({"picture": PICTURE}, {"image": PICTURE}) and len(calls) == 2
+    (warning,) = warnings({"image": None, "photo": "a/b.png"})
+    assert "'photo'" in warning and len(calls) == 3 and not warnings({"image": None, "photo": "c.png"})
+    assert not warnings({}) and not warnings({"solution": "text"}) and len(calls) == 5  # without a warning of no media
+    rows = [{"image": PICTURE}] * 40 + [{"images": None, "drawing": PICTURE}]  # more rows than one check looks at
+    (warning,) = warnings(*rows)
+    assert warning.startswith("Row 40 of a batch: ") and "'drawing'" in warning
+    with pytest.raises(ValueError, match="^Row 1 of a batch has no column 'prompt'.*rename 'question' to 'prompt'"):
+        maker.generate_samples([{"prompt": "A"}, {"question": "B"}])
+    maker = make(Injected)
+    (warning,) = warnings({"image": PICTURE}, {"picture": PICTURE}, {"picture": PICTURE}, {"picture": PICTURE})
+    assert warning.startswith("Row 1 of a batch: no prompt gets these media")
+
+
+# Prompts to which a template was applied
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_audio", "gemma3"])
+def test_prompts_with_their_template(family):
+    """The policy, rewards and servers get the text as it is; other texts of the batch keep theirs, too."""
+    words = processor(family)
+    kind = "audio" if family == "qwen2_audio" else "image"
+    medium = sound(0.5, seed=1) if kind == "audio" else image(84, 56, seed=1)["image"]
+    policy = actor(family, ActorAL if kind == "audio" else ActorVL)
+    given = {"tokenize": False, "add_generation_prompt": True}
+    both = [words.apply_chat_template(question([{"type": kind}] * n + [text("What?")]), **given) for n in (1, 0)]
+    rows = [
+        {"prompt": both[0], f"{kind}s": [medium], "references": "cat", "labels": "rule"},
+        {"prompt": both[1], f"{kind}s": None, "references": "dog", "labels": "rule"},
+    ]
+    seen = []
+
+    def reward(prompts, queries, completions, refs):
+        seen.append((prompts, queries, completions, refs))
+        return [0.0] * len(prompts)
+
+    maker = make(Injected, family, policy=policy, arguments={"reward_fn": reward})
+    for batch in (rows, rows[:1], rows[1:]):
+        seen.clear()
+        for samples in maker.generate_samples(batch, max_new_tokens=3):
+            maker.make_experience(samples)
+            for row, prompt, ids, mask in zip(
+                samples.rows, samples.encoded_prompts, samples.sequences, samples.attention_mask, strict=True
+            ):
+                media = {f"{kind}s": [medium]} if row["references"] == "cat" else {}
+                if kind == "audio" and media:
+                    media = {"audio": [medium["array"]], "sampling_rate": medium["sampling_rate"]}
+                call = words if media else words.tokenizer
+                expected = call(text=row["prompt"], return_tensors="pt", add_special_tokens=False, **media)
+                assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+                assert ids[mask.bool()][: len(prompt)].tolist() == prompt.input_ids.tolist()
+                for name in prompt.media:
+                    assert_close(prompt.media[name], expected[name])
+        texts = [row["prompt"] for row in batch for _ in range(3)]
+        assert [each for prompts, *_ in seen for each in prompts] == texts
+        assert all(isinstance(each, str) for _, _, completions, _ in seen for each in completions)
+        assert [each for *_, refs in seen for each in refs] == [row["references"] for row in batch for _ in range(3)]
+        assert all(each.count("<|im_start|>") == 2 for _, queries, *_ in seen for each in queries)
+
+
+def test_errors_of_prompts_with_their_template():
+    words = processor().apply_chat_template(
+        question([{"type": "image"}, text("What?")]), tokenize=False, add_generation_prompt=True
+    )
+    alone = words.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
+    for prompt, images, message in (
+        (
+            alone,
+            [PICTURE],
+            r"row 1, column 'images\[0\]': the row has 1 images for 0 '<.image_pad.>' in its text, to which a",
+        ),
+        (words, [PICTURE, PICTURE], r"row 1, column 'images\[0\]': the row has 2 images for 1 '<.image_pad.>'"),
+        (words, None, "Prompt 1 is text with placeholders of media, but no media"),
+        (words + "\ud800", [PICTURE], "row 1, column 'prompt': the text has the lone surrogate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make().generate_samples([{"prompt": "A"}, {"prompt": prompt, "images": images}], max_new_tokens=2)
+    with pytest.raises(ValueError, match="Prompt 0 has .* neither messages nor prompts with media are cut"):
+        make(prompt_max_len=5).generate_samples([{"prompt": words, "images": [PICTURE]}], max_new_tokens=2)

@@ -1,12 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Names of LightRFT's scripts: the strategy, tokenizers, and whitening over batches by its formula."""
 
+import base64
+import io
 import logging
 import os
 import re
 from argparse import Namespace
 
 import fix
+import PIL.Image
 import pytest
 import torch
 from helpers.lightrft_options import COMMAND_LINE, CRITIC_FREE, strategy_of
@@ -57,6 +60,8 @@ def test_options_that_are_fields(option):
 
 
 GAE = {"advantage_estimator": "gae"}
+CPG_LOSS = "cpgd(drift_coef=0.0, average='completions')"
+AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 16}  # two optimizer steps per rollout of 4 completions each
 
 
@@ -66,16 +71,19 @@ SIZES = {"rollout_batch_size": 8, "train_batch_size": 16}  # two optimizer steps
         # The most important options
         (
             {"high_entropy_token_ratio": 0.2},
-            {"top_entropy_quantile": 0.2, "entropy_source": "rollout(scope='sequence', renormalize=True)"},
+            {
+                "top_entropy_quantile": 0.2,
+                "entropy_source": "rollout(scope='sequence', renormalize=True, rounding='down')",
+            },
         ),
-        ({"use_cpg_loss": True}, {"loss_type": "cpgd"}),
-        ({"advantage_estimator": "cpgd"}, {"loss_type": "cpgd", "advantage_estimator": "cpgd"}),
+        ({"use_cpg_loss": True}, {"loss_type": CPG_LOSS}),
+        # Only `use_cpg_loss` chooses the loss
+        ({"advantage_estimator": "cpgd"}, {"loss_type": "grpo", "advantage_estimator": "cpgd"}),
+        ({"advantage_estimator": "cpgd", "use_cpg_loss": True}, {"loss_type": CPG_LOSS}),
         # Loss
         ({}, {"loss_type": "grpo"}),
-        ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
-        ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
-        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_type": "dr_grpo"}),
-        ({"loss_agg_mode": "token-mean", "use_cpg_loss": True}, {"loss_type": "cpgd"}),
+        *(({"loss_agg_mode": mode}, {"loss_type": "grpo"}) for mode in AGGREGATIONS),
+        *(({"loss_agg_mode": mode, "use_cpg_loss": True}, {"loss_type": CPG_LOSS}) for mode in AGGREGATIONS),
         ({"use_gspo": True}, {"importance_sampling_level": "sequence"}),
         ({"value_clip": 0.3, **GAE}, {"vf_coef": "0.1(cliprange=0.3)"}),
         # KL divergence
@@ -183,7 +191,7 @@ def test_folders_and_names_of_trackers(tmp_path, monkeypatch):
         ({"adam_betas": 0.9}, "`adam_betas=0.9` can't be converted"),
         ({"use_kl_loss": True, "kl_estimator": "k1"}, "`kl_estimator='k1'` as a loss has no gradient"),
         ({"loss_agg_mode": "mean"}, "`loss_agg_mode` must be one of"),
-        ({"loss_agg_mode": "seq-mean-token-sum", "use_cpg_loss": True}, "no effect on CPGD's loss"),
+        ({"loss_agg_mode": "grpo"}, "`loss_agg_mode` must be one of"),
         ({"overlong_buffer": True, "overlong_buffer_penalty_factor": 0.5}, "`overlong_buffer_penalty_factor=0.5`"),
         ({"freezing_actor_steps": 20}, "`freezing_actor_steps` is about the critic"),
         ({"train_batch_size": 6}, "`train_batch_size=6` isn't a multiple of 4 samples"),
@@ -245,7 +253,7 @@ def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
     options |= {"overlong_buffer": True, "overlong_buffer_len": 2, "init_kl_coef": 0.1, "freeze_prefix": True}
     ppo, before = trained(tmp_path, actor={"high_entropy_token_ratio": 0.5}, **options)
     args, maker = ppo.trainer.args, ppo.experience_maker.strategy
-    assert (args.loss_type, args.top_entropy_quantile, args.kl_estimator) == ("cpgd", 0.5, "k1")
+    assert (args.loss_type, args.top_entropy_quantile, args.kl_estimator) == (CPG_LOSS, 0.5, "k1")
     assert maker.kl_in_reward and maker.reward_running_scale and maker.soft_overlong_cache == 2
     assert [*maker.reward_clip_range] == [-2.0, 2.0]
     names = moved_names(ppo, before)
@@ -256,7 +264,7 @@ def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
     ppo.trainer._on_rollout([rollout])
     mask, weights = rollout.loss_mask.bool(), rollout.tokens.weights
     kept = torch.where(mask, weights > 0, False).sum(1)
-    assert torch.equal(kept, (mask.sum(1) / 2).ceil().long())  # half of each completion's tokens
+    assert torch.equal(kept, (mask.sum(1) // 2).clamp(min=1))  # half of each completion's tokens, as LightRFT counts
 
 
 def test_trainer_takes_the_strategy_with_a_critic(tmp_path):
@@ -330,6 +338,30 @@ def test_rewards_of_servers(serve):
         remote_rm_fn(server.url, ["ab", "c"], labels=["yes"])
     with pytest.raises(RuntimeError, match="for 3 completions"):
         remote_rm_fn(serve(lambda request: {"rewards": [1.0]}).url, ["ab", "c", "d"])
+
+
+def test_all_arguments_of_requests_for_rewards(serve):
+    """In LightRFT's order, with its names in the request and its `score_key` in the answer."""
+    server = serve(lambda request: {"scores": list(map(len, request["references"])), "rewards": "unread"})
+    red, grey = PIL.Image.new("RGBA", (6, 4), (255, 0, 0, 255)), PIL.Image.new("L", (3, 3), 7)
+    images = [[red, grey], None, grey]
+    given = (["q", "r", "s"], ["a", "b", "c"], [1, 2, 3], ["xx", "", "yyy"], images, "scores")
+    assert remote_rm_fn(server.url, *given).tolist() == [2.0, 0.0, 3.0]
+    (request,) = server.requests
+    assert {name: request[name] for name in ("queries", "prompts", "labels", "references")} == dict(
+        zip(("queries", "prompts", "labels", "references"), given, strict=False)
+    )
+    decoded = [[read_image(each) for each in own or ()] for own in request["images"]]
+    assert [[each.size for each in own] for own in decoded] == [[(6, 4), (3, 3)], [], [(3, 3)]]
+    assert request["images"][1] is None and decoded[0][0].convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+    with pytest.raises(RuntimeError, match="it holds no rewards.*return {'points': "):
+        remote_rm_fn(server.url, *given[:-1], score_key="points")
+    with pytest.raises(ValueError, match="There are 2 `images` for 3 `queries`"):
+        remote_rm_fn(server.url, ["q", "r", "s"], raw_images=[red, None])
+
+
+def read_image(text):
+    return PIL.Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 def test_loggers_have_names():

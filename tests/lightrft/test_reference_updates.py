@@ -6,8 +6,10 @@ The trainer only samples the completions. All else of an update is computed here
 """
 
 import copy
+import math
 import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.lightrft import ActorAL, ActorVL, PPOTrainerAL, PPOTrainerVL
+from trl_multimodal_rft.lightrft.strategy import get_strategy
 
 
 pytestmark = pytest.mark.gate
@@ -56,7 +59,8 @@ def adam(parameters, rate):
 class Loop:
     """The definitions of the reference pages, over copies of the models in float64."""
 
-    def __init__(self, policy, reference, critic, processor, rows, completions, estimator):
+    def __init__(self, policy, reference, critic, processor, rows, completions, estimator, clips_logps):
+        self.clips_logps = clips_logps  # whether the loss is that of LightRFT's `use_cpg_loss`
         self.policy, self.reference, self.critic = (
             copy.deepcopy(model).double() for model in (policy, reference, critic)
         )
@@ -100,13 +104,25 @@ class Loop:
         return rows
 
     def losses(self):
-        """Returns PPO's loss and, with a critic, the loss of values: means over tokens, then over completions."""
+        """
+        Returns the loss of the policy, as it is logged, too, and, with a critic, that of values: means over tokens,
+        then over completions.
+        """
         losses = []
+        constants = []  # without a gradient, which the log leaves out
         for logps, old, advantages in zip(self.logps(self.policy), self.old_logps, self.advantages, strict=True):
             ratio = (logps - old).exp()
             advantage = torch.tensor(advantages, dtype=torch.float64)
-            losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean())
+            if self.clips_logps:
+                upper = torch.minimum(logps, math.log(1 + CLIP) + old)
+                lower = torch.maximum(logps, math.log(1 - CLIP) + old)
+                losses.append((-torch.where(advantage > 0, upper, lower) * advantage).mean())
+                constants.append((old * advantage).mean())
+            else:
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean())
+                constants.append(torch.zeros(()))
         result = {"policy": torch.stack(losses).mean()}
+        result["logged"] = result["policy"] + torch.stack(constants).mean()
         if self.estimator == "gae":
             losses = []
             errors = []
@@ -133,15 +149,29 @@ class Loop:
         return {part: loss.item() for part, loss in losses.items()}, norms
 
 
-@pytest.mark.parametrize("estimator", ["gae", "group_norm", "rloo"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_updates_are_those_of_the_loop(kind, estimator, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "estimator", "use_cpg_loss"),
+    [
+        *((kind, estimator, False) for kind in KINDS for estimator in ("gae", "group_norm", "rloo")),
+        *(("vision", estimator, True) for estimator in ("gae", "rloo", "cpgd")),
+        ("audio", "group_norm", True),
+    ],
+)
+def test_two_updates_are_those_of_the_loop(kind, estimator, use_cpg_loss, tmp_path):
     family, trainer_class, actor_class, make_rows = KINDS[kind]
     rows = list(make_rows(2))
     model, processor = load(family)
     reference = moved(family)["model"]
     critic = critic_of(family)
-    options = {"num_generations": GROUP, "gradient_accumulation_steps": 1, "loss_type": "grpo", "beta": 0.0}
+    strategy = get_strategy(
+        Namespace(save_path="out", advantage_estimator=estimator, use_cpg_loss=use_cpg_loss, bf16=False)
+    )
+    options = {
+        "num_generations": GROUP,
+        "gradient_accumulation_steps": 1,
+        "loss_type": strategy.loss_type,
+        "beta": 0.0,
+    }
     config = MultimodalPPOConfig(str(tmp_path), **{**PLAIN, "advantage_estimator": estimator, **options})
     policy = actor_class(model.double(), bf16=False, packing_samples=True)
     parts = {"policy": adam(policy.parameters(), RATES["policy"])}
@@ -178,9 +208,8 @@ def test_two_updates_are_those_of_the_loop(kind, estimator, tmp_path):
         completions += [ids[mask].tolist() for ids, mask in zip(actions, experience.action_mask, strict=True)]
         ppo.replay_buffer.append(experience)
     assert len({len(ids) for ids in completions}) > 1
-    loop = Loop(
-        model, reference, critic, processor, [row for row in rows for _ in range(GROUP)], completions, estimator
-    )
+    repeated = [row for row in rows for _ in range(GROUP)]
+    loop = Loop(model, reference, critic, processor, repeated, completions, estimator, use_cpg_loss)
     before = weights_of(ppo.trainer.model)
     status = ppo.ppo_train()
     losses, norms = zip(loop.update(), loop.update(), strict=True)
@@ -188,7 +217,7 @@ def test_two_updates_are_those_of_the_loop(kind, estimator, tmp_path):
     def mean(numbers, part):
         return sum(entry[part] for entry in numbers) / 2
 
-    assert status["policy_loss"] == pytest.approx(mean(losses, "policy"), rel=1e-4, abs=1e-6)
+    assert status["policy_loss"] == pytest.approx(mean(losses, "logged"), rel=1e-4, abs=1e-6)
     assert status["grad_norm"] == pytest.approx(mean(norms, "policy"), rel=1e-4)
     assert norms[0]["policy"] > MAX_NORM  # so that clipping counts
     expected = {name: value for name, value in weights_of(loop.policy).items() if not name.startswith("critic.")}

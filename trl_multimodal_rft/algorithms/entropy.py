@@ -29,13 +29,15 @@ def high_entropy_mask(
     *,
     scope: Literal["batch", "sequence"] = "batch",
     renormalize: bool = False,
+    rounding: Literal["up", "down"] = "up",
 ) -> torch.Tensor:
     r"""
     Returns token weights that are 0 except on a share of the tokens, those with the highest entropies, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept. Of tokens with about equal entropies,
-    the first are kept. For example, of the entropies `[1, 2, 2]`, the ratio 0.3 keeps only the second token.
+    Of $n$ valid tokens, exactly $\lceil \mathrm{ratio} \cdot n \rceil$ are kept, or with the rounding `"down"`
+    $\lfloor \mathrm{ratio} \cdot n \rfloor$, but at least one. Of tokens with about equal entropies, the first are
+    kept. For example, of the entropies `[1, 2, 2]`, the ratio 0.3 keeps only the second token.
 
     Args:
         entropies (`torch.Tensor`):
@@ -49,6 +51,8 @@ def high_entropy_mask(
         renormalize (`bool`, *optional*, defaults to `False`):
             Whether kept tokens have the weight $n$ / (number of kept tokens) instead of 1. A mean over valid tokens
             then becomes a mean over kept tokens.
+        rounding (`str`, *optional*, defaults to `"up"`):
+            How the number of kept tokens becomes whole: `"up"`, or `"down"` as in LightRFT.
 
     Returns:
         `torch.Tensor`: Weight of each token, float32, shape `(N, T)`; 0 on tokens that aren't kept.
@@ -58,8 +62,7 @@ def high_entropy_mask(
     valid = mask.reshape(shape)
     ranked = torch.where(valid, entropies.detach().float().reshape(shape), -torch.inf)
     n_valid = valid.sum(1).tolist()
-    # Without `round`, `ceil` would add a token if a product should be whole, but has a rounding error: 0.07 * 100 > 7
-    numbers_to_keep = [min(max(math.ceil(round(ratio * n, 6)), 1), n) for n in n_valid]
+    numbers_to_keep = [min(max(_share(ratio, n, rounding), 1), n) for n in n_valid]
     n_kept = torch.tensor(numbers_to_keep, device=mask.device)[:, None]
     threshold = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
     is_tied = valid & ((ranked - threshold).abs() <= _ROUNDING * threshold.abs().clamp(min=1))
@@ -71,6 +74,13 @@ def high_entropy_mask(
         factors = [n / max(to_keep, 1) for n, to_keep in zip(n_valid, numbers_to_keep, strict=True)]
         weight = weight * torch.tensor(factors, device=mask.device)[:, None]
     return weight.reshape(mask.shape)
+
+
+def _share(ratio: float, n: int, rounding: Literal["up", "down"]) -> int:
+    if rounding == "down":
+        return int(ratio * n)  # 28 for 0.29 of 100, whose product is just below 29, as in LightRFT
+    # Without `round`, `ceil` would add a token if a product should be whole, but has a rounding error: 0.07 * 100 > 7
+    return math.ceil(round(ratio * n, 6))
 
 
 def adapted_entropy_coef(

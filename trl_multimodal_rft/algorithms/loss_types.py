@@ -170,7 +170,8 @@ def describe_losses() -> str:
 def as_loss(text: str) -> LossType:
     """
     Returns a loss by its name, which settings may follow (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` for an
-    unknown name, and `ValueError` for a setting or value that the loss doesn't have.
+    unknown name, and `ValueError` for a setting or value that the loss doesn't have. Some losses have a setting
+    `average`, which chooses the average over tokens and completions.
     """
     name, settings = split_settings(text)
     chosen = LOSSES[name]
@@ -178,6 +179,8 @@ def as_loss(text: str) -> LossType:
     parameters = inspect.signature(chosen.function).parameters.values()
     setting_names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     check_settings(chosen.function, name, settings, setting_names)
+    if settings.get("average") == "completions":
+        chosen = replace(chosen, mode="seq-mean-token-mean", denominator="completions")
     return replace(chosen, settings=settings)
 
 

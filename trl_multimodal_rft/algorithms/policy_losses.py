@@ -2,7 +2,7 @@
 """Policy losses by the ratio of current to old policy: TRL's, CPGD's, GMPO's and dual-clip PPO's."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
@@ -113,13 +113,15 @@ def cpgd_loss(
     *,
     drift_coef: Annotated[float, "[0, inf)"] = 0.01,
     drift_clamp: Annotated[float, "(0, inf]"] = 2.0,
+    average: Literal["tokens", "completions"] = "tokens",
 ) -> LossOutput:
     """
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, plus the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
 
     The gradient weight of a token is its advantage, not ratio times advantage, and 0 if the token is clipped. Like a
-    KL term, the drift isn't multiplied by the weights of tokens.
+    KL term, the drift isn't multiplied by the weights of tokens. LightRFT's `use_cpg_loss` has no drift, and averages
+    over completions: `"cpgd(drift_coef=0.0, average='completions')"`.
 
     See [`clipped_loss`] for the other arguments.
 
@@ -128,6 +130,9 @@ def cpgd_loss(
             Coefficient of the drift.
         drift_clamp (`float`, *optional*, defaults to `2.0`):
             Largest weight of a token in the drift.
+        average (`str`, *optional*, defaults to `"tokens"`):
+            Whether the loss is the mean over all tokens of an optimizer step, or over its completions the mean of the
+            means over their tokens; read by [`~algorithms.losses.as_loss`].
     """
     advantages = per_token(inputs.advantages)
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)

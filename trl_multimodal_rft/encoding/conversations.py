@@ -13,13 +13,9 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.reading.refs import MediaError, iter_refs
 from ..families import family_of
 from .join import continued_field, join_media
-from .messages import check_written, without_none
+from .messages import VERBATIM, check_written, without_none
 from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
-
-
-# A chat template that returns a text unchanged
-_VERBATIM = {"chat_template": "{{ continuation }}"}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -147,7 +143,7 @@ def encode_continuation(
         messages,
         processor,
         model,
-        template_kwargs={**template_kwargs, **_VERBATIM, "continuation": text},
+        template_kwargs={**template_kwargs, **VERBATIM, "continuation": text},
         audio_overlong=audio_overlong,
         keep_decoded=keep_decoded,
         row=row,

@@ -7,19 +7,22 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.blocks import KNOWN_TYPES
 from ..data.rows.columns import further_keys
 from ..data.rows.find_media import block_modality
-from ..data.rows.thoughts import opened_thought
+from ..data.rows.rendered import NO_MARKS, TemplateMarks
+from ..data.rows.thoughts import is_part_of_tag, opened_thought
 from ..families import family_of_processor
 from .media import check_has_frames
-from .processors import Processor
+from .processors import Processor, control_tokens, tokenizer_of
 
 
 THOUGHTS = ("<think>", "</think>")
+# A chat template that returns a text unchanged
+VERBATIM = {"chat_template": "{{ continuation }}"}
 _TAIL_LENGTH = 16  # number of last tokens to search for a tag, which tokenizers may split
 
 
@@ -42,6 +45,32 @@ def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
     template = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
     # The family that takes audio in base64 is Mistral's, whose tokenizers render messages by rules, not a template
     return bool(template) or family_of_processor(processor).takes_base64_audio
+
+
+def template_marks(processor: Processor, template_kwargs: dict[str, Any]) -> TemplateMarks:
+    """Returns the marks of a processor's chat template, none if it has no template or writes no text."""
+    if not has_template(processor, template_kwargs):
+        return NO_MARKS
+    is_processor = isinstance(processor, ProcessorMixin)
+    chat = [
+        {"role": role, "content": [{"type": "text", "text": text}] if is_processor else text}
+        for role, text in (("user", "Question"), ("assistant", "Answer"))
+    ]
+    options = {name: value for name, value in template_kwargs.items() if name != "continue_final_message"}
+
+    def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        with suppress(MediaError):
+            return write_chat(messages, processor, "", **{**options, "add_generation_prompt": add_generation_prompt})
+        return ""
+
+    prompt = render(chat[:1], add_generation_prompt=False)
+    with_generation_prompt = render(chat[:1], add_generation_prompt=True)
+    texts = (prompt, with_generation_prompt, render(chat, add_generation_prompt=False))
+    tokens = [token for token in control_tokens(tokenizer_of(processor)) if not is_part_of_tag(token)]
+    return TemplateMarks(
+        tuple(sorted(token for token in tokens if any(token in text for text in texts))),
+        with_generation_prompt.removeprefix(prompt).strip() if with_generation_prompt.startswith(prompt) else "",
+    )
 
 
 def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], label: str) -> MediaError:

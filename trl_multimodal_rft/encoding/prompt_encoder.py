@@ -2,7 +2,8 @@
 """Encoding of the prompts of a dataset's rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,12 @@ from transformers import PreTrainedModel
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
-from ..data.rows.columns import rows_to_messages
+from ..data.rows.columns import read_rendered, rows_to_messages
 from ..data.rows.names import TEACHER, TEACHER_COLUMNS, check_has_prompt
+from ..data.rows.rendered import RenderedPrompt, TemplateMarks
 from ..views.views import View
 from .media import check_hears_videos
+from .messages import template_marks
 from .processors import Processor, checked_prompt, checked_texts
 from .prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 
@@ -32,6 +35,9 @@ class PromptEncoder:
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     for_engine: bool = False  # whether prompts are for vLLM, which takes decoded media and computes positions itself
+    # Whether a text to which a chat template was applied is encoded as it is, with the media of its placeholders. If
+    # not, it is an error beside media.
+    keeps_rendered: bool = field(default=False, kw_only=True)
     # Function that returns the dtype for the features of new prompts, or `None` to keep the processor's dtype
     feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
 
@@ -52,8 +58,30 @@ class PromptEncoder:
         """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
-        message_rows = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules, prefix)
-        return [row["prompt"] for row in message_rows]
+        rendered = [self._rendered(row) for row in rows]
+        raw_rows = [row for row, prompt in zip(rows, rendered, strict=True) if prompt is None]
+        options = (self.ignored_media_columns, self._placeholders, self.media_rules, prefix, self.marks)
+        raw_prompts = (row["prompt"] for row in rows_to_messages(raw_rows, *options))
+        return [next(raw_prompts) if prompt is None else prompt for prompt in rendered]
+
+    @cached_property
+    def marks(self) -> TemplateMarks:
+        """The marks of the chat template."""
+        return template_marks(self.processor, self.template_kwargs)
+
+    def _rendered(self, row: Row) -> RenderedPrompt | str | None:
+        """
+        Returns the prompt of a row if it is a text that is encoded as it is: one to which the template was applied, or
+        one that has placeholders and media. Returns `None` for other rows.
+        """
+        text = row["prompt"]
+        if not self.keeps_rendered or not isinstance(text, str):
+            return None
+        prompt = read_rendered(row, row.row_index, self.ignored_media_columns, self.media_rules)
+        has_placeholders = any(token in text for token in self._placeholders)
+        if not prompt.refs:
+            return text if self.marks.are_in(text) else None
+        return prompt if has_placeholders or self.marks.are_in(text) else None
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
         """
@@ -105,6 +133,8 @@ class PromptEncoder:
         Applies `special_tokens_in_text` to a prompt. Raises `ValueError` if it ends with an assistant turn that the
         model doesn't continue.
         """
+        if isinstance(prompt, RenderedPrompt):
+            return replace(prompt, text=checked_prompt(prompt.text, self.processor, self.special_tokens_in_text, row))
         ends_with_answer = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
         if ends_with_answer and not self.template_kwargs.get("continue_final_message"):
             raise ValueError(

@@ -22,11 +22,13 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.reading.decoding import encoded_source
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..data.reading.sources import join_media_dir
+from ..data.rows.rendered import RenderedPrompt
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from ..views.views import View
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs, with_budgets
 from .messages import (
+    VERBATIM,
     check_media,
     check_placeholders,
     check_text,
@@ -223,8 +225,22 @@ def placeholder_tokens(model: PreTrainedModel, processor: Processor) -> list[str
     return [token for token in tokens if token is not None]
 
 
+def text_placeholders(model: PreTrainedModel, processor: Processor) -> dict[str, list[str]]:
+    """
+    Returns by modality the texts that a chat template writes for a medium, such as `"<start_of_image>"`, for which the
+    processor inserts the tokens of [`placeholder_token_ids`].
+    """
+    tokenizer = tokenizer_of(processor)
+    texts = {}
+    for modality, ids in placeholder_token_ids(model, processor).items():
+        own_text = getattr(processor, f"{modality}_token", None)
+        tokens = tokenizer.convert_ids_to_tokens(sorted(ids)) if own_text is None else [own_text]
+        texts[modality] = [token for token in tokens if token is not None]
+    return texts
+
+
 def encode_prompt(
-    messages: str | list[dict[str, Any]],
+    messages: str | list[dict[str, Any]] | RenderedPrompt,
     processor: Processor,
     model: PreTrainedModel,
     *,
@@ -240,8 +256,9 @@ def encode_prompt(
     Decodes a prompt's media and runs the processor over it, once.
 
     Args:
-        messages (`str` or `list[dict]`):
-            Plain text, or messages whose media blocks hold [`MediaRef`]s.
+        messages (`str`, `list[dict]` or [`~data.rows.rendered.RenderedPrompt`]):
+            Plain text, or messages whose media blocks hold [`MediaRef`]s, or a text that already has its template and
+            placeholders, which the processor gets as it is.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             Processing class with a chat template (for messages).
         model ([`~transformers.PreTrainedModel`]):
@@ -269,7 +286,13 @@ def encode_prompt(
             the prompt don't match its media, or if the chat template leaves out a block. The message names the row and
             the column.
     """
-    if isinstance(messages, list) and is_conversational({"prompt": messages}):
+    processor_options = {}
+    if isinstance(messages, RenderedPrompt):
+        messages.check_placeholders(text_placeholders(model, processor), row or 0)
+        template_kwargs = {**(template_kwargs or {}), **VERBATIM, "continuation": messages.text}
+        processor_options = {"add_special_tokens": False}  # the template has written them
+        messages = messages.messages
+    elif isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
     needed_media = _needed_media(type(model))
     if needed_media and next(iter_refs(messages), None) is None:
@@ -286,6 +309,7 @@ def encode_prompt(
         keep_decoded=keep_decoded,
         view=view,
         row=row,
+        **processor_options,
     )
     positions = prompt_position_ids(model, prompt.input_ids, prompt.media, prompt.token_fields)
     prompt.position_ids = positions

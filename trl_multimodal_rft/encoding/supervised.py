@@ -4,6 +4,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import SequenceMatcher
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -15,12 +16,14 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
 from ..data.rows.cells import cell_value
 from ..data.rows.columns import read_messages, rows_to_messages
+from ..data.rows.names import MEDIA_COLUMNS
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
+from ..data.rows.rendered import TemplateMarks
 from ..families import family_of, family_of_processor
 from ..views.views import View
 from .conversations import check_joins, encode_continuation
 from .join import padded
-from .messages import check_written, write_chat
+from .messages import check_written, template_marks, write_chat
 from .processors import Processor, checked_prompt
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
@@ -311,7 +314,14 @@ class SupervisedEncoder(TextEncoder):
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise no_prompt(f"row {row.row_index}")
-        return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
+        placed = put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
+        if placed is not columns:  # the prompt has become messages
+            self._marks.check_raw(columns["prompt"], "prompt", row.row_index)
+        return placed
+
+    @cached_property
+    def _marks(self) -> TemplateMarks:
+        return template_marks(self.processing_class, self.template_kwargs)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
         columns = _with_prompt(row)
@@ -332,6 +342,8 @@ class SupervisedEncoder(TextEncoder):
         messages = row_with_media["prompt"]
         parts = {"prompt": messages[:n], "completion": messages[n:]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
+        if not is_text or any(name in MEDIA_COLUMNS and name not in self.ignored_media_columns for name in row):
+            self._marks.check_raw(row.get("prompt"), "prompt", row.row_index)
         if is_text:
             parts = {name: row[name] for name in parts}
         options = self.processing_class, self.special_tokens_in_text, row.row_index

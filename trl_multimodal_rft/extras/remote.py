@@ -146,6 +146,8 @@ class RemoteReward(Server):
             Seconds before the first retry, doubled for each further one, up to a minute.
         sampling_rate (`int`, *optional*, defaults to `16000`):
             Sampling rate of the sent audio, in Hz.
+        score_key (`str`, *optional*, defaults to `"rewards"`):
+            Name of the list in the server's answers.
         name (`str`, *optional*, defaults to `"remote_reward"`):
             Name in metrics such as `rewards/<name>/mean`.
 
@@ -158,6 +160,7 @@ class RemoteReward(Server):
     label_column: str = "labels"
     batch_size: int = 64
     sampling_rate: int = 16000
+    score_key: str = "rewards"
     name: str = "remote_reward"
 
     def __call__(
@@ -203,12 +206,13 @@ class RemoteReward(Server):
         if response.status != 200:
             raise RuntimeError(f"The reward server {self._public_url} answered {response.status}: {text!r}.")
         try:
-            rewards = list_in(response.body, "rewards", "rewards")
+            rewards = list_in(response.body, self.score_key, "rewards")
             return numbers_in(rewards, n, "reward", -LARGEST_REWARD, LARGEST_REWARD, optional=True)
         except ValueError as error:
             raise RuntimeError(
                 f"The reward server {self._public_url} answered {text!r} for {n} completions ({error}); it must "
-                "return {'rewards': [...]} with one finite number, or null, for each completion, and no error."
+                f"return {{{self.score_key!r}: [...]}} with one finite number, or null, for each completion, and no "
+                "error."
             ) from error
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:

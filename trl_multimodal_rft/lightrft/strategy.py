@@ -80,12 +80,8 @@ DEFAULTS = {
 
 # Fields that an option sets, if it isn't one of `OPTIONS`, or not always
 
-_LOSSES = {
-    "seq-mean-token-mean": "grpo",
-    "token-mean": "dapo",
-    "seq-mean-token-sum": "luspo",
-    "seq-mean-token-sum-norm": "dr_grpo",
-}
+# LightRFT 0.1.1 takes these, reads them nowhere, and averages over completions the means over their tokens
+_AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 _DYNAMIC_SAMPLING = 4  # rounds; LightRFT has no such number
 
 
@@ -94,12 +90,10 @@ def _estimator_of(options: Options) -> str:
 
 
 def _loss(mode: str, options: Options) -> dict[str, Any]:
-    check_choice("`loss_agg_mode`", mode, _LOSSES)
-    if not options.get("use_cpg_loss") and _estimator_of(options) != "cpgd":
-        return {"loss_type": _LOSSES[mode]}
-    if mode not in ("seq-mean-token-mean", "token-mean"):
-        raise ValueError(f"`loss_agg_mode={mode!r}` has no effect on CPGD's loss, a mean over tokens; remove it.")
-    return {"loss_type": "cpgd"}
+    check_choice("`loss_agg_mode`", mode, _AGGREGATIONS)
+    if options.get("use_cpg_loss"):
+        return {"loss_type": join_settings("cpgd", {"drift_coef": 0.0, "average": "completions"})}
+    return {"loss_type": "grpo"}
 
 
 def _estimator(text: str, options: Options) -> dict[str, Any]:
@@ -157,7 +151,8 @@ def _kl_target(value: float, options: Options) -> dict[str, Any]:
 
 
 def _entropy(share: float, options: Options) -> dict[str, Any]:
-    return {"top_entropy_quantile": share, "entropy_source": "rollout(scope='sequence', renormalize=True)"}
+    settings = {"scope": "sequence", "renormalize": True, "rounding": "down"}
+    return {"top_entropy_quantile": share, "entropy_source": join_settings("rollout", settings)}
 
 
 def _overlong(value: bool, options: Options) -> dict[str, Any]:
@@ -348,11 +343,15 @@ RULES: dict[str, Rule] = {
     **_elsewhere("overlong_buffer_len overlong_buffer_penalty_factor", "read by `overlong_buffer`; a factor of 1"),
     "dynamic_sampling": Rule("`dynamic_sampling`, which needs `MultimodalPPOTrainer`", _dynamic_sampling),
     # Loss
-    "loss_agg_mode": Rule("`loss_type`: `grpo`, `dapo`, `luspo`, `dr_grpo`", _loss),
-    **_elsewhere("use_cpg_loss", '`loss_type="cpgd"`, as with `advantage_estimator="cpgd"`'),
+    "loss_agg_mode": Rule(
+        "nothing, as in LightRFT 0.1.1: the loss is the mean over completions of their means; "
+        "`loss_type` of the config has other averages",
+        _loss,
+    ),
+    **_elsewhere("use_cpg_loss", "`loss_type=\"cpgd(drift_coef=0.0, average='completions')\"`, with any estimator"),
     "use_gspo": _fixed("importance_sampling_level", "sequence"),
     "high_entropy_token_ratio": Rule(
-        "`top_entropy_quantile`, within each completion (`entropy_source`); an argument of the actor, too",
+        "`top_entropy_quantile`, of each completion, rounded down (`entropy_source`); an argument of the actor, too",
         _entropy,
         (False, 1),
     ),

@@ -4,13 +4,16 @@ Names of `lightrft.utils`: tokenizers and processors, without code from model re
 datasets and options.
 """
 
+import base64
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+import PIL.Image
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..data.reading.files import png
 from ..extras.remote import RemoteReward
 from ..rewards.ready.recipe import add_rewards
 from .cli_args import add_arguments as add_arguments
@@ -31,15 +34,29 @@ def remote_rm_fn(
     queries: Sequence[str],
     prompts: Sequence[str] | None = None,
     labels: Sequence | None = None,
+    references: Sequence | None = None,
+    raw_images: Sequence[PIL.Image.Image | Sequence[PIL.Image.Image] | None] | None = None,
+    score_key: str = "rewards",
+    *,
+    further: Mapping[str, Sequence] | None = None,
 ) -> torch.Tensor:
     """
     Requests rewards from servers, with the retries, limits and checks of [`~rewards.RemoteReward`].
 
+    The request holds `queries` and, if they are given, `prompts`, `labels`, `references` and `images`, which are PNG
+    files in base64, a list per query, or `null`.
+
     Args:
         api_url (`str` or `list[str]`):
             URL of a server, or of several, whose rewards add up.
-        queries, prompts, labels (`list`):
-            Texts of prompt and completion, and, *optional*, prompts and ground truths of the same number.
+        queries, prompts, labels, references (`list`):
+            Texts of prompt and completion, and, *optional*, prompts, labels and reference answers of the same number.
+        raw_images (`list`, *optional*):
+            Images of each query: an image, a list of them, or `None`.
+        score_key (`str`, *optional*, defaults to `"rewards"`):
+            Name of the list of rewards in the answer.
+        further (`dict[str, list]`, *optional*):
+            Other lists for the request, by name.
 
     Returns:
         `torch.Tensor`: Rewards, float32, on the CPU, shape `(B,)`, `NaN` where the server answered `null`.
@@ -48,15 +65,32 @@ def remote_rm_fn(
         `RuntimeError`: If a server is unreachable, or doesn't return one finite number or `null` per query.
         `ValueError`: If lists have different lengths.
     """
-    payload = {"queries": list(queries)}
-    for name, values in (("prompts", prompts), ("labels", labels)):
+    payload: dict[str, list] = {"queries": list(queries)}
+    images = None if raw_images is None else _base64_images(raw_images)
+    lists = {"prompts": prompts, "labels": labels, "references": references, "images": images, **(further or {})}
+    for name, values in lists.items():
         if values is not None:
             if len(values) != len(queries):
                 raise ValueError(f"There are {len(values)} `{name}` for {len(queries)} `queries`; pass one for each.")
             payload[name] = list(values)
     urls = [api_url] if isinstance(api_url, str) else api_url
-    rewards = [[torch.nan if r is None else r for r in RemoteReward(url).request(payload)] for url in urls]
+    rewards = []
+    for url in urls:
+        answer = RemoteReward(url, score_key=score_key).request(payload)
+        rewards.append([torch.nan if reward is None else reward for reward in answer])
     return add_rewards(torch.tensor(rewards, dtype=torch.float32))
+
+
+def _base64_images(raw_images: Sequence[PIL.Image.Image | Sequence[PIL.Image.Image] | None]) -> list[list[str] | None]:
+    encoded: dict[int, str] = {}  # by the `id` of an image, which the samples of a prompt share
+    lists: list[list[str] | None] = []
+    for entry in raw_images:
+        images = [entry] if isinstance(entry, PIL.Image.Image) else entry
+        for image in images or ():
+            if id(image) not in encoded:
+                encoded[id(image)] = base64.b64encode(png(image)).decode()
+        lists.append(None if images is None else [encoded[id(image)] for image in images])
+    return lists
 
 
 def get_tokenizer(

@@ -18,6 +18,7 @@ class EntropySource:
     policy: Literal["rollout", "current"] = "rollout"  # policy whose entropies choose tokens
     scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # tokens that compete for the highest entropies
     renormalize: bool = False  # whether the policy loss is averaged over the tokens that are trained on
+    rounding: Literal["up", "down"] = "up"  # of the number of tokens to train on, which is at least 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class TokenFilter:
         """
         args = self.args
         settings = self.args.entropy_settings
-        options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
+        names = ("renormalize", "rounding")
+        options = {"ratio": args.top_entropy_quantile, **{name: getattr(settings, name) for name in names}}
         if settings.scope == "sequence":
             return high_entropy_mask(entropies, mask, scope="sequence", **options)
         weights = high_entropy_mask(self.gather(entropies.detach()), self.gather(mask), **options)

@@ -14,6 +14,7 @@ from ..reading.rules import DEFAULT_RULES, MediaRules
 from .blocks import Location, parse_block
 from .find_media import block_modality, find_media, holds_several_media, is_absent, is_stray
 from .names import MEDIA_COLUMNS, prepare_remedy
+from .rendered import NO_MARKS, RenderedPrompt, TemplateMarks
 
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ def rows_to_messages(
     placeholders: Collection[str] = (),
     rules: MediaRules = DEFAULT_RULES,
     prefix: str = "",
+    marks: TemplateMarks = NO_MARKS,
 ) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
@@ -73,6 +75,8 @@ def rows_to_messages(
         prefix (`str`, *optional*, defaults to `""`):
             Prefix of columns that replace the columns without the prefix, if a row has them. With `"teacher_"`,
             `"teacher_prompt"` replaces `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
+        marks ([`~data.rows.rendered.TemplateMarks`], *optional*):
+            Marks of the model's chat template. Texts to which it was applied aren't put into messages.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns. Every medium is a block of a prompt,
@@ -81,8 +85,8 @@ def rows_to_messages(
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a modality
             are set, if a singular column holds a list or a plural column doesn't, if placeholders don't match the
-            media of their row, if no user message can receive media, or if a message has unread media or an invalid
-            option.
+            media of their row, if no user message can receive media, if a message has unread media or an invalid
+            option, or if a chat template was applied to a text beside media or a media column.
     """
     readers = [_RowReader(getattr(row, "row_index", i), rules) for i, row in enumerate(rows)]
     prompt_columns = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
@@ -91,7 +95,11 @@ def rows_to_messages(
     for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
         reader.check_prompt(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
-    if any(any(row_media.values()) for row_media in media) or not all(isinstance(prompt, str) for prompt in prompts):
+    become_messages = any(any(each.values()) for each in media) or not all(isinstance(p, str) for p in prompts)
+    for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
+        if become_messages or any(name in MEDIA_COLUMNS and name not in ignored for name in row):
+            marks.check_raw(prompt, column, reader.row_index)
+    if become_messages:
         for i, prompt in enumerate(prompts):
             is_text = isinstance(prompt, str)
             messages = [{"role": "user", "content": prompt}] if is_text else prompt
@@ -104,6 +112,15 @@ def rows_to_messages(
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
     ]
+
+
+def read_rendered(
+    row: Mapping[str, Any], row_index: int, ignored: Collection[str] = (), rules: MediaRules = DEFAULT_RULES
+) -> RenderedPrompt:
+    """Returns the text of a row's prompt, to which a chat template was applied, with the media of its columns."""
+    reader = _RowReader(row_index, rules)
+    media = reader.column_media({key: value for key, value in row.items() if key not in ignored}, "")
+    return RenderedPrompt(row["prompt"], sum(media.values(), []))
 
 
 def read_messages(

@@ -155,7 +155,9 @@ def check_columns(
     columns.
 
     `message_columns` hold messages, `model_modalities` are the inputs of the model, and `dataset_part` tells whether
-    `dataset` is the whole dataset, its first rows, or some of its rows. `needs_prompt` requires a column `prompt`.
+    `dataset` is the whole dataset, its first rows, or some rows of a dataset whose other rows may have media, so that
+    media that no prompt gets are no error, and prompts without media need no warning. `needs_prompt` requires a column
+    `prompt`.
     `option_modalities` maps options to the modalities that they change. Prompts must have one of an option's
     modalities.
     """
@@ -253,7 +255,7 @@ def _empty_media_columns(columns: _Columns) -> Iterator[str]:
 
 
 def _no_media(columns: _Columns) -> Iterator[str]:
-    if columns.knows_modalities and not columns.has_media:
+    if columns.knows_modalities and not columns.has_media and columns.dataset_part != "some":
         yield from _text_alone(columns.names, columns.model_modalities, columns.dataset_part)
 
 

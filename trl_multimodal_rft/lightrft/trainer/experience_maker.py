@@ -15,7 +15,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from trl.rewards import get_soft_overlong_punishment
 
 from ...algorithms.kl import FixedKLController, approx_kl
+from ...data.rows.batches import Row
 from ...data.rows.features import restore_media
+from ...data.rows.find_media import is_empty
+from ...data.rows.rendered import RenderedPrompt
 from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
@@ -121,7 +124,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.tokenizer = tokenizer
         self.processor = processor
         self.prompt_max_len = prompt_max_len
-        self._has_checked_columns = False
+        self._checked_layouts: set[frozenset[str]] = set()  # sets of filled columns of the rows so far
+        self._has_had_media = False  # whether a prompt so far had media
         _check_models(strategy, actor, critic, initial_model)
         self.advantage_estimator = strategy.advantage_estimator
         self.reward_model = reward_model
@@ -138,8 +142,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             reward_fn,
             reward_fn_label_map,
             reward_recipe,
-            strategy.label_column,
             strategy.media_rules,
+            strategy.ignored_media_columns,
         )
         self.custom_reward_func = self.reward_sources.custom_reward_func
         check_processor(processor)
@@ -271,14 +275,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         check_generation_options(generate_kwargs)
         if isinstance(all_prompts, str):
             all_prompts = [all_prompts]
-        rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in all_prompts]
-        if not self._has_checked_columns:  # the first rows alone are checked
-            self._has_checked_columns = True
-            ignored = self.strategy.ignored_media_columns
-            takes = input_modalities(self.actor.base_model)
-            warning = check_columns(rows, "The rows", ignored, dataset_part="some", model_modalities=takes)
-            if warning is not None and self._is_main:
-                logger.warning(warning)
+        rows = [
+            Row(getattr(prompt, "row_index", index), prompt if isinstance(prompt, dict) else {"prompt": prompt})
+            for index, prompt in enumerate(all_prompts)
+        ]
+        self._check_columns(rows)
         encoder = PromptEncoder(
             self.actor.base_model,
             self.processor or self.tokenizer,
@@ -287,13 +288,18 @@ class NaiveExperienceMaker(RolloutAdvantages):
             ignored_media_columns=self.strategy.ignored_media_columns,
             special_tokens_in_text="allow",
             keep_decoded=True,
+            keeps_rendered=True,
             for_engine=self.sample_with_engine is not None,
         )
-        prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
+        prompts = encoder.messages(rows)
         encoded = self._encode(prompts, encoder)
-        # The encoder's prompts are all text or all messages. Reward functions get these prompts instead of the
-        # caller's, so that all micro-batches have one format.
-        rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
+        self._has_had_media = self._has_had_media or any(prompt.modalities for prompt in encoded)
+        # But for texts with their template, the encoder's prompts are all text or all messages. Reward functions get
+        # these prompts instead of the caller's, so that all micro-batches have one format.
+        rows = [
+            {**row, "prompt": prompt.text if isinstance(prompt, RenderedPrompt) else restore_media(prompt)}
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
         n = self.strategy.n_samples_per_prompt
         batch_size = self.strategy.micro_rollout_batch_size
         pairs = []
@@ -301,23 +307,59 @@ class NaiveExperienceMaker(RolloutAdvantages):
             pairs += [(row, prompt)] * n
         return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
 
+    def _check_columns(self, rows: list[Row]) -> None:
+        """
+        Asks rows what the trainers ask of a dataset, once for each set of filled columns. Media that no prompt gets
+        are an error as long as no prompt has had media, and otherwise a warning.
+        """
+        layouts: dict[frozenset[str], list[Row]] = {}  # rows by their filled columns
+        for row in rows:
+            columns = frozenset(name for name, value in row.items() if not is_empty(value))
+            layouts.setdefault(columns, []).append(row)
+        new_layouts = [columns for columns in layouts if columns not in self._checked_layouts]
+        if not new_layouts:
+            return
+        self._checked_layouts.update(new_layouts)
+        ignored = self.strategy.ignored_media_columns
+        takes = input_modalities(self.actor.base_model)
+        warning = None
+        if not self._has_had_media:
+            warning = check_columns(rows, "The rows", ignored, dataset_part="first", model_modalities=takes)
+        warnings = [] if warning is None else [warning]
+        if self._has_had_media or len(layouts) > 1:
+            # Media of other rows say nothing about those of these rows
+            groups = [layouts[columns] for columns in new_layouts]
+            names = [f"Row {group[0].row_index} of a batch" for group in groups]
+            of_groups = [
+                check_columns(group, name, ignored, dataset_part="some", model_modalities=takes)
+                for group, name in zip(groups, names, strict=True)
+            ]
+            warnings = [*filter(None, of_groups)] or warnings
+        for warning in warnings if self._is_main else ():
+            logger.warning(warning)
+
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
-        if isinstance(prompts[0], str):
-            ids = self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]
-            for index, tokens in enumerate(ids):
-                if self._placeholder_ids.intersection(tokens):
-                    raise ValueError(
-                        f"Prompt {index} is text with placeholders of media, but no media; pass messages, or a row "
-                        "with the media in columns."
-                    )
-            return [bare_prompt(self.actor.base_model, torch.tensor(tokens), {}) for tokens in ids]
-        encoded = [encoder.encode(prompt, index) for index, prompt in enumerate(prompts)]
-        for index, prompt in enumerate(encoded):
-            if len(prompt) > self.prompt_max_len:
-                raise ValueError(
-                    f"Prompt {index} has {len(prompt)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
-                    "and messages aren't cut; raise this limit, or drop the prompt."
-                )
+        return [
+            self._encode_text(prompt, index) if isinstance(prompt, str) else self._encode_media(prompt, index, encoder)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _encode_text(self, prompt: str, index: int) -> EncodedPrompt:
+        (tokens,) = self.tokenize_fn([prompt], self.prompt_max_len, padding=False)["input_ids"]
+        if self._placeholder_ids.intersection(tokens):
+            raise ValueError(
+                f"Prompt {index} is text with placeholders of media, but no media; pass messages, or a row with the "
+                "media in columns."
+            )
+        return bare_prompt(self.actor.base_model, torch.tensor(tokens), {})
+
+    def _encode_media(self, prompt: list | RenderedPrompt, index: int, encoder: PromptEncoder) -> EncodedPrompt:
+        encoded = encoder.encode(prompt, index)
+        if len(encoded) > self.prompt_max_len:
+            raise ValueError(
+                f"Prompt {index} has {len(encoded)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), and "
+                "neither messages nor prompts with media are cut; raise this limit, or drop the prompt."
+            )
         return encoded
 
     def _sample(self, micro_batch: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
@@ -432,9 +474,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
         n_actions = samples.num_actions
         prompts = samples.encoded_prompts
         if prompts is None:
-            # Prompts without media, and their masks
-            rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
-            prompts = bare_prompts(self.actor.base_model, ((ids[is_token], {}, None) for ids, is_token in rows))
+            masks = samples.attention_mask[:, :-n_actions].bool()
+            ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n_actions], masks, strict=True)]
+            for index, prompt_ids in enumerate(ids):
+                if self._placeholder_ids.intersection(prompt_ids.tolist()):
+                    raise ValueError(
+                        f"Sample {index} has placeholders of media, but no media; pass the `encoded_prompts` of the "
+                        "samples, as `generate_samples` returns them."
+                    )
+            prompts = bare_prompts(self.actor.base_model, ((prompt_ids, {}, None) for prompt_ids in ids))
         return Rollout(
             prompts,
             torch.arange(len(prompts)),  # group ids, which scoring doesn't use

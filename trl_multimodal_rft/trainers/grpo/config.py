@@ -100,7 +100,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             `'batch'` of an optimizer step (the default) or of a `'micro_batch'`, both over all processes, or tokens of
             one `'sequence'`. TRL's choice is `"current(scope='micro_batch')"`. With the setting `renormalize=True`,
             the policy loss is averaged over the tokens that are trained on, instead of over all tokens. GMPO's loss
-            always is.
+            always is. The setting `rounding='down'` rounds the number of tokens to train on down, but not to 0.
 
         > Parameters that control a view of the media in the loss
 
