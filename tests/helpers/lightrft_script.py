@@ -102,6 +102,6 @@ trainer = PPOTrainerVL(
     **({"lambd": 0.9} if estimator == "gae" else {}),
 )
 prompts = DataLoader(list(image_rows(3 * N_PROCESSES)), batch_size=1, shuffle=True, collate_fn=list)
-trainer.fit(strategy, prompts, None)
+trainer.fit(args, prompts, None)
 sys.stdout.write(f"rollouts: {len(rollouts)}\n")
 trainer.save_model(save_path)
