@@ -886,7 +886,7 @@ def test_arguments_that_do_not_fit():
     for name, value in loading.items():
         with pytest.raises(ValueError, match=f"`{name}` says how to load a model, but an instance was passed"):
             ActorAL(model, **{name: value})
-    for name in ("load_in_8bit", "fused_linear_logprob", "nonsense"):
+    for name in ("load_in_8bit", "trust_remote_code", "nonsense"):
         with pytest.raises(TypeError, match=name):
             ActorVL("somewhere", **{name: None})
 

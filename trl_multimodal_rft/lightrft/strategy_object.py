@@ -21,6 +21,7 @@ from ..encoding.processors import load_processor
 from ..models.critic import policy_alone
 from ..models.parts import freeze
 from ..trainers.ppo.config import MultimodalPPOConfig, ValueSchedule
+from ..trainers.shared.arguments import mapping
 from .models.actor import Actor
 from .models.critic import Critic
 
@@ -173,7 +174,7 @@ class Strategy(MultimodalPPOConfig):
             optimizer,
             num_warmup_steps=math.ceil(max_steps * warmup) if warmup < 1 else int(warmup),
             num_training_steps=max_steps,
-            scheduler_specific_kwargs=self.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=mapping(self.lr_scheduler_kwargs),
         )
         return optimizer, scheduler
 
