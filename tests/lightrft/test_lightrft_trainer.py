@@ -405,6 +405,15 @@ def test_a_script_trains(tmp_path, estimator):
         print_replay_buffer_stats=args.print_replay_buffer_stats,
         **{name: getattr(args, name) for name in names.split()},
     )
+    # `fit` shuffles each pass by the seed, also in a run that resumes with a new loader
+    orders = []
+    for passes in ((0, 1), (1,)):
+        loader = strategy.setup_dataloader(range(8), 2, True, True, list)
+        shards = trainer.trainer.accelerator.prepare_data_loader(loader, device_placement=False)
+        for index in passes:
+            shards.set_epoch(index)
+            orders.append(list(shards))
+    assert orders[0] != orders[1] == orders[2]
     before = {name: value.clone() for name, value in actor.model.named_parameters()}
     trainer.fit(strategy, prompts, None)
     assert trainer.trainer.state.global_step == 8
